@@ -1,0 +1,51 @@
+# Two commands do everything, set-up included: `make demo` and `make test`.
+PYTHON ?= python3
+# torch first and by its exact version, so that pip takes the small CPU build where there is one.
+TORCH  ?= 2.13.0
+N      ?= 2000
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready-$(TORCH)
+
+.PHONY: help demo test lint unit fuzz bench compat clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@rm -f $(VENV)/.ready-* && touch $@
+
+demo: $(READY)  ## train two layers on 2 ranks and on one process, and compare them
+	$(BIN)/python -m convmesh demo
+
+test: lint unit  ## lint, types, import contracts and all tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(READY)
+	$(BIN)/pytest
+
+fuzz: $(READY)  ## N=... random convolutions against one process; prints the seed of a failure
+	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(SEED),--seed $(SEED))
+
+bench: $(READY)  ## what README claims about speed and memory, measured
+	$(BIN)/python -m benchmarks
+
+compat:  ## the core tests with newer torch releases, each in an environment of its own (5 GB each)
+	@for version in 2.14.1 2.15.0; do \
+	  env=.compat/$$version; \
+	  test -x $$env/bin/python || $(PYTHON) -m venv $$env || exit 1; \
+	  $$env/bin/pip install --quiet --disable-pip-version-check torch==$$version || exit 1; \
+	  $$env/bin/pip install --quiet --disable-pip-version-check --editable '.[core]' || exit 1; \
+	  $$env/bin/python -m pytest -m "not slow" || exit 1; \
+	done
+
+clean:  ## remove the environments
+	rm -rf $(VENV) .compat
