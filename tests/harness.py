@@ -1,0 +1,381 @@
+"""A pool of real gloo processes to which a test sends a function and from which it gets every rank's result.
+
+Starting processes that import torch takes seconds, so one pool serves the whole pytest run. What a test may do to it
+(raise, hang, die) must not reach the next test: whenever the ranks may no longer agree on what they have said to each
+other, the processes are killed, and the next call starts new ones.
+"""
+
+import atexit
+import faulthandler
+import io
+import math
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+WORLD_SIZE = 4
+CALL_SECONDS = 120.0
+START_SECONDS = 120.0
+# How long the other ranks may go on once a rank has raised: they may just be slower, or wait for it for ever.
+GRACE_SECONDS = 5.0
+
+MeshKey = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
+
+
+class RankError(RuntimeError):
+    """A rank raised. `rank` is the first that did, `traceback` its own text; the message has every distinct one."""
+
+    def __init__(self, rank: int, traceback: str, message: str | None = None) -> None:
+        super().__init__(message or f"rank {rank} raised:\n{traceback}")
+        self.rank = rank
+        self.traceback = traceback
+
+
+class RankHung(RankError):  # noqa: N818 - says what happened to the rank
+    """A rank did not return in time; `traceback` is where it was."""
+
+
+class RankDied(RankError):  # noqa: N818 - says what happened to the rank
+    """A rank's process ended during a call; it left no traceback, so `traceback` is its exit code."""
+
+
+@dataclass(frozen=True)
+class _Reply:
+    result: Any = None
+    failure: str | None = None  # the traceback's text
+    raised_at: tuple[tuple[str, int | None], ...] = ()  # the traceback's places, without rank-dependent messages
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+    stack_file: Path
+
+
+def _pack(value: Any) -> bytes:
+    # The pickler of multiprocessing sends tensors as shared-memory handles that die with their process; torch.save
+    # writes the numbers themselves.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _end_with_parent() -> None:
+    # A rank that sits in a collective does not see that pytest was killed, so a thread watches for it.
+    parent = mp.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _attempt(task: Callable[..., Any], *args: Any) -> bytes:
+    try:
+        return _pack(_Reply(result=task(*args)))
+    except BaseException as error:  # sys.exit and pytest.fail are failures of the task, not the end of the worker
+        places = tuple((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+        return _pack(_Reply(failure="".join(traceback.format_exception(error)), raised_at=places))
+
+
+def _serve(rank: int, pipe: Connection, store_file: Path, stack_file: Path) -> None:
+    """The life of a worker: reply once when ready, then once to every task, until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a host name that does not resolve must not matter
+    meshes: dict[MeshKey, DeviceMesh] = {}
+
+    def run_task(key: MeshKey, packed_call: bytes) -> Any:
+        shape, ranks, names = key
+        if key not in meshes:
+            meshes[key] = DeviceMesh("cpu", torch.tensor(ranks).reshape(shape), mesh_dim_names=names)
+        if rank not in ranks:
+            return None
+        torch.manual_seed(0)  # a test must not depend on which tests ran before it
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fn, args = _unpack(packed_call)
+            return fn(meshes[key], *args)
+
+    with stack_file.open("w") as stack_output:
+        faulthandler.register(signal.SIGUSR1, file=stack_output, all_threads=False)
+        pipe.send_bytes(_attempt(dist.init_process_group, "gloo", f"file://{store_file}", None, WORLD_SIZE, rank))
+        while True:
+            try:
+                key, packed_call = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                os._exit(0)  # ranks end at different times: taking gloo down in order would make them wait
+            pipe.send_bytes(_attempt(run_task, key, packed_call))
+
+
+@dataclass(frozen=True)
+class _EachCase:
+    fn: Callable[..., Any]
+
+    def __call__(self, mesh: DeviceMesh, cases: Sequence[Any]) -> list[Any]:
+        results = []
+        for index, case in enumerate(cases):
+            try:
+                results.append(self.fn(mesh, case))
+            except BaseException as error:
+                error.add_note(f"in case {index}: {case!r}")
+                raise
+        return results
+
+
+class Pool:
+    """Four gloo processes, started at the first call, and again at the first call after they had to be killed."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._files: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        atexit.register(self.kill)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.kill()
+        atexit.unregister(self.kill)
+
+    @property
+    def pids(self) -> list[int | None]:
+        """The process of every rank; empty when none are running."""
+        return [worker.process.pid for worker in self._workers]
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        mesh: Sequence[int] = (2, 2),
+        names: Sequence[str] | None = None,
+        ranks: Sequence[int] | None = None,
+        timeout: float = CALL_SECONDS,
+    ) -> list[Any]:
+        """Run the module-level `fn(mesh, *args)` on the mesh's ranks; return the results in the mesh's flat order.
+
+        The mesh takes the first ranks of the world unless `ranks` names others. Warnings raise in `fn`, and every rank
+        starts from the same random seed. A rank that raises, hangs for `timeout` seconds or dies is a `RankError`.
+        """
+        size = math.prod(mesh)
+        members = tuple(range(size)) if ranks is None else tuple(ranks)
+        if len(members) != size or len(set(members)) != size or not set(members) <= set(range(WORLD_SIZE)):
+            raise ValueError(f"mesh {tuple(mesh)} needs {size} distinct ranks below {WORLD_SIZE}, not {members}")
+        key: MeshKey = (tuple(mesh), members, None if names is None else tuple(names))
+        task = pickle.dumps((key, _pack((fn, args))))
+        if not all(worker.process.is_alive() for worker in self._workers):
+            self.kill()
+        try:
+            if not self._workers:
+                self._start()
+            for worker in self._workers:
+                try:
+                    worker.pipe.send_bytes(task)
+                except OSError:
+                    break  # it just died: waiting for its reply says so properly
+            replies = self._replies(_name_of(fn), members, timeout)
+        except RankError:
+            raise
+        except BaseException:  # such as Ctrl-C: whatever the workers are doing, nobody waits for it any more
+            self.kill()
+            raise
+        return [replies[rank].result for rank in members]
+
+    def run_cases(
+        self,
+        fn: Callable[..., Any],
+        cases: Sequence[Any],
+        mesh: Sequence[int] = (2, 2),
+        names: Sequence[str] | None = None,
+        ranks: Sequence[int] | None = None,
+        timeout: float = CALL_SECONDS,
+    ) -> list[list[Any]]:
+        """Run `fn(mesh, case)` for every case in one round trip; for each case return what `run` would.
+
+        The first case that fails ends the call, and the error tells which it was. `timeout` is for all cases together.
+        """
+        by_rank = self.run(_EachCase(fn), list(cases), mesh=mesh, names=names, ranks=ranks, timeout=timeout)
+        return [list(results) for results in zip(*by_rank, strict=True)]
+
+    def kill(self) -> None:
+        """End all processes now; the next call starts new ones."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.process.close()
+            worker.pipe.close()
+        self._workers = []
+        if self._files is not None:
+            self._files.cleanup()
+            self._files = None
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._files = tempfile.TemporaryDirectory(prefix="convmesh-pool-")
+        folder = Path(self._files.name)
+        for rank in range(WORLD_SIZE):
+            pipe, far_end = context.Pipe()
+            stack_file = folder / f"stack-{rank}"
+            process = context.Process(
+                target=_serve, args=(rank, far_end, folder / "store", stack_file), name=f"rank-{rank}", daemon=True
+            )
+            process.start()
+            far_end.close()  # else the pipe would outlive the process, and its death would not show
+            self._workers.append(_Worker(process, pipe, stack_file))
+        # No members: a start that fails in any way, even on all ranks alike, leaves nothing to go on with.
+        self._replies("the start of the pool", (), START_SECONDS)
+
+    def _replies(self, name: str, members: Sequence[int], timeout: float) -> dict[int, _Reply]:
+        """Every rank's reply, if all are good; else leave the pool fit for the next call and raise what happened."""
+        replies: dict[int, _Reply] = {}
+        failed: list[int] = []
+        deadline = time.monotonic() + timeout
+        while pending := {rank: worker for rank, worker in enumerate(self._workers) if rank not in replies}:
+            watched = [source for worker in pending.values() for source in (worker.pipe, worker.process.sentinel)]
+            ready = wait(watched, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank, worker in pending.items():
+                if worker.pipe not in ready and worker.process.sentinel not in ready:
+                    continue
+                try:
+                    if not worker.pipe.poll():  # dead, yet a child that it forked still holds the pipe open
+                        raise EOFError
+                    packed_reply = worker.pipe.recv_bytes()
+                except (EOFError, OSError):
+                    raise self._death(name, rank, replies) from None
+                replies[rank] = _unpack(packed_reply)
+                if replies[rank].failure is not None:
+                    failed.append(rank)
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failed:
+            raise self._failure(name, members, replies, sorted(failed))
+        if pending:
+            stacks = self._stacks(pending)
+            self.kill()
+            headline = f"{name}: {_ranks(pending)} had not returned after {timeout:g} s"
+            raise RankHung(min(pending), stacks[min(pending)], "\n".join([headline, *stacks.values()]))
+        return replies
+
+    def _death(self, name: str, rank: int, replies: dict[int, _Reply]) -> RankDied:
+        process = self._workers[rank].process
+        process.join(GRACE_SECONDS)
+        how = f"exit code {process.exitcode}"
+        self.kill()
+        # What the others raised comes second: most likely it is only that this rank was gone.
+        parts = [f"{name}: rank {rank} died ({how})", *_failures(replies)]
+        return RankDied(rank, how, "\n".join(parts))
+
+    def _failure(self, name: str, members: Sequence[int], replies: dict[int, _Reply], failed: list[int]) -> RankError:
+        parts = _failures(replies)
+        waiting = [rank for rank in range(WORLD_SIZE) if rank not in replies]
+        if waiting:
+            parts.append(f"{_ranks(waiting)} had not returned {GRACE_SECONDS:g} s later:")
+            parts.extend(self._stacks(waiting).values())
+        # Only if all members stopped at the same place have they taken part in the same collectives. Otherwise the
+        # next test's first collective could meet one that this test left open, so it gets new processes.
+        if waiting or set(failed) != set(members) or len({replies[rank].raised_at for rank in failed}) > 1:
+            self.kill()
+        first = replies[failed[0]].failure
+        return RankError(failed[0], str(first), f"{name}: " + "\n".join(parts))
+
+    def _stacks(self, ranks: Sequence[int] | dict[int, _Worker]) -> dict[int, str]:
+        """Where the ranks are now, which faulthandler can tell even of a rank that is inside a collective."""
+        for rank in ranks:
+            os.kill(self._workers[rank].process.pid or 0, signal.SIGUSR1)
+        time.sleep(0.5)
+        return {rank: f"rank {rank} was here:\n{self._workers[rank].stack_file.read_text()}" for rank in ranks}
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    fn = fn.fn if isinstance(fn, _EachCase) else fn
+    return f"{fn.__module__}.{fn.__qualname__}" if hasattr(fn, "__qualname__") else repr(fn)
+
+
+def _failures(replies: dict[int, _Reply]) -> list[str]:
+    """Every distinct traceback, and the ranks that have it."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, reply in sorted(replies.items()):
+        if reply.failure is not None:
+            ranks_by_text.setdefault(reply.failure, []).append(rank)
+    return [f"{_ranks(ranks)} raised:\n{text}" for text, ranks in ranks_by_text.items()]
+
+
+def _ranks(ranks: Sequence[int] | dict[int, _Worker]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+
+
+# How far two correct orders of summation may end up apart, relative to the greatest value. The unit roundoffs are
+# 1.1e-16, 6.0e-8, 4.9e-4 and 3.9e-3. Sums in float32 and float64 have up to some 1e4 terms, whose errors add up like
+# a random walk, by 1e2: that gives 1e-14 and 6e-6. float64 gets a wide margin because any real error, such as a wrong
+# element at a border, is greater by far. The half formats accumulate in float32 and round a handful of times: 5 units.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2.5e-3, torch.bfloat16: 2e-2}
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float | None = None) -> None:
+    """Equal shapes, and values equal up to the rounding of the coarser dtype; integers and bools must be equal.
+
+    `scale` is the size of the terms that were summed, for results that cancel to about zero; else it is the greatest
+    finite magnitude in `expected`.
+    """
+    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    if actual.numel() == 0:
+        return
+    relative = max(TOLERANCE.get(dtype.to_real(), 0.0) for dtype in (actual.dtype, expected.dtype))
+    wide = torch.complex128 if actual.is_complex() or expected.is_complex() else torch.float64
+    a, e = actual.detach().to(wide), expected.detach().to(wide)
+    magnitude = e.abs()
+    if scale is None:
+        scale = magnitude[magnitude.isfinite()].max().item() if magnitude.isfinite().any() else 0.0
+    # Where both are the same infinity or both NaN the subtraction gives NaN; one alone is infinitely far.
+    agree = (a == e) | (a.isnan() & e.isnan())
+    difference = torch.where(agree, 0.0, (a - e).abs().nan_to_num(nan=math.inf))
+    worst = difference.max().item()
+    place = tuple(int(index) for index in torch.unravel_index(difference.argmax(), difference.shape))
+    assert worst <= relative * scale, (
+        f"greatest difference {worst:.3g} at {place}: {a[place].item()!r}, expected {e[place].item()!r}; "
+        f"allowed {relative:g} * {scale:.3g}; {int((difference > relative * scale).sum())} of {a.numel()} are beyond it"
+    )
+
+
+def same_on_all_ranks(results: Sequence[Any]) -> Any:
+    """The one result that all ranks returned, bit for bit; fails if they differ."""
+    for position, result in enumerate(results):
+        assert _identical(results[0], result), f"results 0 and {position} differ: {results[0]!r} and {result!r}"
+    return results[0]
+
+
+def _identical(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_identical(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_identical, a, b))
+    return bool(a == b)
