@@ -1,0 +1,13 @@
+"""Moving data between ranks: lines of ranks, what a rank holds, and the exchange with its adjoint."""
+
+from .exchange import Halo as Halo
+from .exchange import Pending as Pending
+from .exchange import give_back as give_back
+from .exchange import start as start
+from .held import Block as Block
+from .held import Held as Held
+from .held import memory_format as memory_format
+from .line import Line as Line
+from .line import line as line
+from .traffic import Traffic as Traffic
+from .traffic import count_traffic as count_traffic

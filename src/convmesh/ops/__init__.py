@@ -1,0 +1,3 @@
+"""The operators, one family a file. Importing this package declares their rules."""
+
+from . import conv as conv

@@ -1,0 +1,36 @@
+"""The public switch."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from . import ops as ops  # declares the rules
+from .sharding import registry
+
+
+class Enabled:
+    """What `enable()` returns. As a context manager it puts back, at its end, the state that it found."""
+
+    def __init__(self, before: bool):
+        self._before = before
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._before:
+            disable()
+
+
+def enable() -> Enabled:
+    """Make the operators of convolutional networks exact on sharded DTensors, from now on or for a `with` block."""
+    before = registry.installed()
+    registry.install()
+    return Enabled(before)
+
+
+def disable() -> None:
+    """Put back exactly what was there before `enable()`."""
+    registry.uninstall()

@@ -1,0 +1,80 @@
+"""What a rank holds of a global tensor: its own block, and the halo blocks that it received."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..geometry import Box, Interval, volume
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of the global tensor along the split dimensions; along all others it has their whole local extent."""
+
+    box: Box
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """Disjoint blocks of one global tensor, of which any box can be read. What no block has reads as zero."""
+
+    dims: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    @staticmethod
+    def own(data: torch.Tensor, dims: tuple[int, ...], box: Box) -> Held:
+        return Held(dims, (Block(box, data),))
+
+    def plus(self, blocks: Sequence[Block]) -> Held:
+        return Held(self.dims, (*self.blocks, *blocks))
+
+    def read(self, box: Box, within: Box | None = None) -> torch.Tensor:
+        """The values in `box`; with `within`, only those that lie in that box too, and zeros for the rest.
+
+        A view where one block has all of it, otherwise a new tensor in the memory format of the own block.
+        """
+        seen = box if within is None else _common(box, within)
+        parts = [(_common(block.box, seen), block) for block in self.blocks]
+        parts = [(common, block) for common, block in parts if volume(common)]
+        if len(parts) == 1 and parts[0][0] == box:
+            return self._cut(parts[0][1], box)
+        result = self._allocate(box, complete=sum(volume(common) for common, _ in parts) == volume(box))
+        for common, block in parts:
+            self._cut(Block(box, result), common).copy_(self._cut(block, common))
+        return result
+
+    def _cut(self, block: Block, box: Box) -> torch.Tensor:
+        data = block.data
+        for dim, held, wanted in zip(self.dims, block.box, box, strict=True):
+            if held != wanted:
+                data = data.narrow(dim, wanted.start - held.start, len(wanted))
+        return data
+
+    def _allocate(self, box: Box, complete: bool) -> torch.Tensor:
+        model = self.blocks[0].data
+        shape = list(model.shape)
+        for dim, side in zip(self.dims, box, strict=True):
+            shape[dim] = len(side)
+        # Zeroing costs a pass over memory, which a box that the blocks cover does not need.
+        empty = torch.empty if complete else torch.zeros
+        return empty(shape, dtype=model.dtype, device=model.device).contiguous(memory_format=memory_format(model))
+
+
+def memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """channels_last where the strides say so and it makes a difference, else contiguous."""
+    for rank, candidate in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == rank and tensor.stride(1) == 1 and not tensor.is_contiguous() and tensor.shape[1] > 1:
+            return candidate
+    return torch.contiguous_format
+
+
+def _common(one: Box, other: Box) -> Box:
+    return tuple(a & b for a, b in zip(one, other, strict=True))
+
+
+def clip(box: Box, sizes: Sequence[int]) -> Box:
+    return tuple(side & Interval(0, size) for side, size in zip(box, sizes, strict=True))

@@ -1,0 +1,55 @@
+"""The geometry of a convolution as one value, where torch has six arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .window import Window
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Stride, padding, dilation and output padding for each spatial dimension, and the groups."""
+
+    stride: Sizes
+    padding: Sizes
+    dilation: Sizes
+    transposed: bool
+    output_padding: Sizes
+    groups: int
+
+    @staticmethod
+    def of(
+        spatial: int,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        transposed: bool,
+        output_padding: Sequence[int],
+        groups: int,
+    ) -> Convolution:
+        """From an operator's arguments, where one number may stand for all spatial dimensions."""
+
+        def each(values: Sequence[int]) -> Sizes:
+            return tuple(map(int, values)) if len(values) != 1 else (int(values[0]),) * spatial
+
+        return Convolution(each(stride), each(padding), each(dilation), transposed, each(output_padding), int(groups))
+
+    def windows(self, kernel: Sequence[int]) -> tuple[Window, ...]:
+        return tuple(Window(*sizes) for sizes in zip(kernel, self.stride, self.padding, self.dilation, strict=True))
+
+    def output_size(self, input_size: Sequence[int], kernel: Sequence[int]) -> Sizes:
+        windows = self.windows(kernel)
+        if self.transposed:
+            sides = zip(windows, input_size, self.output_padding, strict=True)
+            return tuple(window.fine_size(size, extra) for window, size, extra in sides)
+        return tuple(window.coarse_size(size) for window, size in zip(windows, input_size, strict=True))
+
+    def output_channels(self, weight_shape: Sequence[int]) -> int:
+        return weight_shape[1] * self.groups if self.transposed else weight_shape[0]
+
+    def input_channels(self, weight_shape: Sequence[int]) -> int:
+        return weight_shape[0] if self.transposed else weight_shape[1] * self.groups

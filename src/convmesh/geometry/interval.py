@@ -1,0 +1,59 @@
+"""Half-open intervals of indices, and how DTensor cuts a dimension into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The indices `start <= i < stop`. Every empty interval with the same start is as good as any other."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def __and__(self, other: Interval) -> Interval:
+        start = max(self.start, other.start)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+    def __contains__(self, index: int) -> bool:
+        return self.start <= index < self.stop
+
+    def covers(self, other: Interval) -> bool:
+        return not other or (self.start <= other.start and other.stop <= self.stop)
+
+    def shift(self, by: int) -> Interval:
+        return Interval(self.start + by, self.stop + by)
+
+
+def hull(intervals: Sequence[Interval]) -> Interval:
+    """The smallest interval that covers all of `intervals`."""
+    filled = [i for i in intervals if i]
+    if not filled:
+        return Interval(0, 0)
+    return Interval(min(i.start for i in filled), max(i.stop for i in filled))
+
+
+def _chunk(interval: Interval, parts: int) -> list[Interval]:
+    """`torch.chunk`: equal parts, rounded up, so that the last ones may hold less, or nothing."""
+    step = -(-len(interval) // parts)
+    cuts = [min(interval.start + step * r, interval.stop) for r in range(parts + 1)]
+    return [Interval(a, b) for a, b in pairwise(cuts)]
+
+
+@lru_cache(maxsize=4096)
+def shards(size: int, mesh_sizes: tuple[int, ...]) -> tuple[Interval, ...]:
+    """Who owns what of a dimension that is cut over mesh dimensions of these sizes, the first one outermost.
+
+    The ranks are in row-major order over the mesh dimensions, which is the order of what they own.
+    """
+    owned = [Interval(0, size)]
+    for parts in mesh_sizes:
+        owned = [piece for whole in owned for piece in _chunk(whole, parts)]
+    return tuple(owned)

@@ -1,0 +1,53 @@
+"""Sliding windows: which fine indices a coarse index reads, and which coarse indices read a fine one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .interval import Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Coarse index `o` reads the fine indices `o * stride - padding + dilation * j`, for `0 <= j < kernel`.
+
+    The coarse side is the output of a convolution or a pooling, and the input of a transposed convolution.
+    """
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    @property
+    def extent(self) -> int:
+        """How far one coarse index reaches over the fine side."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def coarse_size(self, fine_size: int) -> int:
+        """How many coarse indices fit; not positive where the kernel is larger than the padded input."""
+        return (fine_size + 2 * self.padding - self.extent) // self.stride + 1
+
+    def fine_size(self, coarse_size: int, output_padding: int = 0) -> int:
+        """The size of a transposed convolution's output."""
+        return (coarse_size - 1) * self.stride - 2 * self.padding + self.extent + output_padding
+
+    def reads(self, coarse: Interval) -> Interval:
+        """The fine indices from the first to the last that `coarse` reads; overhangs where the input is padded."""
+        if not coarse:
+            return Interval(0, 0)
+        start = coarse.start * self.stride - self.padding
+        return Interval(start, (coarse.stop - 1) * self.stride - self.padding + self.extent)
+
+    def read_by(self, fine: Interval) -> Interval:
+        """The coarse indices from the first to the last that read anything between the ends of `fine`.
+
+        Not bounded by the coarse side's size, and with dilation a few that step over `fine` may be among them.
+        """
+        if not fine:
+            return Interval(0, 0)
+        # o reads up to o * stride - padding + extent - 1, which has to be at least fine.start.
+        start = -(-(fine.start + self.padding - self.extent + 1) // self.stride)
+        # ... and from o * stride - padding on, which has to be at most fine.stop - 1.
+        stop = (fine.stop - 1 + self.padding) // self.stride + 1
+        return Interval(start, max(start, stop))

@@ -1,0 +1,113 @@
+"""Convolution and its gradient on DTensors: layout of the arguments -> plan -> exchange -> local compute -> wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..comm import Held
+from ..geometry import Box, Convolution
+from ..sharding import _torch
+from ..sharding.layout import Layout
+from ..sharding.registry import composite, rule
+from .conv_backward import gradients
+from .conv_check import check_placed
+from .conv_local import LocalConvolution
+from .conv_plan import plan_backward, plan_forward
+from .tiling import patch
+
+aten = torch.ops.aten
+
+
+@rule(aten.convolution.default)
+def convolution(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    input, weight, bias, *geometry = _torch.arguments(operator, args, kwargs)
+    check_placed("convolution", (("input", input), ("weight", weight), ("bias", bias)))
+    conv = Convolution.of(weight.dim() - 2, *geometry)
+    operands = (input, weight, bias)
+    plan = plan_forward(*(None if tensor is None else _torch.spec_of(tensor) for tensor in operands), conv)
+    if plan.local is None:
+        return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
+    x, w, b = (_move(tensor, target) for tensor, target in zip(operands, plan.operands, strict=True))
+    y = _forward(plan.local, x, w, b if plan.adds_bias else None)
+    return _torch.wrap(y.contiguous(memory_format=plan.output.memory_format), plan.output.spec)
+
+
+def _forward(local: LocalConvolution, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    """[N C fine] [O C kernel] [O] -> [N O coarse], or from coarse to fine if it is transposed."""
+    tiling = local.tiling
+    if not tiling.dims:
+        return local.own(x, w, b)
+
+    def part(held: Held, box: Box) -> torch.Tensor:
+        if local.conv.transposed:
+            return local.up(held.read(tiling.coarse_for(box)), w, b, box)
+        return local.down(held.read(tiling.reads(box)), w, b)
+
+    fetch = tiling.fetch_coarse(x) if local.conv.transposed else tiling.fetch_fine(x)
+    target, inner = (tiling.fine, tiling.inner_fine) if local.conv.transposed else (tiling.coarse, tiling.inner_coarse)
+    if not tiling.computes_own:
+        return part(fetch.complete(), target)
+    return patch(local.own(x, w, b), fetch, target, inner, part)
+
+
+@rule(aten.convolution_backward.default)
+def convolution_backward(
+    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[DTensor | None, ...]:
+    gradient, input, weight, _, *geometry, mask = _torch.arguments(operator, args, kwargs)
+    check_placed("convolution_backward", (("grad_output", gradient), ("input", input), ("weight", weight)))
+    conv = Convolution.of(weight.dim() - 2, *geometry)
+    operands = (gradient, input, weight)
+    plan = plan_backward(*(_torch.spec_of(tensor) for tensor in operands), conv, tuple(mask))
+    if plan.local is None:
+        empty = _torch.local_of(gradient).new_empty(0)
+        return tuple(None if layout is None else _torch.wrap(empty, layout.spec) for layout in plan.wanted)
+    gy, x, w = (_move(tensor, target) for tensor, target in zip(operands, plan.operands, strict=True))
+    results = gradients(plan.local, gy, x, w, mask)
+    return tuple(_place(*entry) for entry in zip(results, plan.computed, plan.wanted, strict=True))
+
+
+@composite("_convolution_double_backward")
+def convolution_double_backward(
+    ggx: torch.Tensor | None, ggw: torch.Tensor | None, ggb: torch.Tensor | None, gy: torch.Tensor,
+    weight: torch.Tensor, input: torch.Tensor, *rest: Any,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """The gradients of output gradient, input and weight, by the convolution's own operators.
+
+    torch's composite makes the output gradient a kernel, of which sharded space would have to be gathered.
+    """
+    if not isinstance(gy, DTensor):
+        operator = aten._convolution_double_backward.default
+        result: tuple[torch.Tensor, ...] = _torch.composite(operator, (ggx, ggw, ggb, gy, weight, input, *rest), {})
+        return result
+    *geometry, (for_gy, for_input, for_weight) = rest
+    terms = []
+    if for_gy:
+        terms += [torch.convolution(ggx, weight, None, *geometry)] if ggx is not None else []
+        terms += [torch.convolution(input, ggw, None, *geometry)] if ggw is not None else []
+        terms += [ggb.view(1, -1, *[1] * (gy.dim() - 2)).expand(gy.shape)] if ggb is not None else []
+    backward = aten.convolution_backward.default
+    gx = backward(gy, input, ggw, None, *geometry, [True, False, False])[0] if for_input and ggw is not None else None
+    gw = backward(gy, ggx, weight, None, *geometry, [False, True, False])[1] if for_weight and ggx is not None else None
+    return sum(terms[1:], terms[0]) if terms else None, gx, gw
+
+
+def _move(tensor: DTensor | None, target: Layout | None) -> Any:
+    """This rank's part of `tensor` where the plan has it."""
+    if tensor is None or target is None:
+        return None
+    local = _torch.local_of(tensor)
+    if tensor.placements == target.placements:
+        return local
+    return _torch.redistribute(local, _torch.spec_of(tensor), target.spec)
+
+
+def _place(local: torch.Tensor | None, computed: Layout | None, wanted: Layout | None) -> DTensor | None:
+    if local is None or computed is None or wanted is None:
+        return None
+    if computed.placements != wanted.placements:
+        local = _torch.redistribute(local, computed.spec, wanted.spec)
+    return _torch.wrap(local, wanted.spec)

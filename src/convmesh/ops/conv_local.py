@@ -1,0 +1,205 @@
+"""Convolution of what one rank holds: the three maps between fine side, coarse side and weight.
+
+A convolution takes the fine side to the coarse side (`down`), a transposed one the coarse to the fine (`up`);
+each is the other's gradient, and both have the same weight gradient (`weight`). All three are told boxes of the
+split dimensions, and treat the others as the operator does. So there is one code for both kinds and both directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..geometry import Box, Convolution, Window
+from .tiling import Tiling
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class LocalConvolution:
+    """A convolution with the groups and channels that this rank has, on a tile of its spatial dimensions."""
+
+    conv: Convolution
+    windows: tuple[Window, ...]
+    fine_sizes: tuple[int, ...]
+    coarse_sizes: tuple[int, ...]
+    tiling: Tiling
+
+    def own(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The operator on what the rank owns; along split dimensions right inside, without what others own."""
+        if not input.numel() or not weight.numel():
+            sizes = self.fine_sizes if self.conv.transposed else self.coarse_sizes
+            return _only_bias(input, self.conv.output_channels(weight.shape), sizes, bias)
+        conv = self._own
+        result: torch.Tensor = aten.convolution.default(
+            input, weight, bias, conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding,
+            conv.groups,
+        )  # fmt: skip
+        return result
+
+    def own_gradients(
+        self, gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Of input, weight and bias from what the rank owns, in one call of the operator."""
+        if not (mask[0] or mask[1]) or not gradient.numel() or not input.numel() or not weight.numel():
+            zeros = [torch.zeros_like(t) if wanted else None for t, wanted in zip((input, weight), mask, strict=False)]
+            return zeros[0], zeros[1], self.bias_gradient(gradient) if mask[2] else None
+        conv = self._own
+        results = aten.convolution_backward.default(
+            gradient, input, weight, [gradient.shape[1]], conv.stride, conv.padding, conv.dilation, conv.transposed,
+            conv.output_padding, conv.groups, mask,
+        )  # fmt: skip
+        gx, gw, gb = (result if wanted else None for result, wanted in zip(results, mask, strict=True))
+        return gx, gw, gb
+
+    @staticmethod
+    def bias_gradient(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.sum([0, *range(2, gradient.dim())])
+
+    def down(self, fine: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The coarse values of a fine block that is exactly what they read."""
+        if not fine.numel() or not weight.numel():
+            held = [Window(w.kernel, w.stride, p, w.dilation) for w, p in zip(self.windows, self._padding, strict=True)]
+            sizes = [max(0, w.coarse_size(size)) for w, size in zip(held, fine.shape[2:], strict=True)]
+            return _only_bias(fine, weight.shape[0], sizes, bias)
+        return _convolve(fine, weight, bias, self.conv, self._padding, None)
+
+    def up(self, coarse: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, box: Box) -> torch.Tensor:
+        """The fine values in `box`, of a coarse block that is exactly what reads them."""
+        sizes = list(self.fine_sizes)
+        for axis, wanted in zip(self._split, box, strict=True):
+            sizes[axis] = len(wanted)
+        if not coarse.numel() or not weight.numel():
+            return _only_bias(coarse, weight.shape[1] * self.conv.groups, sizes, bias)
+        crops = [self._crop(axis, sizes[axis]) for axis in range(len(sizes))]
+        for axis, split, wanted in zip(self._split, self.tiling.splits, box, strict=True):
+            reach = split.window.reads(split.coarse_for(wanted))
+            crops[axis] = _Crop.of(split.window, wanted.start - reach.start, reach.stop - wanted.stop)
+        rest = [side for crop in reversed(crops) for side in (-crop.before, -crop.after)]
+        result = _convolve(
+            coarse, weight, None if any(rest) else bias, self.conv,
+            [crop.padding for crop in crops], [crop.extra for crop in crops],
+        )  # fmt: skip
+        if any(rest):
+            result = aten.constant_pad_nd.default(result, rest)
+            if bias is not None:
+                result += bias.view(-1, *[1] * len(sizes))
+        return result
+
+    def _crop(self, axis: int, fine_size: int) -> _Crop:
+        """Along a dimension that is not split: what the operator itself does."""
+        window = self.windows[axis]
+        return _Crop(window.padding, fine_size - window.fine_size(self.coarse_sizes[axis]), 0, 0)
+
+    def weight_gradient(self, fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Of a coarse block and the fine block that it reads."""
+        if not fine.numel() or not coarse.numel():
+            return torch.zeros_like(weight)
+        turn = _Turn.of(coarse)
+        result = aten.convolution_backward.default(
+            turn.tensor(coarse), turn.tensor(fine), turn.tensor(weight), None,
+            turn.sizes(self.conv.stride), turn.sizes(self._padding), turn.sizes(self.conv.dilation),
+            False, [0] * len(self.windows), self.conv.groups, [False, True, False],
+        )  # fmt: skip
+        return turn.back(result[1])
+
+    @cached_property
+    def _own(self) -> Convolution:
+        """The geometry with which the operator takes a tile's own sides to each other."""
+        padding, extra = list(self.conv.padding), list(self.conv.output_padding)
+        tiling = self.tiling
+        for axis, fine, coarse in zip(self._split, tiling.fine, tiling.coarse, strict=True):
+            assert tiling.own_padding is not None
+            padding[axis] = tiling.own_padding[axis + 2]
+            window = self.windows[axis]
+            local = Window(window.kernel, window.stride, padding[axis], window.dilation)
+            extra[axis] = len(fine) - local.fine_size(len(coarse)) if self.conv.transposed else 0
+        conv = self.conv
+        return Convolution(conv.stride, tuple(padding), conv.dilation, conv.transposed, tuple(extra), conv.groups)
+
+    @cached_property
+    def _padding(self) -> list[int]:
+        """A box of a split dimension brings its padding along, as zeros."""
+        return [0 if axis in self._split else window.padding for axis, window in enumerate(self.windows)]
+
+    @cached_property
+    def _split(self) -> tuple[int, ...]:
+        return tuple(dim - 2 for dim in self.tiling.dims)
+
+
+def _convolve(
+    tensor: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv: Convolution,
+    padding: Sequence[int],
+    extra: Sequence[int] | None,
+) -> torch.Tensor:
+    """`extra` is a transposed convolution's output padding; None for a plain one."""
+    transposed = extra is not None
+    zeros = [0] * len(padding)
+    turn = _Turn.of(tensor)
+    result = aten.convolution.default(
+        turn.tensor(tensor), turn.tensor(weight), bias, turn.sizes(conv.stride), turn.sizes(padding),
+        turn.sizes(conv.dilation), transposed, turn.sizes(extra or zeros), conv.groups,
+    )  # fmt: skip
+    return turn.back(result)
+
+
+def _only_bias(like: torch.Tensor, channels: int, sizes: Sequence[int], bias: torch.Tensor | None) -> torch.Tensor:
+    """A convolution over no batch, no channels or no indices: torch refuses some of these."""
+    result = like.new_zeros([like.shape[0], channels, *sizes])
+    return result if bias is None else result + bias.view(-1, *[1] * len(sizes))
+
+
+@dataclass(frozen=True)
+class _Crop:
+    """How a transposed convolution's full reach becomes what is wanted of it, along one dimension.
+
+    The operator cuts `padding` from both sides and adds `extra` behind; `before` and `after` are left to cut
+    (or, where negative, to fill with zeros) once it is done.
+    """
+
+    padding: int
+    extra: int
+    before: int
+    after: int
+
+    @staticmethod
+    def of(window: Window, before: int, after: int) -> _Crop:
+        if before >= 0 and 0 <= before - after < max(window.stride, window.dilation):
+            return _Crop(before, before - after, 0, 0)
+        padding = max(0, min(before, after))
+        return _Crop(padding, 0, before - padding, after - padding)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Turns a strip so that its longest dimension is the last: kernels are far slower along a short last one."""
+
+    axis: int
+    last: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Turn:
+        sizes = list(tensor.shape[2:])
+        last = len(sizes) - 1
+        longest = sizes.index(max(sizes))
+        thin = sizes[last] < 16 <= sizes[longest] and tensor.stride(1) != 1
+        return _Turn(longest + 2 if thin else last + 2, last + 2)
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.axis == self.last else tensor.transpose(self.axis, self.last).contiguous()
+
+    def sizes(self, sizes: Sequence[int]) -> list[int]:
+        turned = list(sizes)
+        here, there = self.axis - 2, self.last - 2
+        turned[here], turned[there] = turned[there], turned[here]
+        return turned
+
+    def back(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.axis == self.last else tensor.transpose(self.axis, self.last)

@@ -1,0 +1,148 @@
+"""Planning a convolution: which row each mesh dimension takes, where operands go, what this rank computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from ..comm import line
+from ..geometry import Convolution, Split
+from ..sharding import _torch
+from ..sharding.cache import planned
+from ..sharding.layout import Layout, dense_stride
+from ..sharding.rows import Assignment, Wanted, choose, input_placements, output_placements
+from .conv_check import check_gradient, check_shapes
+from .conv_local import LocalConvolution
+from .conv_rows import backward_rows, forward_rows, local_groups
+from .tiling import Tiling
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """Where the operands have to be, what this rank computes of them, and what comes out."""
+
+    operands: tuple[Layout | None, ...]
+    output: Layout
+    adds_bias: bool
+    local: LocalConvolution | None  # None on a rank outside of the mesh
+
+
+@planned
+def plan_forward(
+    input_spec: _torch.Spec, weight_spec: _torch.Spec, bias_spec: _torch.Spec | None, conv: Convolution
+) -> ForwardPlan:
+    input, weight = Layout.of(input_spec), Layout.of(weight_spec)
+    bias = None if bias_spec is None else Layout.of(bias_spec)
+    named = (("input", input), ("weight", weight), ("bias", bias))
+    check_shapes("convolution", named, conv, input, weight, bias)
+    rows = forward_rows(len(conv.stride), conv.transposed, conv.groups)
+    chosen = choose("convolution", rows, named, fits=_whole_groups(conv, input, weight))
+    sizes = conv.output_size(input.shape[2:], weight.shape[2:])
+    shape = (input.shape[0], conv.output_channels(weight.shape), *sizes)
+    # As torch does it: channels_last if any of the two is.
+    last = [t.memory_format for t in (input, weight) if t.memory_format != torch.contiguous_format]
+    stride = dense_stride(shape, last[0] if last else torch.contiguous_format)
+    output = Layout(input.mesh, output_placements(chosen, 0), shape, stride, input.dtype)
+    here = input.mesh.get_coordinate()
+    # A pending sum over ranks adds the bias up, so one rank only may have it.
+    adders = [mesh_dim for mesh_dim, placement in enumerate(output.placements) if isinstance(placement, Partial)]
+    return ForwardPlan(
+        tuple(t and t.placed(input_placements(chosen, number)) for number, (_, t) in enumerate(named)),
+        output,
+        here is not None and all(here[mesh_dim] == 0 for mesh_dim in adders),
+        None if here is None else _localize(chosen, conv, input.placed(input_placements(chosen, 0)), weight, shape),
+    )
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """Where the operands have to be, what this rank computes, and where the gradients then are and should go."""
+
+    operands: tuple[Layout, ...]
+    computed: tuple[Layout | None, ...]
+    wanted: tuple[Layout | None, ...]
+    local: LocalConvolution | None
+
+
+@planned
+def plan_backward(
+    gradient_spec: _torch.Spec,
+    input_spec: _torch.Spec,
+    weight_spec: _torch.Spec,
+    conv: Convolution,
+    mask: tuple[bool, ...],
+) -> BackwardPlan:
+    gradient, input, weight = Layout.of(gradient_spec), Layout.of(input_spec), Layout.of(weight_spec)
+    named = (("grad_output", gradient), ("input", input), ("weight", weight))
+    check_shapes("convolution_backward", named, conv, input, weight, None)
+    check_gradient("convolution_backward", named, conv, gradient, input, weight)
+    results = _results(conv, input, weight)
+    wishes = [Wanted(r.placements, prod(r.shape)) if needed else None for r, needed in zip(results, mask, strict=True)]
+    rows = backward_rows(len(conv.stride), conv.transposed, conv.groups)
+    chosen = choose("convolution_backward", rows, named, wishes, fits=_whole_groups(conv, input, weight))
+    computed: list[Layout | None] = [None] * len(results)
+    wanted: list[Layout | None] = [None] * len(results)
+    for number, (result, wish) in enumerate(zip(results, wishes, strict=True)):
+        if wish is not None:
+            placements = output_placements(chosen, number)
+            computed[number] = result.placed(placements)
+            wanted[number] = result.placed(tuple(wish.becomes(*entry) for entry in enumerate(placements)))
+    operands = tuple(t.placed(input_placements(chosen, number)) for number, (_, t) in enumerate(named))
+    here = input.mesh.get_coordinate()
+    return BackwardPlan(
+        operands,
+        tuple(computed),
+        tuple(wanted),
+        None if here is None else _localize(chosen, conv, operands[1], weight, gradient.shape),
+    )
+
+
+def _results(conv: Convolution, input: Layout, weight: Layout) -> tuple[Layout, ...]:
+    """The gradients of input, weight and bias, dense, and placed as these are (the bias as it goes with the weight)."""
+    sharded = (Shard(1),) if conv.transposed and conv.groups == 1 else (Shard(0),)
+    bias: tuple[Placement, ...] = tuple(Shard(0) if p in sharded else Replicate() for p in weight.placements)
+    dense = [
+        Layout(t.mesh, t.placements, t.shape, dense_stride(t.shape, t.memory_format), t.dtype) for t in (input, weight)
+    ]
+    return (*dense, Layout(weight.mesh, bias, (conv.output_channels(weight.shape),), (1,), weight.dtype))
+
+
+def _whole_groups(conv: Convolution, input: Layout, weight: Layout) -> Callable[[Assignment], bool]:
+    return lambda assignment: local_groups(assignment, conv, input.mesh, weight.shape) is not None
+
+
+def _localize(
+    chosen: Assignment, conv: Convolution, input: Layout, weight: Layout, output_shape: Sequence[int]
+) -> LocalConvolution:
+    """This rank's part of a convolution of an input that lies where the chosen rows have it."""
+    windows = conv.windows(weight.shape[2:])
+    fine, coarse = (output_shape, input.shape) if conv.transposed else (input.shape, output_shape)
+    dims, splits, lines = [], [], []
+    for dim in range(2, len(input.shape)):
+        mesh_dims = input.cuts.get(dim, ())
+        mesh_sizes = tuple(input.mesh.size(mesh_dim) for mesh_dim in mesh_dims)
+        if prod(mesh_sizes) > 1:
+            dims.append(dim)
+            splits.append(Split(windows[dim - 2], fine[dim], coarse[dim], mesh_sizes))
+            lines.append(line(input.mesh, mesh_dims))
+    here = Convolution(
+        conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding,
+        _groups_here(chosen, conv, input, weight),
+    )  # fmt: skip
+    return LocalConvolution(
+        here, windows, tuple(fine[2:]), tuple(coarse[2:]), Tiling(tuple(dims), tuple(splits), tuple(lines))
+    )
+
+
+def _groups_here(chosen: Assignment, conv: Convolution, input: Layout, weight: Layout) -> int:
+    groups = local_groups(chosen, conv, input.mesh, weight.shape)
+    assert groups is not None, "a chosen assignment fits"
+    place = 0
+    for mesh_dim, row in enumerate(chosen):
+        if row.name == "groups":
+            place = place * input.mesh.size(mesh_dim) + input.mesh.get_local_rank(mesh_dim)
+    return groups[place]

@@ -1,0 +1,132 @@
+"""What windowed operators share: this rank's tile of both sides, and producing one side from the other.
+
+A tile's own part is computed while the halos travel; the border strips that need a halo are computed when it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..comm import Halo, Held, Line, Pending, start
+from ..geometry import Box, HaloPlan, Interval, Split, slabs, volume
+
+# Strips cost more per element than the whole does. Where the border is more than this part of the tile,
+# it is cheaper to put tile and halos together first (measured: benchmarks, small shards).
+LARGEST_BORDER = 0.25
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The split dimensions of a windowed operator, and where this rank stands along each."""
+
+    dims: tuple[int, ...]
+    splits: tuple[Split, ...]
+    lines: tuple[Line, ...]
+
+    @cached_property
+    def fine(self) -> Box:
+        return tuple(split.fine[line.rank] for split, line in self._pairs)
+
+    @cached_property
+    def coarse(self) -> Box:
+        return tuple(split.coarse[line.rank] for split, line in self._pairs)
+
+    @cached_property
+    def inner_fine(self) -> Box:
+        return tuple(split.inner_fine(line.rank) for split, line in self._pairs)
+
+    @cached_property
+    def inner_coarse(self) -> Box:
+        return tuple(split.inner_coarse(line.rank) for split, line in self._pairs)
+
+    @cached_property
+    def own_padding(self) -> dict[int, int] | None:
+        """By dimension, the padding with which the operator maps this tile's own sides onto each other, if it can."""
+        paddings = {
+            dim: split.own_padding(line.rank) for dim, (split, line) in zip(self.dims, self._pairs, strict=True)
+        }
+        known = {dim: padding for dim, padding in paddings.items() if padding is not None}
+        return known if len(known) == len(paddings) else None
+
+    @cached_property
+    def computes_own(self) -> bool:
+        """The tile's own part is computed while the halos travel, and only its border waits for them."""
+        sides = ((self.fine, self.inner_fine), (self.coarse, self.inner_coarse))
+        inner = min(volume(inside) / max(1, volume(own)) for own, inside in sides)
+        return self.own_padding is not None and 1 - inner <= LARGEST_BORDER
+
+    def reads(self, coarse: Box) -> Box:
+        """The fine box that a coarse box reads; overhangs where the input is padded."""
+        return tuple(split.window.reads(side) for split, side in zip(self.splits, coarse, strict=True))
+
+    def coarse_for(self, fine: Box) -> Box:
+        """The coarse box that reads a fine box."""
+        return tuple(split.coarse_for(side) for split, side in zip(self.splits, fine, strict=True))
+
+    def fetch_fine(self, own: torch.Tensor) -> Fetch:
+        """Begin to collect what this tile's coarse side reads."""
+        return Fetch(self, [split.fine_plan for split in self.splits], self.fine, own)
+
+    def fetch_coarse(self, own: torch.Tensor) -> Fetch:
+        """Begin to collect the coarse indices that read this tile's fine side."""
+        return Fetch(self, [split.coarse_plan for split in self.splits], self.coarse, own)
+
+    @property
+    def _pairs(self) -> list[tuple[Split, Line]]:
+        return list(zip(self.splits, self.lines, strict=True))
+
+
+class Fetch:
+    """The halos of one tensor on their way, a split dimension after the other, which brings the corners too."""
+
+    def __init__(self, tiling: Tiling, plans: list[HaloPlan], own_box: Box, own: torch.Tensor):
+        self.own_box = own_box
+        self.held = Held.own(own, tiling.dims, own_box)
+        self.needed: Box = tuple(
+            plan.needed[line.rank] & Interval(0, plan.size) for plan, line in zip(plans, tiling.lines, strict=True)
+        )
+        self._plans, self._lines = plans, tiling.lines
+        self._axis = -1
+        self._pending: Pending | None = None
+        self._begin_next()
+
+    def advance(self) -> None:
+        """Wait for the dimension under way, and send off the next."""
+        assert self._pending is not None
+        (blocks,) = self._pending.finish()
+        self.held = self.held.plus(blocks)
+        self._begin_next()
+
+    def complete(self) -> Held:
+        while self._pending is not None:
+            self.advance()
+        return self.held
+
+    def _begin_next(self) -> None:
+        self._axis += 1
+        axis = self._axis
+        if axis == len(self._plans):
+            self._pending = None
+            return
+        box = (*self.needed[:axis], *self.own_box[axis:])
+        self._pending = start([self.held], [Halo(axis, self._plans[axis], box)], self._lines[axis])
+
+
+def patch(
+    result: torch.Tensor, fetch: Fetch, target: Box, inner: Box, part: Callable[[Held, Box], torch.Tensor]
+) -> torch.Tensor:
+    """Put right, in place, what lacks other ranks' values: all of the `target` box but its `inner` part.
+
+    `part(held, box)` computes a box of the result. Strips along one dimension are computed while the halos of the
+    next one travel.
+    """
+    view = Held.own(result, fetch.held.dims, target)
+    for strips in slabs(target, inner):
+        fetch.advance()
+        for strip in strips:
+            view.read(strip).copy_(part(fetch.held, strip))
+    return result

@@ -1,0 +1,120 @@
+"""All of torch's private names that convmesh uses. Nothing else in the library touches one.
+
+`REQUIRED` lists them, so that a test can say which one a new torch release has lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+Operator = torch._ops.OpOverload
+Handler = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
+Spec = DTensorSpec
+
+OLDEST, TOO_NEW = (2, 13), (2, 16)
+
+REQUIRED: tuple[tuple[object, str], ...] = (
+    (DTensor, "_op_dispatcher"),
+    (DTensor._op_dispatcher, "_custom_op_handlers"),
+    (DTensor, "_local_tensor"),
+    (DTensor, "_spec"),
+    (DTensorSpec, "shard_order"),
+    (DTensorSpec, "is_default_device_order"),
+    (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
+    (torch.distributed._functional_collectives, "all_to_all_single"),
+    (torch.distributed._functional_collectives, "wait_tensor"),
+    (torch.distributed._functional_collectives, "AsyncCollectiveTensor"),
+    (torch.distributed._functional_collectives, "_are_we_tracing"),
+    (torch.ops.aten._convolution_double_backward.default, "decompose"),
+    (torch.library.Library, "_destroy"),
+)
+
+
+def check_version() -> None:
+    """Refuse a torch release that the private names below were never tried with."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if not OLDEST <= (major, minor) < TOO_NEW:
+        raise RuntimeError(
+            f"convmesh extends torch's DTensor from {OLDEST[0]}.{OLDEST[1]} to below {TOO_NEW[0]}.{TOO_NEW[1]}, "
+            f"and this is torch {torch.__version__}: install a torch release in that range, or another convmesh"
+        )
+
+
+def handlers() -> dict[Operator, Handler]:
+    """DTensor's table of operators that are handled apart; it is consulted on every call."""
+    table: dict[Operator, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return table
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """This rank's part, without recording the access for autograd as `to_local` does."""
+    local: torch.Tensor = tensor._local_tensor
+    # A redistribution may hand on a tensor whose collective is still under way.
+    return local.wait() if isinstance(local, torch.distributed._functional_collectives.AsyncCollectiveTensor) else local
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Where the tensor's parts lie: hashable, and so the key by which plans are cached."""
+    spec: DTensorSpec = tensor._spec
+    return _settled(spec) if tracing() else spec
+
+
+def _settled(spec: DTensorSpec) -> DTensorSpec:
+    """Without symbolic sizes: a plan holds for the sizes that it was made for, and int() makes the compiler know."""
+    meta = spec.tensor_meta
+    assert meta is not None, "a DTensor's spec knows its shape"
+    shape, stride = tuple(int(size) for size in meta.shape), tuple(int(step) for step in meta.stride)
+    return DTensorSpec(spec.mesh, spec.placements, TensorMeta(torch.Size(shape), stride, meta.dtype))
+
+
+def plain_order(spec: DTensorSpec) -> bool:
+    """A dimension that is cut over several mesh dimensions is cut over the first of them first."""
+    return DTensorSpec.is_default_device_order(spec.shard_order)
+
+
+def make_spec(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor below autograd, where the public constructor would record itself."""
+    tensor: DTensor = DTensor(local, spec, requires_grad=False)
+    return tensor
+
+
+def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    moved: torch.Tensor = redistribute_local_tensor(local, source, target)
+    return moved.wait() if isinstance(moved, torch.distributed._functional_collectives.AsyncCollectiveTensor) else moved
+
+
+def tracing() -> bool:
+    """Under torch.compile, where sizes may be symbols."""
+    return bool(torch.distributed._functional_collectives._are_we_tracing())
+
+
+def composite(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What torch itself does for an operator that is made of others."""
+    return operator.decompose(*args, **kwargs)
+
+
+def arguments(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All arguments of a call in the order of the operator's schema."""
+    schema = operator._schema.arguments
+    if not kwargs and len(args) == len(schema):
+        return args
+    rest = (kwargs.get(argument.name, argument.default_value) for argument in schema[len(args) :])
+    return (*args, *rest)

@@ -1,0 +1,31 @@
+"""The one error of the library: what was asked for cannot be done exactly, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .layout import Layout
+
+
+class ShardingError(ValueError):
+    """An operator cannot run on these tensors as they are placed. The message names the remedy."""
+
+
+def refuse(operator: str, reason: str, tensors: Iterable[tuple[str, object]], remedy: str) -> ShardingError:
+    """The error for `operator`; `tensors` are (name, value) and are described by shape and placements."""
+    lines = [f"{operator}: {reason}"]
+    lines += [f"  {name}: {_describe(value)}" for name, value in tensors if value is not None]
+    return ShardingError("\n".join([*lines, f"  remedy: {remedy}"]))
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, DTensor | Layout):
+        mesh = value.device_mesh if isinstance(value, DTensor) else value.mesh
+        sizes = "x".join(str(size) for size in mesh.shape)
+        return f"{tuple(value.shape)} {value.dtype}, placements {value.placements} on a mesh of {sizes}"
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype}, a plain torch.Tensor"
+    return repr(value)

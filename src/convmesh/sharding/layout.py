@@ -1,0 +1,94 @@
+"""Where the parts of a DTensor lie, as integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from ..geometry import Interval, shards
+from . import _torch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A global tensor on a mesh: what plans are made of."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(spec: _torch.Spec) -> Layout:
+        meta = spec.tensor_meta
+        assert meta is not None, "a DTensor's spec knows its shape"
+        return Layout(spec.mesh, spec.placements, tuple(meta.shape), tuple(meta.stride), meta.dtype)
+
+    def placed(self, placements: tuple[Placement, ...]) -> Layout:
+        return Layout(self.mesh, placements, self.shape, self.stride, self.dtype)
+
+    @cached_property
+    def spec(self) -> _torch.Spec:
+        return _torch.make_spec(self.mesh, self.placements, self.shape, self.stride, self.dtype)
+
+    @cached_property
+    def cuts(self) -> dict[int, tuple[int, ...]]:
+        """The mesh dimensions over which each sharded tensor dimension is cut, outermost first."""
+        found: dict[int, tuple[int, ...]] = {}
+        for mesh_dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                found[placement.dim] = (*found.get(placement.dim, ()), mesh_dim)
+        return found
+
+    def shards(self, dim: int) -> tuple[Interval, ...]:
+        """What each rank along the cut of `dim` owns of it."""
+        return shards(self.shape[dim], tuple(self.mesh.size(mesh_dim) for mesh_dim in self.cuts.get(dim, ())))
+
+    def own(self, dim: int) -> Interval:
+        """What this rank owns of `dim`."""
+        place = 0
+        for mesh_dim in self.cuts.get(dim, ()):
+            place = place * self.mesh.size(mesh_dim) + self.mesh.get_local_rank(mesh_dim)
+        return self.shards(dim)[place]
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(len(self.own(dim)) for dim in range(len(self.shape)))
+
+    @cached_property
+    def memory_format(self) -> torch.memory_format:
+        """channels_last where the strides say so, else contiguous."""
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        candidate = formats.get(len(self.shape), torch.contiguous_format)
+        dense = dense_stride(self.shape, candidate)
+        # A stride along a dimension of size 1 says nothing.
+        same = all(a == b for a, b, size in zip(self.stride, dense, self.shape, strict=True) if size > 1)
+        plain = dense_stride(self.shape, torch.contiguous_format)
+        both = all(a == b for a, b, size in zip(self.stride, plain, self.shape, strict=True) if size > 1)
+        return candidate if same and not both else torch.contiguous_format
+
+
+def is_plain(placement: Placement) -> bool:
+    """Replicate, Shard, or a pending sum: what the rules of this library speak of."""
+    return type(placement) in (Replicate, Shard) or is_sum(placement)
+
+
+def is_sum(placement: Placement) -> bool:
+    return type(placement) is Partial and placement.reduce_op == "sum"
+
+
+def dense_stride(shape: tuple[int, ...], memory_format: torch.memory_format) -> tuple[int, ...]:
+    """The strides of a new tensor of this shape."""
+    order = list(range(len(shape)))
+    if memory_format in (torch.channels_last, torch.channels_last_3d):
+        order = [0, *range(2, len(shape)), 1]
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)

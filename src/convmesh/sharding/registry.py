@@ -1,0 +1,80 @@
+"""The rules of the library, and hooking them into DTensor and out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from . import _torch
+from ._torch import Handler, Operator
+
+_rules: dict[Operator, Handler] = {}
+_composites: dict[str, Callable[..., object]] = {}
+_replaced: dict[Operator, Handler | None] = {}
+_library: torch.library.Library | None = None
+
+AnyHandler = TypeVar("AnyHandler", bound=Handler)
+
+
+def rule(*operators: Operator) -> Callable[[AnyHandler], AnyHandler]:
+    """Declare how `operators` run on DTensors."""
+
+    def declare(handler: AnyHandler) -> AnyHandler:
+        for operator in operators:
+            _rules[operator] = handler
+        return handler
+
+    return declare
+
+
+def composite(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Declare of which other operators the differentiable operator `name` is made, above autograd."""
+
+    def declare(function: Callable[..., object]) -> Callable[..., object]:
+        _composites[name] = function
+        return function
+
+    return declare
+
+
+def installed() -> bool:
+    return _library is not None
+
+
+def install() -> None:
+    """Put every rule in force. Doing it twice does nothing more."""
+    global _library
+    if installed():
+        return
+    _torch.check_version()
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, function in _composites.items():
+            library.impl(name, function, "Autograd")
+    except Exception:
+        library._destroy()
+        raise
+    table = _torch.handlers()
+    _replaced.update({operator: table.get(operator) for operator in _rules})
+    table.update(_rules)
+    _library = library
+
+
+def uninstall() -> None:
+    """Put back what was there before `install`. An entry that someone else has replaced since is left alone."""
+    global _library
+    if _library is None:
+        return
+    _library._destroy()
+    _library = None
+    table = _torch.handlers()
+    for operator, before in _replaced.items():
+        if table.get(operator) is not _rules[operator]:
+            continue
+        if before is None:
+            del table[operator]
+        else:
+            table[operator] = before
+    _replaced.clear()
