@@ -32,7 +32,11 @@ class LocalConvolution:
     def own(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The operator on what the rank owns; along split dimensions right inside, without what others own."""
         if not input.numel() or not weight.numel():
-            sizes = self.fine_sizes if self.conv.transposed else self.coarse_sizes
+            sizes = list(self.fine_sizes if self.conv.transposed else self.coarse_sizes)
+            for axis, side in zip(
+                self._split, self.tiling.fine if self.conv.transposed else self.tiling.coarse, strict=True
+            ):
+                sizes[axis] = len(side)
             return _only_bias(input, self.conv.output_channels(weight.shape), sizes, bias)
         conv = self._own
         result: torch.Tensor = aten.convolution.default(
@@ -63,10 +67,14 @@ class LocalConvolution:
     def down(self, fine: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The coarse values of a fine block that is exactly what they read."""
         if not fine.numel() or not weight.numel():
-            held = [Window(w.kernel, w.stride, p, w.dilation) for w, p in zip(self.windows, self._padding, strict=True)]
-            sizes = [max(0, w.coarse_size(size)) for w, size in zip(held, fine.shape[2:], strict=True)]
+            sizes = list(self.coarse_sizes)
+            for axis in self._split:
+                sizes[axis] = self._windows_in(fine, axis)
             return _only_bias(fine, weight.shape[0], sizes, bias)
-        return _convolve(fine, weight, bias, self.conv, self._padding, None)
+        result = _convolve(fine, weight, bias, self.conv, self._padding, None)
+        for axis, unread in enumerate(self._unread(fine)):
+            result = result.narrow(2 + axis, 0, result.shape[2 + axis] - unread) if unread else result
+        return result
 
     def up(self, coarse: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, box: Box) -> torch.Tensor:
         """The fine values in `box`, of a coarse block that is exactly what reads them."""
@@ -99,6 +107,9 @@ class LocalConvolution:
         """Of a coarse block and the fine block that it reads."""
         if not fine.numel() or not coarse.numel():
             return torch.zeros_like(weight)
+        unread = self._unread(fine)
+        if any(unread):
+            coarse = aten.constant_pad_nd.default(coarse, [side for count in reversed(unread) for side in (0, count)])
         turn = _Turn.of(coarse)
         result = aten.convolution_backward.default(
             turn.tensor(coarse), turn.tensor(fine), turn.tensor(weight), None,
@@ -106,6 +117,16 @@ class LocalConvolution:
             False, [0] * len(self.windows), self.conv.groups, [False, True, False],
         )  # fmt: skip
         return turn.back(result[1])
+
+    def _windows_in(self, fine: torch.Tensor, axis: int) -> int:
+        window = self.windows[axis]
+        held = Window(window.kernel, window.stride, self._padding[axis], window.dilation)
+        return max(0, held.coarse_size(fine.shape[2 + axis]))
+
+    def _unread(self, fine: torch.Tensor) -> list[int]:
+        """How many windows too many a fine block has: output padding may be more than a stride leaves over."""
+        axes = enumerate(self.coarse_sizes)
+        return [0 if axis in self._split else self._windows_in(fine, axis) - size for axis, size in axes]
 
     @cached_property
     def _own(self) -> Convolution:
