@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import _functional_collectives as collectives
 
+from .. import _torch
 from ..geometry import Box, HaloPlan, Interval
 from . import traffic
 from .held import Block, Held
@@ -41,7 +41,7 @@ class Pending:
         blocks: list[list[Block]] = [[] for _ in range(self._jobs)]
         if self._received is None:
             return blocks
-        parts = collectives.wait_tensor(self._received).split([shape.numel() for _, _, shape in self._layout])
+        parts = _torch.wait(self._received).split([shape.numel() for _, _, shape in self._layout])
         for (job, box, shape), part in zip(self._layout, parts, strict=True):
             blocks[job].append(Block(box, part.view(shape)))
         return blocks
@@ -83,7 +83,7 @@ def give_back(extended: torch.Tensor, dim: int, halo: Halo, line: Line) -> torch
     ]
     places = [(dst, total.narrow(dim, part.start - own.start, len(part))) for dst, part in plan.sends(line.rank)]
     received = _all_to_all(outgoing, [(dst, place.numel()) for dst, place in places], extended, line)
-    parts = collectives.wait_tensor(received).split([place.numel() for _, place in places])
+    parts = _torch.wait(received).split([place.numel() for _, place in places])
     for (_, place), part in zip(places, parts, strict=True):
         place.add_(part.view(place.shape))
     return total
@@ -101,7 +101,7 @@ def _all_to_all(
     flat = [data.reshape(-1) for _, data in outgoing]
     buffer = torch.cat(flat) if flat else like.new_empty(0)
     traffic.note(buffer.numel() * buffer.element_size())
-    return collectives.all_to_all_single(buffer, in_counts, out_counts, line.group)
+    return _torch.all_to_all(buffer, in_counts, out_counts, line.group)
 
 
 def _slab(halo: Halo, part: Interval) -> Box:

@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import _torch
+
 
 @dataclass(frozen=True)
 class Line:
@@ -33,7 +35,8 @@ def line(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Line:
         return Line(first, rank, size)
     known = _joined.setdefault(first, {})
     if mesh_dims not in known:
-        known[mesh_dims] = dist.new_group(_members(mesh, mesh_dims), use_local_synchronization=True)
+        with _torch.outside_tracing():
+            known[mesh_dims] = dist.new_group(_members(mesh, mesh_dims), use_local_synchronization=True)
     return Line(known[mesh_dims], rank, size)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .. import _torch
 from ..comm import Held
 from ..geometry import Box, Convolution
-from ..sharding import _torch
 from ..sharding.layout import Layout
-from ..sharding.registry import composite, rule
+from ..sharding.registry import composite, made_of_others, rule
 from .conv_backward import gradients
 from .conv_check import check_placed
 from .conv_local import LocalConvolution
@@ -19,6 +19,14 @@ from .conv_plan import plan_backward, plan_forward
 from .tiling import patch
 
 aten = torch.ops.aten
+
+
+made_of_others(
+    *(getattr(getattr(aten, f"conv{d}d"), overload) for d in (1, 2, 3) for overload in ("default", "padding")),
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+)
 
 
 @rule(aten.convolution.default)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from .. import _torch
 from ..geometry import Convolution
-from ..sharding import _torch
 from ..sharding.errors import ShardingError, refuse
 from ..sharding.layout import Layout
 

@@ -9,9 +9,9 @@ from math import prod
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from .. import _torch
 from ..comm import line
 from ..geometry import Convolution, Split
-from ..sharding import _torch
 from ..sharding.cache import planned
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.rows import Assignment, Wanted, choose, input_placements, output_placements

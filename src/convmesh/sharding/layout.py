@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from .. import _torch
 from ..geometry import Interval, shards
-from . import _torch
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import torch
 
-from . import _torch
-from ._torch import Handler, Operator
+from .. import _torch
+from .._torch import Handler, Operator
 
 _rules: dict[Operator, Handler] = {}
 _composites: dict[str, Callable[..., object]] = {}
@@ -27,6 +27,16 @@ def rule(*operators: Operator) -> Callable[[AnyHandler], AnyHandler]:
         return handler
 
     return declare
+
+
+def made_of_others(*operators: Operator) -> None:
+    """Declare operators that reach DTensor whole only in inference mode: there they are taken apart, as elsewhere."""
+    for operator in operators:
+        _rules[operator] = _take_apart
+
+
+def _take_apart(operator: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    return _torch.composite(operator, args, kwargs)
 
 
 def composite(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:

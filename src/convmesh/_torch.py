@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -29,10 +33,11 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensorSpec, "shard_order"),
     (DTensorSpec, "is_default_device_order"),
     (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
-    (torch.distributed._functional_collectives, "all_to_all_single"),
-    (torch.distributed._functional_collectives, "wait_tensor"),
-    (torch.distributed._functional_collectives, "AsyncCollectiveTensor"),
-    (torch.distributed._functional_collectives, "_are_we_tracing"),
+    (collectives, "all_to_all_single"),
+    (collectives, "wait_tensor"),
+    (collectives, "AsyncCollectiveTensor"),
+    (collectives, "_are_we_tracing"),
+    (torch._subclasses.fake_tensor, "unset_fake_temporarily"),
     (torch.ops.aten._convolution_double_backward.default, "decompose"),
     (torch.library.Library, "_destroy"),
 )
@@ -57,8 +62,7 @@ def handlers() -> dict[Operator, Handler]:
 def local_of(tensor: DTensor) -> torch.Tensor:
     """This rank's part, without recording the access for autograd as `to_local` does."""
     local: torch.Tensor = tensor._local_tensor
-    # A redistribution may hand on a tensor whose collective is still under way.
-    return local.wait() if isinstance(local, torch.distributed._functional_collectives.AsyncCollectiveTensor) else local
+    return wait(local)  # a redistribution may hand on a tensor whose collective is still under way
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
@@ -98,12 +102,29 @@ def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     moved: torch.Tensor = redistribute_local_tensor(local, source, target)
-    return moved.wait() if isinstance(moved, torch.distributed._functional_collectives.AsyncCollectiveTensor) else moved
+    return wait(moved)
 
 
 def tracing() -> bool:
     """Under torch.compile, where sizes may be symbols."""
-    return bool(torch.distributed._functional_collectives._are_we_tracing())
+    return bool(collectives._are_we_tracing())
+
+
+def outside_tracing() -> AbstractContextManager[Any]:
+    """For what has to be computed and communicated at once, even while torch.compile traces."""
+    return unset_fake_temporarily()
+
+
+def all_to_all(
+    buffer: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Start sending; the result is there after `wait`. A functional collective, so that compilers can trace it."""
+    return collectives.all_to_all_single(buffer, list(receive_counts), list(send_counts), group)
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a collective, once it is there."""
+    return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
 def composite(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
