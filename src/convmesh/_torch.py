@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -34,12 +32,11 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensorSpec, "is_default_device_order"),
     (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
     (collectives, "all_to_all_single"),
-    (collectives, "wait_tensor"),
     (collectives, "AsyncCollectiveTensor"),
     (collectives, "_are_we_tracing"),
-    (torch._subclasses.fake_tensor, "unset_fake_temporarily"),
     (torch.ops.aten._convolution_double_backward.default, "decompose"),
     (torch.library.Library, "_destroy"),
+    (torch.compiler.config, "cache_key_tag"),
 )
 
 
@@ -68,7 +65,30 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 def spec_of(tensor: DTensor) -> DTensorSpec:
     """Where the tensor's parts lie: hashable, and so the key by which plans are cached."""
     spec: DTensorSpec = tensor._spec
-    return _settled(spec) if tracing() else spec
+    if not tracing():
+        return spec
+    _compile_for_this_rank()
+    return _settled(spec)
+
+
+def _cache_tag() -> str:
+    return f"convmesh-rank-{dist.get_rank()}"
+
+
+def _compile_for_this_rank() -> None:
+    """Keep torch.compile from handing one rank the code of another.
+
+    Its cache on disk knows a DTensor by its global layout, which all ranks share, while their code differs.
+    """
+    if _cache_tag() not in torch.compiler.config.cache_key_tag:
+        torch.compiler.config.cache_key_tag += _cache_tag()
+
+
+def compile_for_any_rank() -> None:
+    """Put back what `_compile_for_this_rank` has changed."""
+    if dist.is_initialized():
+        tag = torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = tag.replace(_cache_tag(), "")
 
 
 def _settled(spec: DTensorSpec) -> DTensorSpec:
@@ -108,11 +128,6 @@ def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) 
 def tracing() -> bool:
     """Under torch.compile, where sizes may be symbols."""
     return bool(collectives._are_we_tracing())
-
-
-def outside_tracing() -> AbstractContextManager[Any]:
-    """For what has to be computed and communicated at once, even while torch.compile traces."""
-    return unset_fake_temporarily()
 
 
 def all_to_all(

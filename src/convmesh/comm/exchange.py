@@ -13,7 +13,6 @@ import torch
 
 from .. import _torch
 from ..geometry import Box, HaloPlan, Interval
-from . import traffic
 from .held import Block, Held
 from .line import Line
 
@@ -49,59 +48,58 @@ class Pending:
 
 def start(held: Sequence[Held], halos: Sequence[Halo], line: Line) -> Pending:
     """Send along `line` what others need of each of `held`. All ranks of the line call this, or none does."""
+    jobs = list(zip(held, halos, strict=True))
     if all(halo.plan.silent for halo in halos):
-        return Pending(None, (), len(halos))
-    sends = [(dst, job, part) for job, halo in enumerate(halos) for dst, part in halo.plan.sends(line.rank)]
-    receives = [(src, job, part) for job, halo in enumerate(halos) for src, part in halo.plan.receives(line.rank)]
-    outgoing = [(dst, held[job].read(_slab(halos[job], part))) for dst, job, part in sorted(sends, key=_by_rank)]
-    layout, incoming = [], []
-    for src, job, part in sorted(receives, key=_by_rank):
-        box = _slab(halos[job], part)
-        shape = _shape(held[job], box)
-        layout.append((job, box, shape))
-        incoming.append((src, shape.numel()))
-    return Pending(_all_to_all(outgoing, incoming, held[0].blocks[0].data, line), layout, len(halos))
+        return Pending(None, (), len(jobs))
 
-
-def give_back(extended: torch.Tensor, dim: int, halo: Halo, line: Line) -> torch.Tensor:
-    """The adjoint of `start`: each rank returns the part of `extended` that it had received, and owners add it up.
-
-    `extended` covers `halo.box`; what comes back covers the same, but along `dim` what this rank owns.
-    """
-    plan, held = halo.plan, halo.box[halo.axis]
-    own = plan.owned[line.rank]
-    total = extended.new_zeros([*extended.shape[:dim], len(own), *extended.shape[dim + 1 :]])
-    mine = own & held
-    if mine:
-        total.narrow(dim, mine.start - own.start, len(mine)).copy_(
-            extended.narrow(dim, mine.start - held.start, len(mine))
+    def count(src: int, dst: int) -> int:
+        return sum(
+            _shape(own, _slab(halo, part)).numel() for own, halo in jobs for part in halo.plan.transfer(src, dst)
         )
+
+    messages = [
+        _message(
+            [own.read(_slab(halo, part)) for own, halo in jobs for part in halo.plan.transfer(line.rank, dst)], held
+        )
+        for dst in range(line.size)
+    ]
+    layout = [
+        (job, _slab(halo, part), _shape(own, _slab(halo, part)))
+        for src in range(line.size)
+        for job, (own, halo) in enumerate(jobs)
+        for part in halo.plan.transfer(src, line.rank)
+    ]
+    return Pending(line.send(messages, count), layout, len(jobs))
+
+
+def give_back(gradients: Held, dim: int, plan: HaloPlan, line: Line) -> torch.Tensor:
+    """The adjoint of `start` along the one split dimension `dim`: owners add up what was made of what they sent.
+
+    `gradients` has a block for every index that this rank needed, also of those that it owns.
+    """
+    own = plan.owned[line.rank]
+    total = gradients.read((own,)).clone()
     if plan.silent:
         return total
-    outgoing = [
-        (src, extended.narrow(dim, part.start - held.start, len(part))) for src, part in plan.receives(line.rank)
+
+    def count(src: int, dst: int) -> int:
+        return sum(_shape(gradients, (part,)).numel() for part in plan.transfer(dst, src))
+
+    messages = [
+        _message([gradients.read((part,)) for part in plan.transfer(owner, line.rank)], [gradients])
+        for owner in range(line.size)
     ]
-    places = [(dst, total.narrow(dim, part.start - own.start, len(part))) for dst, part in plan.sends(line.rank)]
-    received = _all_to_all(outgoing, [(dst, place.numel()) for dst, place in places], extended, line)
-    parts = _torch.wait(received).split([place.numel() for _, place in places])
-    for (_, place), part in zip(places, parts, strict=True):
+    received = _torch.wait(line.send(messages, count))
+    places = [total.narrow(dim, part.start - own.start, len(part)) for _, part in plan.sends(line.rank)]
+    for place, part in zip(places, received.split([place.numel() for place in places]), strict=True):
         place.add_(part.view(place.shape))
     return total
 
 
-def _all_to_all(
-    outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple[int, int]], like: torch.Tensor, line: Line
-) -> torch.Tensor:
-    """One message a pair of ranks: `outgoing` is (destination, data), `incoming` (source, count), in rank order."""
-    out_counts, in_counts = [0] * line.size, [0] * line.size
-    for dst, data in outgoing:
-        out_counts[dst] += data.numel()
-    for src, count in incoming:
-        in_counts[src] += count
-    flat = [data.reshape(-1) for _, data in outgoing]
-    buffer = torch.cat(flat) if flat else like.new_empty(0)
-    traffic.note(buffer.numel() * buffer.element_size())
-    return _torch.all_to_all(buffer, in_counts, out_counts, line.group)
+def _message(parts: Sequence[torch.Tensor], like: Sequence[Held]) -> torch.Tensor:
+    if not parts:
+        return like[0].blocks[0].data.new_empty(0)
+    return torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
 
 
 def _slab(halo: Halo, part: Interval) -> Box:
@@ -113,7 +111,3 @@ def _shape(held: Held, box: Box) -> torch.Size:
     for dim, side in zip(held.dims, box, strict=True):
         shape[dim] = len(side)
     return torch.Size(shape)
-
-
-def _by_rank(entry: tuple[int, int, Interval]) -> tuple[int, int]:
-    return entry[0], entry[1]

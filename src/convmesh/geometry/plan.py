@@ -7,22 +7,26 @@ from functools import cached_property
 
 from .interval import Interval
 
+Parts = tuple[Interval, ...]
+
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """A dimension of `size` indices, of which rank `r` owns `owned[r]` and must hold `needed[r]` to compute.
+    """A dimension of `size` indices, of which rank `r` owns `owned[r]` and must hold all of `needed[r]` to compute.
 
-    `needed` may overhang [0, size): nobody owns what lies there, so it is not sent.
-    What rank r holds beside `needed[r]` it has no use for here, and it is not sent either.
+    What a rank needs may be in several parts, which do not overlap. It may overhang [0, size): nobody owns what lies
+    there, so it is not sent. What a rank owns beside what it needs is left alone.
     """
 
     size: int
-    owned: tuple[Interval, ...]
-    needed: tuple[Interval, ...]
+    owned: Parts
+    needed: tuple[Parts, ...]
 
-    def transfer(self, src: int, dst: int) -> Interval:
+    def transfer(self, src: int, dst: int) -> Parts:
         """What `src` sends `dst`. The adjoint travels the other way and adds."""
-        return self.owned[src] & self.needed[dst] if src != dst else Interval(0, 0)
+        if src == dst:
+            return ()
+        return tuple(common for part in self.needed[dst] if (common := self.owned[src] & part))
 
     @cached_property
     def silent(self) -> bool:
@@ -30,11 +34,14 @@ class HaloPlan:
         return not any(self.sends(rank) for rank in range(len(self.owned)))
 
     def sends(self, rank: int) -> list[tuple[int, Interval]]:
-        """What leaves `rank`: (destination, indices) in the order of the ranks."""
-        pairs = [(dst, self.transfer(rank, dst)) for dst in range(len(self.owned))]
-        return [(dst, part) for dst, part in pairs if part]
+        """What leaves `rank`: (destination, indices), in the order of the ranks."""
+        return [(dst, part) for dst in range(len(self.owned)) for part in self.transfer(rank, dst)]
 
     def receives(self, rank: int) -> list[tuple[int, Interval]]:
-        """What reaches `rank`: (source, indices), in the order of the ranks and so of the indices."""
-        pairs = [(src, self.transfer(src, rank)) for src in range(len(self.owned))]
-        return [(src, part) for src, part in pairs if part]
+        """What reaches `rank`: (source, indices), in the order of the ranks."""
+        return [(src, part) for src in range(len(self.owned)) for part in self.transfer(src, rank)]
+
+    @cached_property
+    def travelling(self) -> int:
+        """How many indices are sent in all."""
+        return sum(len(part) for rank in range(len(self.owned)) for _, part in self.sends(rank))

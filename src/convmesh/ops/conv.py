@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor
 from .. import _torch
 from ..comm import Held
 from ..geometry import Box, Convolution
-from ..sharding.layout import Layout
+from ..sharding.dispatch import check_placed, move, place
 from ..sharding.registry import composite, made_of_others, rule
 from .conv_backward import gradients
-from .conv_check import check_placed
 from .conv_local import LocalConvolution
 from .conv_plan import plan_backward, plan_forward
 from .tiling import patch
@@ -38,7 +37,7 @@ def convolution(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[s
     plan = plan_forward(*(None if tensor is None else _torch.spec_of(tensor) for tensor in operands), conv)
     if plan.local is None:
         return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
-    x, w, b = (_move(tensor, target) for tensor, target in zip(operands, plan.operands, strict=True))
+    x, w, b = (move(tensor, target) for tensor, target in zip(operands, plan.operands, strict=True))
     y = _forward(plan.local, x, w, b if plan.adds_bias else None)
     return _torch.wrap(y.contiguous(memory_format=plan.output.memory_format), plan.output.spec)
 
@@ -73,9 +72,9 @@ def convolution_backward(
     if plan.local is None:
         empty = _torch.local_of(gradient).new_empty(0)
         return tuple(None if layout is None else _torch.wrap(empty, layout.spec) for layout in plan.wanted)
-    gy, x, w = (_move(tensor, target) for tensor, target in zip(operands, plan.operands, strict=True))
+    gy, x, w = (move(tensor, target) for tensor, target in zip(operands, plan.operands, strict=True))
     results = gradients(plan.local, gy, x, w, mask)
-    return tuple(_place(*entry) for entry in zip(results, plan.computed, plan.wanted, strict=True))
+    return tuple(place(*entry) for entry in zip(results, plan.computed, plan.wanted, strict=True))
 
 
 @composite("_convolution_double_backward")
@@ -101,21 +100,3 @@ def convolution_double_backward(
     gx = backward(gy, input, ggw, None, *geometry, [True, False, False])[0] if for_input and ggw is not None else None
     gw = backward(gy, ggx, weight, None, *geometry, [False, True, False])[1] if for_weight and ggx is not None else None
     return sum(terms[1:], terms[0]) if terms else None, gx, gw
-
-
-def _move(tensor: DTensor | None, target: Layout | None) -> Any:
-    """This rank's part of `tensor` where the plan has it."""
-    if tensor is None or target is None:
-        return None
-    local = _torch.local_of(tensor)
-    if tensor.placements == target.placements:
-        return local
-    return _torch.redistribute(local, _torch.spec_of(tensor), target.spec)
-
-
-def _place(local: torch.Tensor | None, computed: Layout | None, wanted: Layout | None) -> DTensor | None:
-    if local is None or computed is None or wanted is None:
-        return None
-    if computed.placements != wanted.placements:
-        local = _torch.redistribute(local, computed.spec, wanted.spec)
-    return _torch.wrap(local, wanted.spec)

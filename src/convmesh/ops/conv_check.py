@@ -5,34 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-
-from .. import _torch
 from ..geometry import Convolution
 from ..sharding.errors import ShardingError, refuse
 from ..sharding.layout import Layout
 
 Named = Sequence[tuple[str, Any]]
-
-
-def check_placed(operator: str, tensors: Named) -> None:
-    """All are DTensors on one mesh, cut in the plain order. Checked on every call: a plain tensor has no layout."""
-    given = [(name, tensor) for name, tensor in tensors if tensor is not None]
-    for name, tensor in given:
-        if not isinstance(tensor, DTensor):
-            raise refuse(
-                operator, f"{name} is a plain torch.Tensor beside DTensors", tensors,
-                f"make it a DTensor: distribute_tensor({name}, mesh, placements), replicated if it is whole",
-            )  # fmt: skip
-    mesh = given[0][1].device_mesh
-    for name, tensor in given:
-        if tensor.device_mesh != mesh:
-            raise refuse(operator, f"{name} is on another mesh than {given[0][0]}", tensors,
-                         "put all of them on one mesh, replicated where they are not sharded")  # fmt: skip
-        spec = _torch.spec_of(tensor)
-        if not _torch.plain_order(spec) or any(type(p).__name__ == "_StridedShard" for p in spec.placements):
-            raise refuse(operator, f"{name} is cut in an order of mesh dimensions that is not the mesh's own", tensors,
-                         f"redistribute {name} to plain Shard(dim) placements first")  # fmt: skip
 
 
 def check_shapes(

@@ -87,7 +87,7 @@ class Fetch:
         self.own_box = own_box
         self.held = Held.own(own, tiling.dims, own_box)
         self.needed: Box = tuple(
-            plan.needed[line.rank] & Interval(0, plan.size) for plan, line in zip(plans, tiling.lines, strict=True)
+            plan.needed[line.rank][0] & Interval(0, plan.size) for plan, line in zip(plans, tiling.lines, strict=True)
         )
         self._plans, self._lines = plans, tiling.lines
         self._axis = -1

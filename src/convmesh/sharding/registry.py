@@ -79,6 +79,7 @@ def uninstall() -> None:
         return
     _library._destroy()
     _library = None
+    _torch.compile_for_any_rank()
     table = _torch.handlers()
     for operator, before in _replaced.items():
         if table.get(operator) is not _rules[operator]:
