@@ -68,7 +68,7 @@ class Line:
             held.sort(key=lambda pair: places[pair[1]][hop])
             coming.sort(key=lambda pair: places[pair[0]][hop])
             received = _all_to_all(
-                [bags[pair] for pair in held],
+                [messages[0][:0], *(bags[pair] for pair in held)],
                 [sum(count(*pair) for pair in coming if places[pair[0]][hop] == at) for at in range(self.sizes[hop])],
                 [sum(count(*pair) for pair in held if places[pair[1]][hop] == at) for at in range(self.sizes[hop])],
                 self.groups[hop],
