@@ -11,7 +11,7 @@ from .. import _torch
 from ..comm import Held
 from ..geometry import Box, Convolution
 from ..sharding.dispatch import check_placed, move, place
-from ..sharding.registry import composite, made_of_others, rule
+from ..sharding.registry import Behaviour, composite, made_of_others, rule
 from .conv_backward import gradients
 from .conv_local import LocalConvolution
 from .conv_plan import plan_backward, plan_forward
@@ -28,7 +28,11 @@ made_of_others(
 )
 
 
-@rule(aten.convolution.default)
+FORWARD = Behaviour("convolution", "batch, channels, groups, space, pending sums", "halo of the input")
+BACKWARD = Behaviour("convolution", "batch, channels, groups, space, pending sums", "halo of one side")
+
+
+@rule(aten.convolution.default, behaviour=FORWARD)
 def convolution(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, weight, bias, *geometry = _torch.arguments(operator, args, kwargs)
     check_placed("convolution", (("input", input), ("weight", weight), ("bias", bias)))
@@ -60,7 +64,7 @@ def _forward(local: LocalConvolution, x: torch.Tensor, w: torch.Tensor, b: torch
     return patch(local.own(x, w, b), fetch, target, inner, part)
 
 
-@rule(aten.convolution_backward.default)
+@rule(aten.convolution_backward.default, behaviour=BACKWARD)
 def convolution_backward(
     operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[DTensor | None, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -10,7 +11,19 @@ import torch
 from .. import _torch
 from .._torch import Handler, Operator
 
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What a user can expect of an operator: a row of the operator table in the documentation."""
+
+    family: str
+    stays: str  # which dimensions may be sharded, and are still sharded in the result
+    travels: str  # what is sent: nothing, halo, all-reduce of C numbers, ...
+    refused: str = "nothing"
+
+
 _rules: dict[Operator, Handler] = {}
+_behaviour: dict[Operator, Behaviour] = {}
 _composites: dict[str, Callable[..., object]] = {}
 _replaced: dict[Operator, Handler | None] = {}
 _library: torch.library.Library | None = None
@@ -18,15 +31,21 @@ _library: torch.library.Library | None = None
 AnyHandler = TypeVar("AnyHandler", bound=Handler)
 
 
-def rule(*operators: Operator) -> Callable[[AnyHandler], AnyHandler]:
-    """Declare how `operators` run on DTensors."""
+def rule(*operators: Operator, behaviour: Behaviour) -> Callable[[AnyHandler], AnyHandler]:
+    """Declare how `operators` run on DTensors, and what their users can expect."""
 
     def declare(handler: AnyHandler) -> AnyHandler:
         for operator in operators:
             _rules[operator] = handler
+            _behaviour[operator] = behaviour
         return handler
 
     return declare
+
+
+def declared() -> dict[Operator, Behaviour]:
+    """All operators that have a rule of their own."""
+    return dict(_behaviour)
 
 
 def made_of_others(*operators: Operator) -> None:
