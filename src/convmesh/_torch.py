@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 Operator = torch._ops.OpOverload
 Handler = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
@@ -34,6 +35,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (collectives, "all_to_all_single"),
     (collectives, "AsyncCollectiveTensor"),
     (collectives, "_are_we_tracing"),
+    (torch._subclasses.fake_tensor, "unset_fake_temporarily"),
     (torch.ops.aten._convolution_double_backward.default, "decompose"),
     (torch.library.Library, "_destroy"),
     (torch.compiler.config, "cache_key_tag"),
@@ -65,7 +67,8 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 def spec_of(tensor: DTensor) -> DTensorSpec:
     """Where the tensor's parts lie: hashable, and so the key by which plans are cached."""
     spec: DTensorSpec = tensor._spec
-    if not tracing():
+    # The first test spares the second, which is slow, in nearly all calls.
+    if type(tensor._local_tensor) is torch.Tensor or not tracing():
         return spec
     _compile_for_this_rank()
     return _settled(spec)
@@ -101,7 +104,15 @@ def _settled(spec: DTensorSpec) -> DTensorSpec:
 
 def plain_order(spec: DTensorSpec) -> bool:
     """A dimension that is cut over several mesh dimensions is cut over the first of them first."""
-    return DTensorSpec.is_default_device_order(spec.shard_order)
+    strided = any(isinstance(placement, _StridedShard) for placement in spec.placements)
+    return not strided and DTensorSpec.is_default_device_order(spec.shard_order)
+
+
+def in_rank_order(mesh: DeviceMesh) -> bool:
+    """Ranks ascend along every mesh dimension. A process group sorts its ranks, so else its order is not the mesh's."""
+    with unset_fake_temporarily():  # the mesh's own numbers are real, also while torch.compile traces
+        ranks = mesh.mesh
+        return all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.dim()))
 
 
 def make_spec(

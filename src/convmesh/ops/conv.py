@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..comm import Held
-from ..geometry import Box, Convolution
-from ..sharding.dispatch import check_placed, move, place
+from ..geometry import Box
+from ..sharding.dispatch import move, place, specs_of
 from ..sharding.registry import Behaviour, composite, made_of_others, rule
 from .conv_backward import gradients
 from .conv_local import LocalConvolution
@@ -35,13 +35,11 @@ BACKWARD = Behaviour("convolution", "batch, channels, groups, space, pending sum
 @rule(aten.convolution.default, behaviour=FORWARD)
 def convolution(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, weight, bias, *geometry = _torch.arguments(operator, args, kwargs)
-    check_placed("convolution", (("input", input), ("weight", weight), ("bias", bias)))
-    conv = Convolution.of(weight.dim() - 2, *geometry)
-    operands = (input, weight, bias)
-    plan = plan_forward(*(None if tensor is None else _torch.spec_of(tensor) for tensor in operands), conv)
+    specs = specs_of("convolution", (("input", input), ("weight", weight), ("bias", bias)))
+    plan = plan_forward(*specs, *map(_hashable, geometry))
     if plan.local is None:
         return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
-    x, w, b = (move(tensor, target) for tensor, target in zip(operands, plan.operands, strict=True))
+    x, w, b = map(move, (input, weight, bias), plan.operands)
     y = _forward(plan.local, x, w, b if plan.adds_bias else None)
     return _torch.wrap(y.contiguous(memory_format=plan.output.memory_format), plan.output.spec)
 
@@ -69,16 +67,14 @@ def convolution_backward(
     operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[DTensor | None, ...]:
     gradient, input, weight, _, *geometry, mask = _torch.arguments(operator, args, kwargs)
-    check_placed("convolution_backward", (("grad_output", gradient), ("input", input), ("weight", weight)))
-    conv = Convolution.of(weight.dim() - 2, *geometry)
-    operands = (gradient, input, weight)
-    plan = plan_backward(*(_torch.spec_of(tensor) for tensor in operands), conv, tuple(mask))
+    named = (("grad_output", gradient), ("input", input), ("weight", weight))
+    plan = plan_backward(*specs_of("convolution_backward", named), *map(_hashable, geometry), tuple(mask))
     if plan.local is None:
         empty = _torch.local_of(gradient).new_empty(0)
         return tuple(None if layout is None else _torch.wrap(empty, layout.spec) for layout in plan.wanted)
-    gy, x, w = (move(tensor, target) for tensor, target in zip(operands, plan.operands, strict=True))
+    gy, x, w = map(move, (gradient, input, weight), plan.operands)
     results = gradients(plan.local, gy, x, w, mask)
-    return tuple(place(*entry) for entry in zip(results, plan.computed, plan.wanted, strict=True))
+    return tuple(map(place, results, plan.computed, plan.wanted))
 
 
 @composite("_convolution_double_backward")
@@ -104,3 +100,7 @@ def convolution_double_backward(
     gx = backward(gy, input, ggw, None, *geometry, [True, False, False])[0] if for_input and ggw is not None else None
     gw = backward(gy, ggx, weight, None, *geometry, [False, True, False])[1] if for_weight and ggx is not None else None
     return sum(terms[1:], terms[0]) if terms else None, gx, gw
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -13,6 +14,7 @@ from .. import _torch
 from ..comm import line
 from ..geometry import Convolution, Split
 from ..sharding.cache import planned
+from ..sharding.dispatch import layouts_of
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.rows import Assignment, Wanted, choose, input_placements, output_placements
 from .conv_check import check_gradient, check_shapes
@@ -33,11 +35,12 @@ class ForwardPlan:
 
 @planned
 def plan_forward(
-    input_spec: _torch.Spec, weight_spec: _torch.Spec, bias_spec: _torch.Spec | None, conv: Convolution
+    input_spec: _torch.Spec, weight_spec: _torch.Spec, bias_spec: _torch.Spec | None, *geometry: Any
 ) -> ForwardPlan:
-    input, weight = Layout.of(input_spec), Layout.of(weight_spec)
-    bias = None if bias_spec is None else Layout.of(bias_spec)
+    specs = (("input", input_spec), ("weight", weight_spec), ("bias", bias_spec))
+    input, weight, bias = layouts_of("convolution", specs)
     named = (("input", input), ("weight", weight), ("bias", bias))
+    conv = Convolution.of(len(weight.shape) - 2, *geometry)
     check_shapes("convolution", named, conv, input, weight, bias)
     rows = forward_rows(len(conv.stride), conv.transposed, conv.groups)
     chosen = choose("convolution", rows, named, fits=_whole_groups(conv, input, weight))
@@ -70,14 +73,13 @@ class BackwardPlan:
 
 @planned
 def plan_backward(
-    gradient_spec: _torch.Spec,
-    input_spec: _torch.Spec,
-    weight_spec: _torch.Spec,
-    conv: Convolution,
-    mask: tuple[bool, ...],
+    gradient_spec: _torch.Spec, input_spec: _torch.Spec, weight_spec: _torch.Spec, *numbers: Any
 ) -> BackwardPlan:
-    gradient, input, weight = Layout.of(gradient_spec), Layout.of(input_spec), Layout.of(weight_spec)
+    *geometry, mask = numbers
+    specs = (("grad_output", gradient_spec), ("input", input_spec), ("weight", weight_spec))
+    gradient, input, weight = layouts_of("convolution_backward", specs)
     named = (("grad_output", gradient), ("input", input), ("weight", weight))
+    conv = Convolution.of(len(weight.shape) - 2, *geometry)
     check_shapes("convolution_backward", named, conv, input, weight, None)
     check_gradient("convolution_backward", named, conv, gradient, input, weight)
     results = _results(conv, input, weight)

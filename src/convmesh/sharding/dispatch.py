@@ -15,24 +15,34 @@ from .layout import Layout
 Named = Sequence[tuple[str, Any]]
 
 
-def check_placed(operator: str, tensors: Named) -> None:
-    """All are DTensors on one mesh, cut in the plain order. Checked on every call: a plain tensor has no layout."""
-    given = [(name, tensor) for name, tensor in tensors if tensor is not None]
-    for name, tensor in given:
-        if not isinstance(tensor, DTensor):
-            raise refuse(
-                operator, f"{name} is a plain torch.Tensor beside DTensors", tensors,
-                f"make it a DTensor: distribute_tensor({name}, mesh, placements), replicated if it is whole",
-            )  # fmt: skip
-    mesh = given[0][1].device_mesh
-    for name, tensor in given:
-        if tensor.device_mesh != mesh:
-            raise refuse(operator, f"{name} is on another mesh than {given[0][0]}", tensors,
+def specs_of(operator: str, named: Named) -> list[Any]:
+    """The keys of a plan: where each tensor lies, None for one that is not given. A plain tensor is refused."""
+    try:
+        return [None if tensor is None else _torch.spec_of(tensor) for _, tensor in named]
+    except AttributeError:
+        plain = ", ".join(name for name, tensor in named if not isinstance(tensor, DTensor | None))
+        raise refuse(
+            operator, f"plain torch.Tensor beside DTensors: {plain}", named,
+            "make it a DTensor: distribute_tensor(tensor, mesh, placements), replicated if every rank has all of it",
+        ) from None  # fmt: skip
+
+
+def layouts_of(operator: str, named: Sequence[tuple[str, _torch.Spec | None]]) -> list[Any]:
+    """What a plan is made from: all tensors on one mesh, dimensions cut in its own order."""
+    layouts = [None if spec is None else Layout.of(spec) for _, spec in named]
+    described = [(name, layout) for (name, _), layout in zip(named, layouts, strict=True)]
+    given = [(name, spec) for name, spec in named if spec is not None]
+    if not _torch.in_rank_order(given[0][1].mesh):
+        raise refuse(operator, "ranks do not ascend along every dimension of the mesh", described,
+                     "make the mesh with init_device_mesh, or from ranks in ascending order")  # fmt: skip
+    for name, spec in given:
+        if spec.mesh != given[0][1].mesh:
+            raise refuse(operator, f"{name} is on another mesh than {given[0][0]}", described,
                          "put all of them on one mesh, replicated where they are not sharded")  # fmt: skip
-        spec = _torch.spec_of(tensor)
-        if not _torch.plain_order(spec) or any(type(p).__name__ == "_StridedShard" for p in spec.placements):
-            raise refuse(operator, f"{name} is cut in an order of mesh dimensions that is not the mesh's own", tensors,
+        if not _torch.plain_order(spec):
+            raise refuse(operator, f"{name} is cut in an order of mesh dimensions other than the mesh's", described,
                          f"redistribute {name} to plain Shard(dim) placements first")  # fmt: skip
+    return layouts
 
 
 def move(tensor: DTensor | None, target: Layout | None) -> Any:

@@ -1,0 +1,151 @@
+"""Intervals, windows, splits and plans against brute force over every index."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convmesh.geometry import HaloPlan, Interval, Split, Window, hull, shards, slabs, volume
+
+settings.register_profile("geometry", max_examples=300, deadline=None)
+settings.load_profile("geometry")
+
+intervals = st.builds(lambda a, n: Interval(a, a + n), st.integers(-5, 15), st.integers(0, 8))
+windows = st.builds(
+    Window, kernel=st.integers(1, 6), stride=st.integers(1, 5), padding=st.integers(0, 7), dilation=st.integers(1, 4)
+)
+mesh_sizes = st.lists(st.integers(1, 5), min_size=1, max_size=2).map(tuple)
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> Split:
+    window = draw(windows)
+    if draw(st.booleans()):  # as a convolution has it
+        fine = draw(st.integers(1, 30))
+        coarse = window.coarse_size(fine)
+    else:  # as a transposed convolution has it
+        coarse = draw(st.integers(1, 12))
+        fine = window.fine_size(coarse, draw(st.integers(0, max(window.stride, window.dilation) - 1)))
+    if coarse <= 0 or fine <= 0:
+        fine, coarse, window = 7, 7, Window(3, 1, 1)
+    return Split(window, fine, coarse, draw(mesh_sizes))
+
+
+def touched(window: Window, coarse: int) -> set[int]:
+    return {coarse * window.stride - window.padding + window.dilation * tap for tap in range(window.kernel)}
+
+
+@given(intervals, intervals)
+def test_intersection_and_length(a: Interval, b: Interval) -> None:
+    both = set(range(a.start, a.stop)) & set(range(b.start, b.stop))
+    assert set(range((a & b).start, (a & b).stop)) == both
+    assert len(a & b) == len(both)
+    assert a.covers(b) == (set(range(b.start, b.stop)) <= set(range(a.start, a.stop)))
+    assert hull([a, b]).covers(a)
+    assert hull([a, b]).covers(b)
+
+
+@given(st.integers(0, 40), mesh_sizes)
+def test_shards_are_torch_chunks(size: int, sizes: tuple[int, ...]) -> None:
+    pieces = [torch.arange(size)]
+    for parts in sizes:
+        cut = [list(piece.chunk(parts)) for piece in pieces]
+        pieces = [chunk for chunks in cut for chunk in (*chunks, *[torch.arange(0)] * (parts - len(chunks)))]
+    assert [list(range(i.start, i.stop)) for i in shards(size, sizes)] == [piece.tolist() for piece in pieces]
+
+
+@given(windows, intervals)
+def test_reads_is_the_hull_of_all_taps(window: Window, coarse: Interval) -> None:
+    taps = {index for o in range(coarse.start, coarse.stop) for index in touched(window, o)}
+    reads = window.reads(coarse)
+    assert (reads.start, reads.stop) == ((min(taps), max(taps) + 1) if taps else (0, 0))
+
+
+@given(windows, intervals)
+def test_read_by_is_the_hull_of_all_readers(window: Window, fine: Interval) -> None:
+    between = [o for o in range(-60, 60) if fine and window.reads(Interval(o, o + 1)) & fine]
+    read_by = window.read_by(fine)
+    assert [*range(read_by.start, read_by.stop)] == between
+
+
+@given(windows, st.integers(1, 30))
+def test_sizes_are_those_of_torch(window: Window, size: int) -> None:
+    coarse = window.coarse_size(size)
+    if coarse > 0:
+        x, w = torch.zeros(1, 1, size), torch.zeros(1, 1, window.kernel)
+        y = torch.nn.functional.conv1d(x, w, None, window.stride, window.padding, window.dilation)
+        assert y.shape[-1] == coarse
+        assert 0 <= size - window.fine_size(coarse) < window.stride or window.fine_size(coarse) < 0
+
+
+@given(splits())
+def test_every_rank_can_compute_with_what_it_owns_and_receives(split: Split) -> None:
+    for plan, produced, reads in (
+        (split.fine_plan, split.coarse, lambda o: touched(split.window, o)),
+        (
+            split.coarse_plan,
+            split.fine,
+            lambda f: {o for o in range(split.coarse_size) if f in touched(split.window, o)},
+        ),
+    ):
+        for rank, target in enumerate(produced):
+            has = set(range(plan.owned[rank].start, plan.owned[rank].stop))
+            for _, part in plan.receives(rank):
+                arriving = set(range(part.start, part.stop))
+                assert not arriving & has, "nothing arrives twice, and nothing that is owned"
+                has |= arriving
+            needed = {index for item in range(target.start, target.stop) for index in reads(item)}
+            assert needed & set(range(plan.size)) <= has
+
+
+@given(splits())
+def test_the_inner_part_needs_nobody(split: Split) -> None:
+    for rank in range(len(split.fine)):
+        fine, coarse = split.fine[rank], split.coarse[rank]
+        inner = split.inner_coarse(rank)
+        for o in range(coarse.start, coarse.stop):
+            inside = touched(split.window, o) & set(range(split.fine_size)) <= set(range(fine.start, fine.stop))
+            assert not (o in inner and not inside)
+            # An output that reads padding only may count as border; one that reads inside of the own part may not.
+            assert o in inner or not fine.covers(split.window.reads(Interval(o, o + 1)))
+        inner = split.inner_fine(rank)
+        for f in range(fine.start, fine.stop):
+            readers = {o for o in range(split.coarse_size) if f in touched(split.window, o)}
+            assert not (f in inner and not readers <= set(range(coarse.start, coarse.stop)))
+
+
+@given(splits())
+def test_own_padding_maps_the_own_sides_onto_each_other(split: Split) -> None:
+    for rank, (fine, coarse) in enumerate(zip(split.fine, split.coarse, strict=True)):
+        padding = split.own_padding(rank)
+        if padding is not None:
+            local = Window(split.window.kernel, split.window.stride, padding, split.window.dilation)
+            assert local.coarse_size(len(fine)) == len(coarse)
+            assert local.reads(Interval(0, 1)).shift(fine.start) == split.window.reads(
+                Interval(coarse.start, coarse.start + 1)
+            )
+
+
+@given(st.lists(st.tuples(intervals, intervals), min_size=1, max_size=3))
+def test_slabs_tile_the_border_without_overlap(sides: list[tuple[Interval, Interval]]) -> None:
+    outer = tuple(a for a, _ in sides)
+    inner = tuple(a & b for a, b in sides)
+    if not volume(inner):
+        return
+    boxes = [box for boxes in slabs(outer, inner) for box in boxes]
+    assert sum(map(volume, boxes)) == volume(outer) - volume(inner)
+    for number, box in enumerate(boxes):
+        assert all(whole.covers(side) for whole, side in zip(outer, box, strict=True))
+        for other in (inner, *boxes[:number]):
+            assert volume([a & b for a, b in zip(box, other, strict=True)]) == 0
+
+
+def test_a_plan_in_parts_sends_each_part_to_who_needs_it() -> None:
+    owned = shards(10, (3,))
+    needed = ((Interval(8, 10), Interval(0, 2)), (Interval(4, 8),), ())
+    plan = HaloPlan(10, owned, needed)
+    assert plan.receives(0) == [(2, Interval(8, 10))]
+    assert plan.sends(2) == [(0, Interval(8, 10))]
+    assert plan.travelling == 2
+    assert not plan.silent

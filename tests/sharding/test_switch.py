@@ -1,0 +1,80 @@
+"""Switching the library on and off, and what it touches of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+import convmesh
+from convmesh import _torch
+from tests.cases import place
+from tests.harness import Pool, assert_close
+
+CONVOLUTION = torch.ops.aten.convolution.default
+
+
+def test_every_private_name_still_exists() -> None:
+    missing = [name for owner, name in _torch.REQUIRED if not hasattr(owner, name)]
+    # Slots of instances are found on the class; what a release has renamed is not.
+    assert not missing
+
+
+def test_enable_and_disable_are_idempotent_and_restore_what_was_there() -> None:
+    before = dict(_torch.handlers())
+    convmesh.enable()
+    convmesh.enable()
+    assert _torch.handlers() != before
+    convmesh.disable()
+    assert _torch.handlers() == before
+    convmesh.disable()
+    assert _torch.handlers() == before
+
+
+def test_as_a_context_manager_it_puts_back_the_state_it_found() -> None:
+    before = dict(_torch.handlers())
+    with convmesh.enable():
+        inside = dict(_torch.handlers())
+        with convmesh.enable():
+            pass
+        assert _torch.handlers() == inside
+    assert _torch.handlers() == before
+    with pytest.raises(KeyError), convmesh.enable():
+        raise KeyError
+    assert _torch.handlers() == before
+
+
+def test_what_others_have_put_there_since_is_left_alone() -> None:
+    table = _torch.handlers()
+    before = table[CONVOLUTION]
+    convmesh.enable()
+    table[CONVOLUTION] = print
+    convmesh.disable()
+    assert table[CONVOLUTION] is print
+    table[CONVOLUTION] = before
+
+
+def test_an_unsupported_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.16.0")
+    with pytest.raises(RuntimeError, match=r"2\.13.*2\.16.*this is torch 2\.16\.0"):
+        convmesh.enable()
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
+    with pytest.raises(RuntimeError, match=r"this is torch 2\.12\.1"):
+        convmesh.enable()
+
+
+def on_after_use(mesh: DeviceMesh) -> None:
+    x, w = torch.randn(2, 3, 8, 9, dtype=torch.float64), torch.randn(4, 3, 3, 3, dtype=torch.float64)
+    batch, space, weight = place(x, mesh, (0,)), place(x, mesh, (3,)), place(w, mesh, ("R",))
+    expected = F.conv2d(x, w, padding=1)
+    assert_close(F.conv2d(batch, weight, padding=1).full_tensor(), expected)
+    with convmesh.enable():
+        assert_close(F.conv2d(space, weight, padding=1).full_tensor(), expected)
+    assert_close(F.conv2d(batch, weight, padding=1).full_tensor(), expected)
+    with convmesh.enable():
+        assert_close(F.conv2d(space, weight, padding=1).full_tensor(), expected)
+
+
+def test_works_after_operators_have_already_run(pool: Pool) -> None:
+    pool.run(on_after_use, mesh=(2,))
