@@ -51,6 +51,9 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
         return None
     local = _torch.local_of(tensor)
     if tensor.placements == target.placements:
+        if local.shape != target.local_shape:
+            raise refuse("DTensor", f"this rank's part has shape {tuple(local.shape)}, not {target.local_shape}",
+                         [("tensor", tensor)], "cut it as torch.chunk does: that is what Shard means")  # fmt: skip
         return local
     return _torch.redistribute(local, _torch.spec_of(tensor), target.spec)
 

@@ -1,0 +1,27 @@
+"""`make bench`: what README claims about speed and memory, measured here and now."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from benchmarks import convolution
+from tests.harness import Pool
+
+SUITES = {"convolution": convolution.run}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("suites", nargs="*", default=list(SUITES), help=f"any of {', '.join(SUITES)}")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds; medians are reported")
+    options = parser.parse_args()
+    console = Console(width=160)
+    with Pool() as pool:
+        for name in options.suites:
+            SUITES[name](pool, console, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
