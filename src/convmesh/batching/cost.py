@@ -1,0 +1,96 @@
+"""What an algorithm costs, estimated: seconds as a sum of a few features of the task, each with a measured price."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from convmesh.batching.algorithms import Algorithm, Task
+from convmesh.batching.contraction import FACTORS
+
+
+class Features(NamedTuple):
+    """What is paid for. One price for each, per algorithm and kind of task."""
+
+    calls: float  # of operators
+    flops: float
+    moved: float  # bytes of operands and result
+    workspace: float  # bytes beside them
+
+
+@dataclass(frozen=True)
+class PriceTable:
+    """Prices by `key_of`; `source` says where they come from, for those who ask why."""
+
+    source: str
+    prices: Mapping[str, Features]
+
+    def seconds(self, algorithm: Algorithm, task: Task) -> float | None:
+        """None where nobody measured this kind of task."""
+        price = self.prices.get(key_of(algorithm, task))
+        if price is None:
+            return None
+        return sum(amount * cost for amount, cost in zip(features_of(algorithm, task), price, strict=True))
+
+
+def key_of(algorithm: Algorithm, task: Task) -> str:
+    """Tasks with the same key share prices."""
+    threads = "1" if task.threads == 1 else "n"
+    return "/".join(
+        (task.device, task.dtype, threads, task.contraction.wanted.name.lower(), _width(task), algorithm.name)
+    )
+
+
+def _width(task: Task) -> str:
+    """How well vectors over channels are filled, which decides the kernel that a library takes."""
+    o, c = task.contraction.kernel[0] // task.contraction.geometry.groups, task.contraction.kernel[1]
+    if o == c == 1:
+        return "depthwise"
+    return "narrow" if min(o, c) < 8 else "wide"
+
+
+def features_of(algorithm: Algorithm, task: Task) -> Features:
+    product = task.contraction
+    calls = {"loop": task.batch, "taps": prod(product.kernel[2:])}.get(algorithm.name, 1)
+    numbers = task.batch * prod(product.shape(product.wanted))
+    for role, mapped in zip(FACTORS[product.wanted], task.mapped, strict=True):
+        numbers += prod(product.shape(role)) * (task.batch if mapped else 1)
+    return Features(
+        calls=1e-6 * calls,
+        flops=2e-12 * task.batch * product.multiplications,
+        moved=1e-9 * numbers * task.itemsize,
+        workspace=1e-9 * algorithm.workspace(task),
+    )
+
+
+def cache_file() -> Path:
+    """Where a calibration is kept: in $CONVMESH_CACHE, or else in the user's cache directory."""
+    home = os.environ.get("CONVMESH_CACHE")
+    return (Path(home) if home else Path.home() / ".cache" / "convmesh") / "batching.json"
+
+
+@lru_cache(maxsize=1)
+def price_table() -> PriceTable:
+    """The calibration of this machine over the built-in table."""
+    built_in = json.loads(files("convmesh.batching").joinpath("prices.json").read_text())
+    source, measured = "built-in table", {}
+    path = cache_file()
+    if path.is_file():
+        measured = json.loads(path.read_text())["prices"]
+        source = f"calibration in {path}"
+    return PriceTable(source, {key: Features(*price) for key, price in {**built_in["prices"], **measured}.items()})
+
+
+def save(prices: Mapping[str, Features], path: Path) -> None:
+    """Whole or not at all: a reader never sees half a table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps({"prices": {key: list(price) for key, price in sorted(prices.items())}}, indent=1))
+    unfinished.replace(path)
