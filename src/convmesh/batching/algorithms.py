@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from convmesh.batching._functorch import Nature
-from convmesh.batching.contraction import FACTORS, Contraction
+from convmesh.batching.contraction import FACTORS, Contraction, Role
 from convmesh.batching.folding import Mapped, Operand, fold, unfold_from, unfold_result
 
 
@@ -91,11 +92,50 @@ class FoldGroups(Algorithm):
     def applies(self, task: Task) -> bool:
         return task.both_mapped
 
+    def workspace(self, task: Task) -> int:
+        # [B N C *] -> [N (B C) *] is a copy unless N is 1. The kernel never needs one.
+        product = task.contraction
+        activations = [r for r in FACTORS[product.wanted] if r is not Role.KERNEL] if product.image[0] > 1 else []
+        return sum(prod(product.shape(role)) for role in activations) * task.batch * task.itemsize
+
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
         product = task.contraction
         folded_bias = None if bias is None else fold(spread(bias, task.batch), 0, 1)
         result = product.with_groups(task.batch)(first.into_groups(), second.into_groups(), folded_bias)
         return unfold_result(result, product.wanted.channels, 1, task.batch)
+
+
+class Exchange(Algorithm):
+    """The gradient of a depthwise kernel, as a forward convolution of the image by the response.
+
+    sum over l of x[l * stride + dilation * j] * y[l] is a correlation with y for the kernel, the roles of stride
+    and dilation exchanged. Libraries have fast forward code for any depthwise kernel, but not for its gradient.
+    """
+
+    name = "exchange"
+
+    def applies(self, task: Task) -> bool:
+        product = task.contraction
+        depthwise = product.kernel[0] == product.geometry.groups and product.kernel[1] == 1
+        return product.wanted is Role.KERNEL and depthwise and not task.is_empty and task.nature is not Nature.OPAQUE
+
+    def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+        product, geometry = task.contraction, task.contraction.geometry
+        lead = (task.batch, *product.image[:2])
+        channels = prod(lead)
+        image, response = (_repeat(each.mapped, task.batch) for each in (first, second))
+        none = (0,) * len(geometry.stride)
+        correlation = torch.ops.aten.convolution.default(
+            image.reshape(1, channels, *product.image[2:]),
+            response.reshape(channels, 1, *product.response[2:]),
+            None,
+            *(geometry.dilation, geometry.padding, geometry.stride, False, none, channels),
+        )
+        # An image that is longer than its last window needs makes taps that the kernel does not have.
+        for axis, size in enumerate(product.kernel[2:], 2):
+            correlation = correlation.narrow(axis, 0, size)
+        by_image = correlation.reshape(*lead, 1, *product.kernel[2:])
+        return Mapped(by_image.sum(1), 0)
 
 
 class Loop(Algorithm):
@@ -137,6 +177,11 @@ def add_bias(result: Mapped, bias: Mapped) -> Mapped:
     value = result.value.unsqueeze(0) if result.dim is None else result.in_front
     biases = bias.in_front.unsqueeze(1)
     return Mapped(value + biases.reshape(*biases.shape, *[1] * (value.ndim - 3)), 0)
+
+
+def _repeat(mapped: Mapped, batch: int) -> Tensor:
+    """[...] or [B ...] -> [B ...]"""
+    return mapped.value.expand(batch, *mapped.value.shape) if mapped.dim is None else mapped.in_front
 
 
 def _samples(mapped: Mapped, batch: int) -> list[Tensor]:

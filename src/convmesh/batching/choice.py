@@ -11,7 +11,7 @@ from typing import Any
 
 from convmesh.batching import cost
 from convmesh.batching._functorch import Nature
-from convmesh.batching.algorithms import Algorithm, Fold, FoldGroups, Loop, Task
+from convmesh.batching.algorithms import Algorithm, Exchange, Fold, FoldGroups, Loop, Task
 from convmesh.batching.patches import Pointwise, Taps, Unfold
 
 # In the order of preference where estimates are equal: the folds, which apply to anything, come first.
@@ -20,6 +20,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Fold("O"),
     Fold("C"),
     FoldGroups(),
+    Exchange(),
     Pointwise(),
     Unfold(),
     Taps(),

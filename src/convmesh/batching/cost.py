@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from convmesh.batching.algorithms import Algorithm, Task
-from convmesh.batching.contraction import FACTORS
+from convmesh.batching.contraction import FACTORS, Role
 
 
 class Features(NamedTuple):
     """What is paid for. One price for each, per algorithm and kind of task."""
 
-    calls: float  # of operators
-    flops: float
-    moved: float  # bytes of operands and result
-    workspace: float  # bytes beside them
+    calls: float  # of operators, millions
+    flops: float  # 10 ** 12
+    activations: float  # gigabytes of images and responses
+    kernels: float  # gigabytes
+    workspace: float  # gigabytes beside them
 
 
 @dataclass(frozen=True)
@@ -49,23 +50,27 @@ def key_of(algorithm: Algorithm, task: Task) -> str:
 
 
 def _width(task: Task) -> str:
-    """How well vectors over channels are filled, which decides the kernel that a library takes."""
-    o, c = task.contraction.kernel[0] // task.contraction.geometry.groups, task.contraction.kernel[1]
-    if o == c == 1:
-        return "depthwise"
-    return "narrow" if min(o, c) < 8 else "wide"
+    """How well vectors over channels are filled, which decides the code that a library takes."""
+    (O, c, *size), groups = task.contraction.kernel, task.contraction.geometry.groups
+    if O == groups and c == 1:
+        # Up to 3 taps a side are common enough that libraries have special code.
+        return "depthwise" if max(size) <= 3 else "depthwise-large"
+    if max(size) == 1:
+        return "pointwise"
+    return "narrow" if min(O // groups, c) < 8 else "grouped" if groups > 1 else "wide"
 
 
 def features_of(algorithm: Algorithm, task: Task) -> Features:
     product = task.contraction
     calls = {"loop": task.batch, "taps": prod(product.kernel[2:])}.get(algorithm.name, 1)
-    numbers = task.batch * prod(product.shape(product.wanted))
-    for role, mapped in zip(FACTORS[product.wanted], task.mapped, strict=True):
-        numbers += prod(product.shape(role)) * (task.batch if mapped else 1)
+    numbers = {role: prod(product.shape(role)) for role in Role}
+    for role, mapped in zip((product.wanted, *FACTORS[product.wanted]), (True, *task.mapped), strict=True):
+        numbers[role] *= task.batch if mapped else 1
     return Features(
         calls=1e-6 * calls,
         flops=2e-12 * task.batch * product.multiplications,
-        moved=1e-9 * numbers * task.itemsize,
+        activations=1e-9 * task.itemsize * (numbers[Role.IMAGE] + numbers[Role.RESPONSE]),
+        kernels=1e-9 * task.itemsize * numbers[Role.KERNEL],
         workspace=1e-9 * algorithm.workspace(task),
     )
 
@@ -79,13 +84,19 @@ def cache_file() -> Path:
 @lru_cache(maxsize=1)
 def price_table() -> PriceTable:
     """The calibration of this machine over the built-in table."""
-    built_in = json.loads(files("convmesh.batching").joinpath("prices.json").read_text())
-    source, measured = "built-in table", {}
+    built_in = _parse(files("convmesh.batching").joinpath("prices.json").read_text())
     path = cache_file()
-    if path.is_file():
-        measured = json.loads(path.read_text())["prices"]
-        source = f"calibration in {path}"
-    return PriceTable(source, {key: Features(*price) for key, price in {**built_in["prices"], **measured}.items()})
+    if not path.is_file():
+        return PriceTable("built-in table", built_in)
+    return PriceTable(f"calibration in {path}", {**built_in, **load(path)})
+
+
+def load(path: Path) -> dict[str, Features]:
+    return _parse(path.read_text())
+
+
+def _parse(text: str) -> dict[str, Features]:
+    return {key: Features(*price) for key, price in json.loads(text)["prices"].items()}
 
 
 def save(prices: Mapping[str, Features], path: Path) -> None:
