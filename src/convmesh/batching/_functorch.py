@@ -49,16 +49,16 @@ def current_level() -> int:
     level = _functorch.maybe_current_level()
     if level is None:
         raise RuntimeError("a batching rule was called outside of torch.func.vmap")
-    return cast(int, level)
+    return level
 
 
 def unwrap(tensor: Tensor, level: int) -> tuple[Tensor, int | None]:
     """The physical tensor and where its mapped dimension is; None where `level` does not map it."""
-    return cast(tuple[Tensor, int | None], _functorch._unwrap_batched(tensor, level))
+    return _functorch._unwrap_batched(tensor, level)
 
 
 def wrap(tensor: Tensor, dim: int | None, level: int) -> Tensor:
-    return tensor if dim is None else cast(Tensor, _functorch._add_batch_dim(tensor, dim, level))
+    return tensor if dim is None else _functorch._add_batch_dim(tensor, dim, level)
 
 
 def below_vmap(nature: Nature) -> AbstractContextManager[None]:

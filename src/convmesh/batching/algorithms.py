@@ -78,8 +78,8 @@ class Fold(Algorithm):
             folded_bias = None
         else:
             folded_bias = fold(spread(bias, task.batch), 0, groups) if in_channels else bias.value
-        operands = (operand.into(self.letter, groups) for operand in (first, second))
-        result = product.with_longer(self.letter, task.batch)(*operands, folded_bias)
+        a, b = (operand.into(self.letter, groups) for operand in (first, second))
+        result = product.with_longer(self.letter, task.batch)(a, b, folded_bias)
         mapped = unfold_from(result, product.wanted, self.letter, groups, task.batch)
         return mapped if late_bias is None else add_bias(mapped, late_bias)
 

@@ -13,7 +13,7 @@ and its three derivatives are all there is: each product takes two of them and w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
@@ -128,23 +128,24 @@ class Contraction:
                 for name, size in zip(role.value.ljust(len(self.image)), self.shape(role), strict=True)
             )
 
-        return Contraction(
-            self.wanted, self.geometry, longer(Role.IMAGE), longer(Role.KERNEL), longer(Role.RESPONSE)
-        )
+        return Contraction(self.wanted, self.geometry, longer(Role.IMAGE), longer(Role.KERNEL), longer(Role.RESPONSE))
 
     def __call__(self, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the stock operator. `first` and `second` are in the order of `FACTORS`."""
         geometry = self.geometry.arguments
         if self.is_forward:
-            return torch.ops.aten.convolution.default(first, second, bias, *geometry)
+            return _convolution(first, second, bias, *geometry)
         absent = _placeholder(first, self.shape(self.wanted))
         if self.wanted is Role.KERNEL:
             given, taken = (first, second) if self.geometry.transposed else (second, first)
-            return _backward(given, taken, absent, None, *geometry, (False, True, False))[1]
-        return _backward(first, absent, second, None, *geometry, (True, False, False))[0]
+            kernel: Tensor = _backward(given, taken, absent, None, *geometry, (False, True, False))[1]
+            return kernel
+        gradient: Tensor = _backward(first, absent, second, None, *geometry, (True, False, False))[0]
+        return gradient
 
 
-_backward = torch.ops.aten.convolution_backward.default
+_convolution: Callable[..., Tensor] = torch.ops.aten.convolution.default
+_backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten.convolution_backward.default
 
 
 def _placeholder(like: Tensor, shape: Shape) -> Tensor:

@@ -51,13 +51,13 @@ def key_of(algorithm: Algorithm, task: Task) -> str:
 
 def _width(task: Task) -> str:
     """How well vectors over channels are filled, which decides the code that a library takes."""
-    (O, c, *size), groups = task.contraction.kernel, task.contraction.geometry.groups
-    if O == groups and c == 1:
+    (outputs, c, *size), groups = task.contraction.kernel, task.contraction.geometry.groups
+    if outputs == groups and c == 1:
         # Up to 3 taps a side are common enough that libraries have special code.
         return "depthwise" if max(size) <= 3 else "depthwise-large"
     if max(size) == 1:
         return "pointwise"
-    return "narrow" if min(O // groups, c) < 8 else "grouped" if groups > 1 else "wide"
+    return "narrow" if min(outputs // groups, c) < 8 else "grouped" if groups > 1 else "wide"
 
 
 def features_of(algorithm: Algorithm, task: Task) -> Features:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -147,11 +147,12 @@ def _embedding_norms(layer: nn.Embedding, read: Tensor, grad: Tensor) -> Tensor:
 def _kernel_norms(layer: _ConvNd, read: Tensor, grad: Tensor, limit: int) -> Tensor:
     """By gram matrices [l l] of patches and gradient where these are less work than the gradient [o (c k)]."""
     unusual = layer.transposed or layer.padding_mode != "zeros" or isinstance(layer.padding, str)
-    (O, c, *size), places = layer.weight.shape, prod(grad.shape[2:])
-    gradient = c * prod(size), O // layer.groups
+    (outputs, c, *size), places = layer.weight.shape, prod(grad.shape[2:])
+    gradient = c * prod(size), outputs // layer.groups
     if unusual or places * sum(gradient) >= prod(gradient):
         return _norms_of_gradients(layer, {"weight"}, read, grad, limit)
-    geometry = Geometry.of(len(size), *(layer.stride, layer.padding, layer.dilation, False, (0,), layer.groups))
+    padding = cast(tuple[int, ...], layer.padding)
+    geometry = Geometry.of(len(size), layer.stride, padding, layer.dilation, False, (0,), layer.groups)
     shapes = ((1, *read.shape[1:]), tuple(layer.weight.shape), (1, *grad.shape[1:]))
     contraction = Contraction(Role.KERNEL, geometry, *shapes)
     view = View(Task(contraction, len(read), (True, True), Nature.PLAIN, "", 0, "", 0))

@@ -39,9 +39,7 @@ def per_sample_gradients(
         x, *others = (each.unsqueeze(0) for each in sample)
         return _single(loss_fn(functional_call(model, {**parameters, **fixed}, (x,)), *others))
 
-    mapped = vmap(
-        grad(sample_loss), in_dims=(None, *[0] * len(batch)), chunk_size=chunk_size, randomness=randomness
-    )
+    mapped = vmap(grad(sample_loss), in_dims=(None, *[0] * len(batch)), chunk_size=chunk_size, randomness=randomness)
     gradients: dict[str, Tensor] = mapped(trainable, *batch)
     return gradients
 
@@ -93,8 +91,8 @@ def check_samples_are_independent(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise ValueError(
-                f"`{name or type(module).__name__}` is a batch norm that uses the statistics of the batch: every output "
-                "depends on every sample, so no sample has a gradient of its own. Put it into eval mode, or use "
+                f"`{name or type(module).__name__}` is a batch norm that uses the statistics of the batch: every "
+                "output depends on every sample, so no sample has a gradient of its own. Put it into eval mode, or use "
                 "group norm in its place."
             )
         if isinstance(module, _InstanceNorm) and module.training and module.running_mean is not None:

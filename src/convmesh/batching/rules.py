@@ -42,7 +42,7 @@ def convolution(
 
 def _forward(x: Mapped, w: Mapped, b: Mapped | None, geometry: Geometry, nature: Nature) -> Mapped:
     batch = _batch_size(x, w, b)
-    output = _output_shape(x.sample_shape, w.sample_shape, None if b is None else b.sample_shape, geometry, batch)
+    output = _output_shape(x, w, b, geometry)
     if geometry.transposed:
         wanted, product = Role.IMAGE, partial(Contraction, image=output, response=x.sample_shape)
         first = Operand(Role.RESPONSE, x)
@@ -87,7 +87,9 @@ def _backward(
     g: Mapped, x: Mapped, w: Mapped, geometry: Geometry, nature: Nature, output_mask: Sequence[bool]
 ) -> tuple[Mapped | None, Mapped | None, Mapped | None]:
     batch = _batch_size(g, x, w)
-    _output_shape(x.sample_shape, w.sample_shape, None, geometry, batch)
+    output = _output_shape(x, w, None, geometry)
+    if g.sample_shape != output:
+        raise RuntimeError(f"`grad_output` of each sample is {list(g.sample_shape)}, but the output is {list(output)}")
     image, response = (g, x) if geometry.transposed else (x, g)
     product = partial(
         Contraction,
@@ -154,27 +156,32 @@ def _batch_size(*operands: Mapped | None) -> int:
     return next(each.value.shape[each.dim] for each in operands if each is not None and each.dim is not None)
 
 
-def _output_shape(x: Shape, w: Shape, b: Shape | None, geometry: Geometry, batch: int) -> Shape:
+def _output_shape(x: Mapped, w: Mapped, b: Mapped | None, geometry: Geometry) -> Shape:
     """The shape of one sample's output; what does not fit gets torch's own words for that sample."""
-    fits = len(x) == len(w) == len(geometry.stride) + 2
-    if fits:
-        inputs, outputs = (w[0], w[1] * geometry.groups) if geometry.transposed else (w[1] * geometry.groups, w[0])
-        size = geometry.output_size(x[2:], w[2:])
-        fits = x[1] == inputs and w[0] % geometry.groups == 0 and all(n > 0 for n in size)
-        fits = fits and (b is None or b == (outputs,))
-        if fits:
-            return (x[0], outputs, *size)
+    image, kernel = x.sample_shape, w.sample_shape
+    if len(image) == len(kernel) == len(geometry.stride) + 2:
+        inside = kernel[1] * geometry.groups
+        inputs, outputs = (kernel[0], inside) if geometry.transposed else (inside, kernel[0])
+        size = geometry.output_size(image[2:], kernel[2:])
+        channels_fit = image[1] == inputs and kernel[0] % geometry.groups == 0
+        if channels_fit and (b is None or b.sample_shape == (outputs,)) and all(n > 0 for n in size):
+            return (image[0], outputs, *size)
+    raise RuntimeError(f"{_complaint(x, w, b, geometry)} ({_mapped_dimensions(x, w, b)})")
+
+
+def _complaint(x: Mapped, w: Mapped, b: Mapped | None, geometry: Geometry) -> str:
+    """What torch says when it is given one sample."""
+    one_x, one_w, one_b = (None if each is None else torch.empty(each.sample_shape) for each in (x, w, b))
     try:
-        _stock_on_sample(x, w, b, geometry)
+        torch.ops.aten.convolution.default(one_x, one_w, one_b, *geometry.arguments)
     except (RuntimeError, IndexError, ValueError) as error:
-        raise RuntimeError(f"{error} (in each of the {batch} samples that vmap maps over)") from None
-    raise RuntimeError(
-        f"a convolution of {list(x)} with a kernel of {list(w)} fits no rule, {geometry} "
-        f"(in each of the {batch} samples that vmap maps over)"
-    )
+        return str(error)
+    return f"no rule fits a convolution of {list(x.sample_shape)} with {list(w.sample_shape)} and {geometry}"
 
 
-def _stock_on_sample(x: Shape, w: Shape, b: Shape | None, geometry: Geometry) -> None:
-    empty = partial(torch.empty, device="meta")
-    bias = None if b is None else empty(b)
-    torch.ops.aten.convolution.default(empty(x), empty(w), bias, *geometry.arguments)
+def _mapped_dimensions(x: Mapped, w: Mapped, b: Mapped | None) -> str:
+    named = {"input": x, "weight": w, "bias": b}
+    mapped = [
+        f"dimension {each.dim} of `{name}`" for name, each in named.items() if each is not None and each.dim is not None
+    ]
+    return f"for each of {_batch_size(x, w, b)} samples: vmap maps {', '.join(mapped)}"
