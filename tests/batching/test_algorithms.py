@@ -38,7 +38,9 @@ def layer(name: str, transposed: bool, N: int) -> tuple[tuple[object, ...], Tens
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("algorithm", [algorithm.name for algorithm in ALGORITHMS])
-@pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 0, None), (0, None, 0), (None, 0, None)])
+@pytest.mark.parametrize(
+    "dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 0, None), (0, None, 0), (None, 0, None)]
+)
 def test_forced(algorithm: str, name: str, transposed: bool, N: int, dims: tuple[int | None, ...]) -> None:
     geometry, x, w, b, y = layer(name, transposed, N)
     forward = [value if dim == 0 else value[0] for value, dim in zip((x, w, b), dims, strict=True)]

@@ -39,7 +39,9 @@ def operands() -> tuple[Tensor, Tensor]:
 
 both = pytest.mark.parametrize("conv", [plain, transposed])
 any_dims = pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0)])
-all_algorithms = pytest.mark.parametrize("algorithm", ["fold-groups", "pointwise", "unfold", "taps", "loop", "exchange"])
+all_algorithms = pytest.mark.parametrize(
+    "algorithm", ["fold-groups", "pointwise", "unfold", "taps", "loop", "exchange"]
+)
 
 
 def some(dims: tuple[int | None, ...]) -> list[Tensor]:
@@ -87,7 +89,9 @@ def test_ordinary_autograd_through_vmap_twice(conv, dims, algorithm) -> None:
 
 
 @both
-@pytest.mark.parametrize(("outer", "inner"), [((0, None), (0, 0)), ((0, 0), (0, None)), ((None, 0), (0, 0)), ((0, 0), (0, 0))])
+@pytest.mark.parametrize(
+    ("outer", "inner"), [((0, None), (0, 0)), ((0, 0), (0, None)), ((None, 0), (0, 0)), ((0, 0), (0, 0))]
+)
 def test_nested_vmap(conv, outer, inner) -> None:
     x, w = torch.randn(2, B, 2, 4, 5, 4).double(), torch.randn(2, B, 4, 2, 3, 2).double()
     args = []
