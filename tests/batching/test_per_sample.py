@@ -156,15 +156,15 @@ def test_a_batch_of_none() -> None:
 @pytest.mark.parametrize("call", [batching.per_sample_gradients, batching.per_sample_norms])
 def test_batch_norm_is_refused(call: Callable[..., object]) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(256, 10)).double()
-    with pytest.raises(ValueError, match="`1` is a batch norm .* no sample has a gradient of its own"):
+    with pytest.raises(ValueError, match=r"`1` is a batch norm .* no sample has a gradient of its own"):
         call(model, F.cross_entropy, images(), torch.randint(0, 10, (B,)))
     call(model.eval(), F.cross_entropy, images(), torch.randint(0, 10, (B,)))
 
 
 def test_bad_input() -> None:
     model, x, y = network().double(), images(), torch.randint(0, 10, (B,))
+    tracking = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
     with pytest.raises(ValueError, match="tracks running statistics"):
-        tracking = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
         batching.per_sample_gradients(tracking, F.mse_loss, x, x)
     with pytest.raises(ValueError, match="agree in their first size"):
         batching.per_sample_gradients(model, F.cross_entropy, x, y[:3])

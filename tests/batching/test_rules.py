@@ -86,7 +86,8 @@ def test_what_does_not_fit_gets_the_words_of_torch(dims: tuple[int | None, int |
     x, w = torch.randn(1, 5, 8, 8), torch.randn(4, 3, 3, 3)
     with pytest.raises(RuntimeError) as stock:
         F.conv2d(x, w)
-    batched = [value.unsqueeze(0).repeat(2, 1, 1, 1, 1) if dim == 0 else value for value, dim in zip((x, w), dims)]
+    pairs = zip((x, w), dims, strict=True)
+    batched = [value.repeat(2, 1, 1, 1, 1) if dim == 0 else value for value, dim in pairs]
     with pytest.raises(RuntimeError, match="for each of 2 samples: vmap maps dimension 0 of") as ours:
         vmap(F.conv2d, dims)(*batched)
     assert str(ours.value).startswith(str(stock.value))

@@ -122,7 +122,6 @@ def test_hessian(conv) -> None:
 @both
 @any_dims
 def test_jvp_both_ways_round(conv, dims) -> None:
-    x, w = operands()
     tangents = [torch.randn_like(value) for value in some(dims)]
 
     def push(*values: Tensor) -> Tensor:

@@ -45,19 +45,22 @@ def key_of(algorithm: Algorithm, task: Task) -> str:
     """Tasks with the same key share prices."""
     threads = "1" if task.threads == 1 else "n"
     return "/".join(
-        (task.device, task.dtype, threads, task.contraction.wanted.name.lower(), _width(task), algorithm.name)
+        (task.device, task.dtype, threads, task.contraction.wanted.name.lower(), _kind(task), algorithm.name)
     )
 
 
-def _width(task: Task) -> str:
-    """How well vectors over channels are filled, which decides the code that a library takes."""
-    (outputs, c, *size), groups = task.contraction.kernel, task.contraction.geometry.groups
-    if outputs == groups and c == 1:
-        # Up to 3 taps a side are common enough that libraries have special code.
+def _kind(task: Task) -> str:
+    """Layers for which libraries take code of its own: by how channels fill vectors, and by the kernel."""
+    (outputs, c, *size), geometry = task.contraction.kernel, task.contraction.geometry
+    o, groups = outputs // geometry.groups, geometry.groups
+    if o == c == 1 and groups > 1:
+        # Up to 3 taps a side are common enough for special code.
         return "depthwise" if max(size) <= 3 else "depthwise-large"
     if max(size) == 1:
-        return "pointwise"
-    return "narrow" if min(outputs // groups, c) < 8 else "grouped" if groups > 1 else "wide"
+        return "pointwise" if max(geometry.stride) == 1 else "pointwise-strided"
+    if min(o, c) < 8:
+        return "narrow-groups" if groups > 1 else "one-channel" if c == 1 else "few-inputs" if c < 8 else "few-outputs"
+    return "groups" if groups > 1 else "wide"
 
 
 def features_of(algorithm: Algorithm, task: Task) -> Features:
@@ -102,6 +105,7 @@ def _parse(text: str) -> dict[str, Features]:
 def save(prices: Mapping[str, Features], path: Path) -> None:
     """Whole or not at all: a reader never sees half a table."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{json.dumps(key)}: {json.dumps(price)}" for key, price in sorted(prices.items())]
     unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps({"prices": {key: list(price) for key, price in sorted(prices.items())}}, indent=1))
+    unfinished.write_text('{"prices": {\n' + ",\n".join(lines) + "\n}}\n")
     unfinished.replace(path)
