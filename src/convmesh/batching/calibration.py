@@ -34,7 +34,7 @@ LAYERS = (
 )
 # B, N and which operands are mapped: gradients per sample, ensembles with inputs of their own, and with shared ones.
 MAPPINGS = (
-    *((16, 1, (True, True)), (8, 4, (True, True)), (4, 16, (True, True))),
+    *((16, 1, (True, True)), (8, 8, (True, True)), (4, 16, (True, True))),
     *((8, 4, (True, False)), (8, 4, (False, True))),
 )
 
@@ -95,10 +95,10 @@ def interleaved(
             times[each].append(_seconds(candidates[each], device))
         done += 1
         if done == 2:
-            best = min(measured[-1] for measured in times.values())
-            racing = {each for each in racing if times[each][-1] < 3 * best}
-            rounds = 2 + max(3, min(15, int(budget / sum(times[each][-1] for each in racing))))
-    return {each: min(measured[1:]) for each, measured in times.items()}
+            least = {each: min(measured) for each, measured in times.items()}
+            racing = {each for each in racing if least[each] < 3 * min(least.values())}
+            rounds = 2 + max(3, min(15, int(budget / sum(least[each] for each in racing))))
+    return {each: min(measured) for each, measured in times.items()}
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:

@@ -66,6 +66,8 @@ def _decide(task: Task) -> Decision:
     usable = [algorithm for algorithm in ALGORITHMS if algorithm.applies(task)]
     if len(usable) == 1 or task.nature is Nature.OPAQUE:
         return Decision(task, usable[0], "the only one for such operands")
+    if usable[0].name == "fold-n":
+        return Decision(task, usable[0], "one convolution of a longer batch")
     if task.is_empty or task.batch == 1:
         return Decision(task, usable[0], "nothing to gain")
     table = cost.price_table()
