@@ -1,0 +1,279 @@
+"""vmap over convolutions: stock torch.func, a Python loop, Opacus where there is one, and convmesh.
+
+    python -m benchmarks.batching [--threads 2] [--rounds 7] [--only words of a name]
+
+The candidates take turns; times are medians in milliseconds. The ratio is stock / convmesh: above 1 convmesh is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from convmesh import batching
+
+PER_SAMPLE_BATCH, MEMBERS, MEMBER_BATCH = 16, 8, 8
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Layer:
+    name: str
+    channels: tuple[int, int]
+    size: int
+    kernel: int
+    stride: int = 1
+    groups: int = 1
+    dims: int = 2
+
+    def module(self) -> nn.Module:
+        kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[self.dims]
+        options = {"stride": self.stride, "padding": self.kernel // 2, "groups": self.groups, "bias": False}
+        return kind(*self.channels, self.kernel, **options)
+
+    def convolve(self, w: Tensor, x: Tensor) -> Tensor:
+        conv = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[self.dims]
+        return conv(x, w, stride=self.stride, padding=self.kernel // 2, groups=self.groups)
+
+    def inputs(self, *lead: int) -> Tensor:
+        return torch.randn(*lead, self.channels[0], *[self.size] * self.dims)
+
+    def weights(self, *lead: int) -> Tensor:
+        return torch.randn(*lead, self.channels[1], self.channels[0] // self.groups, *[self.kernel] * self.dims)
+
+
+LAYERS = (
+    Layer("3->64 32x32 k3", (3, 64), 32, 3),
+    Layer("64->64 32x32 k3", (64, 64), 32, 3),
+    Layer("64->128 32x32 k3 s2", (64, 128), 32, 3, stride=2),
+    Layer("256->256 8x8 k3", (256, 256), 8, 3),
+    Layer("512->512 4x4 k3", (512, 512), 4, 3),
+    Layer("64->256 16x16 k1", (64, 256), 16, 1),
+    Layer("3->64 56x56 k7 s2", (3, 64), 56, 7, stride=2),
+    Layer("depthwise 96 14x14 k7", (96, 96), 14, 7, groups=96),
+    Layer("64->64 32x32 k3 groups 8", (64, 64), 32, 3, groups=8),
+    Layer("3-d 16->32 12^3 k3", (16, 32), 12, 3, dims=3),
+    Layer("1-d 64->128 256 k5", (64, 128), 256, 5, dims=1),
+)
+
+
+@dataclass
+class Comparison:
+    """The same work in several ways. `mapped` is what both stock torch.func and convmesh run."""
+
+    name: str
+    mapped: Run
+    loop: Run
+    opacus: Run | None = None
+
+
+def per_sample(layer: Layer) -> Comparison:
+    x, w = layer.inputs(PER_SAMPLE_BATCH), layer.weights()
+    y = torch.randn_like(layer.convolve(w, x))
+
+    def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return (layer.convolve(w, x) * y).sum()
+
+    one, mapped = grad(loss), vmap(grad(loss), (None, 0, 0))
+    return Comparison(
+        f"per-sample gradients, {layer.name}",
+        lambda: mapped(w, x, y),
+        lambda: torch.stack([one(w, *sample) for sample in zip(x, y, strict=True)]),
+        opacus_run(layer.module(), lambda module: (module(x) * y).sum()),
+    )
+
+
+def ensemble(layer: Layer, shared: bool, backward: bool) -> Comparison:
+    w = layer.weights(MEMBERS)
+    x = layer.inputs(MEMBER_BATCH) if shared else layer.inputs(MEMBERS, MEMBER_BATCH)
+    dim = None if shared else 0
+    y = torch.randn_like(vmap(layer.convolve, (0, dim))(w, x))
+
+    def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return (layer.convolve(w, x) * y).sum()
+
+    def member(i: int) -> tuple[Tensor, ...]:
+        inputs = x if shared else x[i]
+        return (w[i], inputs, y[i]) if backward else (w[i], inputs)
+
+    # Members with inputs of their own are as a rule inside a network, and pass a gradient on to them.
+    one = grad(loss, 0 if shared else (0, 1)) if backward else layer.convolve
+    mapped = vmap(one, (0, dim, 0) if backward else (0, dim))
+    args = (w, x, y) if backward else (w, x)
+    inputs, way = "shared inputs" if shared else "own inputs", "gradients" if backward else "forward"
+    return Comparison(
+        f"ensemble of {MEMBERS}, {inputs}, {way}, {layer.name}",
+        lambda: mapped(*args),
+        lambda: [one(*member(i)) for i in range(MEMBERS)],
+    )
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.GroupNorm(8, outputs), nn.GroupNorm(8, outputs)])
+        straight = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if straight else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norms[0](self.first(x)))
+        return F.relu(self.norms[1](self.second(y)) + self.shortcut(x))
+
+
+def resnet() -> nn.Module:
+    """ResNet-18 for 32x32 images, with group norm."""
+    widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2)]
+    blocks = [Block(*width) for width in (*widths, (512, 512, 1))]
+    stem = (nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(8, 64), nn.ReLU())
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def network() -> Comparison:
+    model, x, y = resnet(), torch.randn(PER_SAMPLE_BATCH, 3, 32, 32), torch.randint(0, 10, (PER_SAMPLE_BATCH,))
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(some: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(model, some, (x.unsqueeze(0),)), y.unsqueeze(0))
+
+    def one_by_one() -> list[tuple[Tensor, ...]]:
+        leaves = list(model.parameters())
+        return [torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), leaves) for i in range(len(x))]
+
+    return Comparison(
+        "per-sample gradients, ResNet-18-like",
+        lambda: (
+            batching.per_sample_gradients(model, F.cross_entropy, x, y)
+            if batching.installed()
+            else vmap(grad(loss), (None, 0, 0))(parameters, x, y)
+        ),
+        one_by_one,
+        opacus_run(resnet(), lambda module: F.cross_entropy(module(x), y, reduction="sum")),
+    )
+
+
+def opacus_run(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Run | None:
+    if importlib.util.find_spec("opacus") is None:
+        return None
+    from opacus.grad_sample import GradSampleModule
+
+    hooked = GradSampleModule(module, loss_reduction="sum")
+
+    def run() -> None:
+        hooked.zero_grad(set_to_none=True)
+        loss(hooked).backward()
+
+    return run
+
+
+@contextmanager
+def rules(wanted: bool) -> Iterator[None]:
+    (batching.install if wanted else batching.uninstall)()
+    yield
+    batching.uninstall()
+
+
+def candidates(comparison: Comparison) -> dict[str, tuple[Run, bool]]:
+    """What to run, and whether with our rules."""
+    runs = {"stock": (comparison.mapped, False), "loop": (comparison.loop, False)}
+    if comparison.opacus is not None:
+        runs["opacus"] = (comparison.opacus, False)
+    return {**runs, "convmesh": (comparison.mapped, True)}
+
+
+def measure(comparison: Comparison, rounds: int) -> tuple[dict[str, float], dict[str, float | None]]:
+    """Median milliseconds, and megabytes of peak memory above what was held before."""
+    runs = candidates(comparison)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    memory: dict[str, float | None] = {}
+    for turn in range(rounds + 1):
+        for name, (run, ours) in runs.items():
+            with rules(ours):
+                if turn == 0:
+                    run()
+                    memory[name] = peak_memory(run)
+                    continue
+                start = time.perf_counter()
+                run()
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(each) for name, each in times.items()}, memory
+
+
+def peak_memory(run: Run) -> float | None:
+    """By the high-water mark of the resident set, where the system lets us reset it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+    except OSError:
+        return None
+    kept = run()
+    peak = _status("VmHWM")
+    del kept
+    return max(0.0, (peak - before) / 1024)
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def comparisons() -> Iterator[Callable[[], Comparison]]:
+    """Made one at a time, since some hold a lot of memory."""
+    yield from (lambda layer=layer: per_sample(layer) for layer in LAYERS)
+    for shared in (False, True):
+        for backward in (False, True):
+            yield from (lambda args=(layer, shared, backward): ensemble(*args) for layer in LAYERS)
+    yield network
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    console, names = Console(width=150), ("stock", "loop", "opacus", "convmesh")
+    table = Table(title=f"milliseconds (peak MB), {options.threads} threads, torch {torch.__version__}")
+    for heading in ("", *names, "stock / convmesh"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    ratios = []
+    for make in comparisons():
+        comparison = make()
+        if options.only not in comparison.name:
+            continue
+        times, memory = measure(comparison, options.rounds)
+        ratios.append(times["stock"] / times["convmesh"])
+        cells = [f"{number(times.get(name))} ({number(memory.get(name))})" if name in times else "" for name in names]
+        table.add_row(comparison.name, *cells, f"{ratios[-1]:.2f}")
+        console.print(f"{comparison.name}: {ratios[-1]:.2f}")
+    console.print(table)
+    console.print(f"geometric mean {geometric_mean(ratios):.2f}, least {min(ratios):.2f}, of {len(ratios)}")
+
+
+if __name__ == "__main__":
+    main()

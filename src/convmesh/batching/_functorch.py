@@ -1,0 +1,98 @@
+"""The only file of this package that uses private names of torch: functorch's levels, and what a tensor really is."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+
+# Tested one by one, so that a torch release that renames one says so by name.
+PRIVATE_NAMES = (
+    "torch._C._functorch.maybe_current_level",
+    "torch._C._functorch._unwrap_batched",
+    "torch._C._functorch._add_batch_dim",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.is_gradtrackingtensor",
+    "torch._C._functorch.get_unwrapped",
+    "torch._C._ExcludeDispatchKeyGuard",
+    "torch._C.DispatchKeySet",
+    "torch._C.DispatchKey.FuncTorchBatched",
+    "torch._C.DispatchKey.FuncTorchDynamicLayerBackMode",
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "torch._subclasses.functional_tensor.FunctionalTensor",
+    "torch.autograd.forward_ad._current_level",
+    "torch.library.Library._destroy",
+)
+
+_functorch = torch._C._functorch
+_BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
+_ALL_TRANSFORMS = _BATCHED | torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerBackMode)
+
+
+class Nature(Enum):
+    """What lies under the mapped dimension, and so what an algorithm may do with it."""
+
+    PLAIN = "plain"  # ordinary storage, nobody watches: anything goes
+    TRACED = "traced"  # torch.compile records a graph: anything goes, too
+    TRACKED = "tracked"  # autograd watches: no writing in place, and nothing large to keep for backward
+    OPAQUE = "opaque"  # a tensor subclass (DTensor) or another level of vmap: only what dispatches further
+
+
+def current_level() -> int:
+    """The level of the innermost transform; a batching rule runs only where there is one."""
+    level = _functorch.maybe_current_level()
+    if level is None:
+        raise RuntimeError("a batching rule was called outside of torch.func.vmap")
+    return level
+
+
+def unwrap(tensor: Tensor, level: int) -> tuple[Tensor, int | None]:
+    """The physical tensor and where its mapped dimension is; None where `level` does not map it."""
+    return _functorch._unwrap_batched(tensor, level)
+
+
+def wrap(tensor: Tensor, dim: int | None, level: int) -> Tensor:
+    return tensor if dim is None else _functorch._add_batch_dim(tensor, dim, level)
+
+
+def below_vmap(nature: Nature) -> AbstractContextManager[None]:
+    """Operators called in here see the levels below the current one.
+
+    Nothing below has a stake in plain tensors: they may pass every level at once, which is cheaper.
+    """
+    return cast(
+        AbstractContextManager[None],
+        torch._C._ExcludeDispatchKeyGuard(_ALL_TRANSFORMS if nature is Nature.PLAIN else _BATCHED),
+    )
+
+
+def nature_of(*tensors: Tensor) -> Nature:
+    """The most restricted nature among the tensors."""
+    natures = {_nature(tensor) for tensor in tensors}
+    for nature in (Nature.OPAQUE, Nature.TRACKED, Nature.TRACED):
+        if nature in natures:
+            return nature
+    return Nature.PLAIN
+
+
+def _nature(tensor: Tensor) -> Nature:
+    if _functorch.is_functorch_wrapped_tensor(tensor):
+        if not _functorch.is_gradtrackingtensor(tensor):
+            return Nature.OPAQUE
+        inner = _nature(_functorch.get_unwrapped(tensor))
+        return Nature.OPAQUE if inner is Nature.OPAQUE else Nature.TRACKED
+    if (tensor.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+        return Nature.TRACKED if _dense(tensor) else Nature.OPAQUE
+    if isinstance(tensor, FakeTensor | FunctionalTensor):
+        return Nature.TRACED
+    return Nature.PLAIN if _dense(tensor) else Nature.OPAQUE
+
+
+def _dense(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)

@@ -1,0 +1,188 @@
+"""The ways to compute a mapped contraction, behind one interface: the folds, and the loop. `patches` has the rest.
+
+Everything here reaches its result through aten's own convolution, reshape and movedim alone, so that it also
+works where the mapped values are DTensors or mapped once more.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from convmesh.batching._functorch import Nature
+from convmesh.batching.contraction import FACTORS, Contraction, Role
+from convmesh.batching.folding import Mapped, Operand, fold, unfold_from, unfold_result
+
+
+@dataclass(frozen=True)
+class Task:
+    """A contraction over `batch` samples, with all that the choice of an algorithm may depend on."""
+
+    contraction: Contraction
+    batch: int
+    mapped: tuple[bool, bool]
+    nature: Nature
+    dtype: str
+    itemsize: int
+    device: str
+    threads: int
+
+    @property
+    def both_mapped(self) -> bool:
+        return all(self.mapped)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.batch * self.contraction.multiplications == 0
+
+    @property
+    def may_write(self) -> bool:
+        """Whether results may be written into a tensor made beforehand."""
+        return self.nature in (Nature.PLAIN, Nature.TRACED)
+
+
+class Algorithm(ABC):
+    name: str
+
+    @abstractmethod
+    def applies(self, task: Task) -> bool: ...
+
+    @abstractmethod
+    def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+        """The contraction of every sample. The bias, if any, is that of a forward operator."""
+
+    def workspace(self, task: Task) -> int:
+        """Bytes needed at once beside operands and result, as far as this algorithm asks for them itself."""
+        return 0
+
+
+class Fold(Algorithm):
+    """One operand is mapped: B joins the size which that operand shares with the result."""
+
+    def __init__(self, letter: str) -> None:
+        self.letter = letter
+        self.name = f"fold-{letter.lower()}"
+
+    def applies(self, task: Task) -> bool:
+        return not task.both_mapped and shared_letter(task) == self.letter
+
+    def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+        product, groups = task.contraction, task.contraction.geometry.groups
+        in_channels = self.letter == product.wanted.value[1]
+        late_bias = None if in_channels or bias is None or bias.dim is None else bias
+        if bias is None or late_bias is not None:
+            folded_bias = None
+        else:
+            folded_bias = fold(spread(bias, task.batch), 0, groups) if in_channels else bias.value
+        a, b = (operand.into(self.letter, groups) for operand in (first, second))
+        result = product.with_longer(self.letter, task.batch)(a, b, folded_bias)
+        mapped = unfold_from(result, product.wanted, self.letter, groups, task.batch)
+        return mapped if late_bias is None else add_bias(mapped, late_bias)
+
+
+class FoldGroups(Algorithm):
+    """Both operands are mapped: every sample is a group (or several) of one convolution."""
+
+    name = "fold-groups"
+
+    def applies(self, task: Task) -> bool:
+        return task.both_mapped
+
+    def workspace(self, task: Task) -> int:
+        # [B N C *] -> [N (B C) *] is a copy unless N is 1. The kernel never needs one.
+        product = task.contraction
+        activations = [r for r in FACTORS[product.wanted] if r is not Role.KERNEL] if product.image[0] > 1 else []
+        return sum(prod(product.shape(role)) for role in activations) * task.batch * task.itemsize
+
+    def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+        product = task.contraction
+        folded_bias = None if bias is None else fold(spread(bias, task.batch), 0, 1)
+        result = product.with_groups(task.batch)(first.into_groups(), second.into_groups(), folded_bias)
+        return unfold_result(result, product.wanted.channels, 1, task.batch)
+
+
+class Exchange(Algorithm):
+    """The gradient of a depthwise kernel, as a forward convolution of the image by the response.
+
+    sum over l of x[l * stride + dilation * j] * y[l] is a correlation with y for the kernel, the roles of stride
+    and dilation exchanged. Libraries have fast forward code for any depthwise kernel, but not for its gradient.
+    """
+
+    name = "exchange"
+
+    def applies(self, task: Task) -> bool:
+        product = task.contraction
+        depthwise = product.kernel[0] == product.geometry.groups and product.kernel[1] == 1
+        return product.wanted is Role.KERNEL and depthwise and not task.is_empty and task.nature is not Nature.OPAQUE
+
+    def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+        product, geometry = task.contraction, task.contraction.geometry
+        lead = (task.batch, *product.image[:2])
+        channels = prod(lead)
+        image, response = (_repeat(each.mapped, task.batch) for each in (first, second))
+        none = (0,) * len(geometry.stride)
+        correlation = torch.ops.aten.convolution.default(
+            image.reshape(1, channels, *product.image[2:]),
+            response.reshape(channels, 1, *product.response[2:]),
+            None,
+            *(geometry.dilation, geometry.padding, geometry.stride, False, none, channels),
+        )
+        # An image that is longer than its last window needs makes taps that the kernel does not have.
+        for axis, size in enumerate(product.kernel[2:], 2):
+            correlation = correlation.narrow(axis, 0, size)
+        by_image = correlation.reshape(*lead, 1, *product.kernel[2:])
+        return Mapped(by_image.sum(1), 0)
+
+
+class Loop(Algorithm):
+    """One sample after the other, each by the stock operator."""
+
+    name = "loop"
+
+    def applies(self, task: Task) -> bool:
+        # A loop over anything that is not a tensor of its own would only multiply dispatch.
+        return any(task.mapped) and task.nature is not Nature.OPAQUE
+
+    def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+        firsts, seconds = _samples(first.mapped, task.batch), _samples(second.mapped, task.batch)
+        biases = [None] * task.batch if bias is None else _samples(bias, task.batch)
+        results = (task.contraction(*sample) for sample in zip(firsts, seconds, biases, strict=True))
+        if not task.may_write:
+            return Mapped(torch.stack(list(results)), 0)
+        shape = task.contraction.shape(task.contraction.wanted)
+        gathered = first.value.new_empty((task.batch, *shape))
+        for target, result in zip(gathered.unbind(), results, strict=True):
+            target.copy_(result)
+        return Mapped(gathered, 0)
+
+
+def shared_letter(task: Task) -> str:
+    """The size that the only mapped operand shares with the result."""
+    role = FACTORS[task.contraction.wanted][task.mapped.index(True)]
+    (letter,) = set(role.value) & set(task.contraction.wanted.value)
+    return letter
+
+
+def spread(bias: Mapped, batch: int) -> Mapped:
+    """[O] or [B O] -> [B O]"""
+    return Mapped(bias.value.expand(batch, -1), 0) if bias.dim is None else Mapped(bias.in_front, 0)
+
+
+def add_bias(result: Mapped, bias: Mapped) -> Mapped:
+    """[B N O *] [B O] -> [B N O *], for a result that may be the same for all samples."""
+    value = result.value.unsqueeze(0) if result.dim is None else result.in_front
+    biases = bias.in_front.unsqueeze(1)
+    return Mapped(value + biases.reshape(*biases.shape, *[1] * (value.ndim - 3)), 0)
+
+
+def _repeat(mapped: Mapped, batch: int) -> Tensor:
+    """[...] or [B ...] -> [B ...]"""
+    return mapped.value.expand(batch, *mapped.value.shape) if mapped.dim is None else mapped.in_front
+
+
+def _samples(mapped: Mapped, batch: int) -> list[Tensor]:
+    return [mapped.value] * batch if mapped.dim is None else list(mapped.value.unbind(mapped.dim))

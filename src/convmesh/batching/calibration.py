@@ -1,0 +1,148 @@
+"""Measuring the prices of the cost model on the machine at hand."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from convmesh.batching import choice, cost
+from convmesh.batching._functorch import Nature
+from convmesh.batching.algorithms import Algorithm, Task
+from convmesh.batching.contraction import FACTORS, Contraction, Geometry, Role
+from convmesh.batching.folding import Mapped, Operand
+
+# dims, C, O, size, kernel, stride, groups: layers as networks have them, a few of every kind that has its own prices.
+LAYERS = (
+    *((2, 16, 16, 32, 3, 1, 1), (2, 32, 64, 16, 3, 1, 1), (2, 64, 64, 32, 3, 1, 1), (2, 64, 128, 32, 3, 2, 1)),
+    *((2, 128, 128, 16, 3, 1, 1), (2, 256, 256, 8, 3, 1, 1), (2, 512, 512, 4, 3, 1, 1), (2, 256, 256, 4, 3, 1, 1)),
+    *((2, 128, 256, 16, 3, 2, 1), (3, 16, 32, 12, 3, 1, 1), (1, 64, 128, 256, 5, 1, 1), (1, 256, 256, 32, 3, 1, 1)),
+    *((2, 64, 256, 16, 1, 1, 1), (2, 256, 64, 16, 1, 1, 1), (2, 512, 512, 4, 1, 1, 1), (2, 128, 128, 32, 1, 1, 1)),
+    *((2, 64, 128, 32, 1, 2, 1), (2, 256, 512, 8, 1, 2, 1), (2, 128, 256, 16, 1, 2, 1)),
+    *((2, 3, 64, 32, 3, 1, 1), (2, 3, 64, 56, 7, 2, 1), (2, 3, 32, 32, 5, 1, 1), (2, 3, 96, 64, 4, 4, 1)),
+    *((2, 1, 32, 28, 5, 1, 1), (2, 1, 16, 28, 3, 1, 1), (3, 1, 16, 16, 3, 1, 1), (1, 1, 64, 256, 7, 2, 1)),
+    *((2, 32, 4, 16, 3, 1, 1), (2, 64, 3, 32, 3, 1, 1), (2, 16, 1, 32, 3, 1, 1), (1, 64, 2, 128, 5, 1, 1)),
+    *((2, 32, 32, 16, 3, 1, 8), (2, 64, 64, 32, 3, 1, 16), (2, 256, 256, 8, 3, 1, 64), (2, 64, 64, 16, 3, 2, 32)),
+    *((2, 64, 64, 32, 3, 1, 8), (2, 128, 128, 16, 3, 1, 4), (2, 256, 256, 8, 3, 1, 32), (1, 64, 64, 128, 5, 1, 4)),
+    *((2, 96, 96, 32, 3, 1, 96), (2, 64, 64, 32, 3, 2, 64), (2, 384, 384, 8, 3, 1, 384), (2, 192, 192, 16, 3, 1, 192)),
+    *((2, 96, 96, 14, 7, 1, 96), (2, 384, 384, 7, 7, 1, 384), (2, 192, 192, 16, 5, 1, 192), (1, 64, 64, 128, 7, 1, 64)),
+)
+# B, N and which operands are mapped: gradients per sample, ensembles with inputs of their own, and with shared ones.
+MAPPINGS = (
+    *((16, 1, (True, True)), (8, 8, (True, True)), (4, 16, (True, True))),
+    *((8, 4, (True, False)), (8, 4, (False, True))),
+)
+
+
+def calibrate(
+    *, device: str = "cpu", dtypes: Sequence[torch.dtype] = (torch.float32,), path: Path | None = None
+) -> Path:
+    """Measure every algorithm, with as many threads as torch has now, and write the prices to the cache file.
+
+    Takes some minutes. Prices of other dtypes, devices and numbers of threads that the file holds are kept.
+    """
+    path = path or cost.cache_file()
+    prices = cost.load(path) if path.is_file() else {}
+    for dtype in dtypes:
+        prices.update(fit(measurements(tasks(device, dtype))))
+    cost.save(prices, path)
+    choice.forget()
+    return path
+
+
+def tasks(device: str, dtype: torch.dtype) -> Iterator[Task]:
+    for dims, C, O, size, kernel, stride, groups in LAYERS:  # noqa: E741
+        none = (0,) * dims
+        geometry = Geometry((stride,) * dims, (kernel // 2,) * dims, (1,) * dims, False, none, groups)
+        sizes, kernels = (size,) * dims, (kernel,) * dims
+        for batch, N, mapped in MAPPINGS:
+            shapes = (N, C, *sizes), (O, C // groups, *kernels), (N, O, *geometry.output_size(sizes, kernels))
+            for wanted in Role:
+                yield Task(
+                    *(Contraction(wanted, geometry, *shapes), batch, mapped, Nature.PLAIN),
+                    *(str(dtype).removeprefix("torch."), dtype.itemsize, device, torch.get_num_threads()),
+                )
+
+
+def measurements(some_tasks: Iterable[Task]) -> Iterator[tuple[Task, Algorithm, float]]:
+    """Each task by each algorithm that applies, in seconds."""
+    for task in some_tasks:
+        operands = [
+            Mapped(_random(task, role, mapped), 0 if mapped else None)
+            for role, mapped in zip(FACTORS[task.contraction.wanted], task.mapped, strict=True)
+        ]
+        candidates = {each: _runner(each, task, operands) for each in choice.ALGORITHMS if each.applies(task)}
+        for algorithm, seconds in interleaved(candidates, task.device).items():
+            yield task, algorithm, seconds
+
+
+def interleaved(
+    candidates: dict[Algorithm, Callable[[], object]], device: str, budget: float = 0.1
+) -> dict[Algorithm, float]:
+    """The least time of each candidate: what disturbs a machine only ever adds. They take turns.
+
+    Who is far behind after two rounds is not timed again: how far does not matter.
+    """
+    times: dict[Algorithm, list[float]] = {each: [] for each in candidates}
+    racing, rounds, done = set(candidates), 2, 0
+    while done < rounds:
+        for each in racing:
+            times[each].append(_seconds(candidates[each], device))
+        done += 1
+        if done == 2:
+            least = {each: min(measured) for each, measured in times.items()}
+            racing = {each for each in racing if least[each] < 3 * min(least.values())}
+            rounds = 2 + max(3, min(15, int(budget / sum(least[each] for each in racing))))
+    return {each: min(measured) for each, measured in times.items()}
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    start = time.perf_counter()
+    run()
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
+
+
+def fit(measured: Iterable[tuple[Task, Algorithm, float]]) -> dict[str, cost.Features]:
+    """The prices that explain the measurements best, by their relative error."""
+    by_key: dict[str, list[tuple[cost.Features, float]]] = defaultdict(list)
+    for task, algorithm, seconds in measured:
+        by_key[cost.key_of(algorithm, task)].append((cost.features_of(algorithm, task), seconds))
+    return {key: _least_squares(samples) for key, samples in by_key.items()}
+
+
+def _least_squares(samples: Sequence[tuple[cost.Features, float]]) -> cost.Features:
+    """With prices that are not negative: of all subsets of features, the best whose solution is not."""
+    rows = torch.tensor([[amount / seconds for amount in features] for features, seconds in samples]).double()
+    ones = torch.ones(len(samples), 1, dtype=torch.float64)
+    best, best_error = torch.zeros(rows.shape[1], dtype=torch.float64), float("inf")
+    for count in range(1, rows.shape[1] + 1):
+        for chosen in combinations(range(rows.shape[1]), count):
+            solution = torch.linalg.lstsq(rows[:, chosen], ones, driver="gelsd").solution
+            error = (rows[:, chosen] @ solution - ones).square().sum().item()
+            if error < best_error and bool((solution >= 0).all()):
+                best, best_error = torch.zeros_like(best), error
+                best[list(chosen)] = solution.flatten()
+    return cost.Features(*(float(f"{price:.4g}") for price in best))
+
+
+def _random(task: Task, role: Role, mapped: bool) -> Tensor:
+    shape = task.contraction.shape(role)
+    batched = (task.batch, *shape) if mapped else shape
+    return torch.randn(batched, device=task.device, dtype=getattr(torch, task.dtype))
+
+
+def _runner(algorithm: Algorithm, task: Task, operands: Sequence[Mapped]) -> Callable[[], object]:
+    roles = FACTORS[task.contraction.wanted]
+
+    def run() -> object:
+        first, second = (Operand(role, mapped) for role, mapped in zip(roles, operands, strict=True))
+        return algorithm.run(task, first, second, None)
+
+    return run

@@ -1,0 +1,153 @@
+"""What a convolution computes, as values: the geometry, and the three products that share it.
+
+An image x [N C *], a kernel w [O C/g *] and a response y [N O *] make one trilinear form,
+    sum of x[n, c, l * stride - padding + dilation * j] * w[o, c, j] * y[n, o, l],
+and its three derivatives are all there is: each product takes two of them and wants the third.
+
+|            | plain convolution | transposed convolution |
+|------------|-------------------|------------------------|
+| x, w -> y  | forward           | gradient of the input  |
+| y, w -> x  | gradient of input | forward                |
+| x, y -> w  | gradient of weight| gradient of weight     |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import prod
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+AtenGeometry = tuple[Shape, Shape, Shape, bool, Shape, int]
+
+
+class Role(Enum):
+    """The value names the first two axes; the spatial ones follow."""
+
+    IMAGE = "NC"
+    KERNEL = "OC"
+    RESPONSE = "NO"
+
+    @property
+    def channels(self) -> int:
+        """The axis that holds the groups."""
+        return 0 if self is Role.KERNEL else 1
+
+
+FACTORS = {
+    Role.RESPONSE: (Role.IMAGE, Role.KERNEL),
+    Role.IMAGE: (Role.RESPONSE, Role.KERNEL),
+    Role.KERNEL: (Role.IMAGE, Role.RESPONSE),
+}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a kernel moves over an image: everything about a convolution that is not a tensor."""
+
+    stride: Shape
+    padding: Shape
+    dilation: Shape
+    transposed: bool
+    output_padding: Shape
+    groups: int
+
+    @staticmethod
+    def of(
+        dims: int,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        transposed: bool,
+        output_padding: Sequence[int],
+        groups: int,
+    ) -> Geometry:
+        """From the arguments of `aten.convolution`, where one number may stand for all `dims`."""
+
+        def each(values: Sequence[int]) -> Shape:
+            return tuple(values) * dims if len(values) == 1 else tuple(values)
+
+        return Geometry(each(stride), each(padding), each(dilation), transposed, each(output_padding), groups)
+
+    @property
+    def arguments(self) -> AtenGeometry:
+        """In the order in which aten takes them."""
+        return (self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups)
+
+    def output_size(self, size: Shape, kernel: Shape) -> Shape:
+        """The spatial output of the forward operator."""
+        spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, kernel, strict=True)]
+        axes = zip(size, self.stride, self.padding, spans, self.output_padding, strict=True)
+        if self.transposed:
+            return tuple((n - 1) * s - 2 * p + span + extra for n, s, p, span, extra in axes)
+        return tuple((n + 2 * p - span) // s + 1 for n, s, p, span, _ in axes)
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """One of the three products, for one sample."""
+
+    wanted: Role
+    geometry: Geometry
+    image: Shape
+    kernel: Shape
+    response: Shape
+
+    def shape(self, role: Role) -> Shape:
+        return {Role.IMAGE: self.image, Role.KERNEL: self.kernel, Role.RESPONSE: self.response}[role]
+
+    @property
+    def is_forward(self) -> bool:
+        return self.wanted is (Role.IMAGE if self.geometry.transposed else Role.RESPONSE)
+
+    @property
+    def multiplications(self) -> int:
+        return self.response[0] * prod(self.kernel) * prod(self.response[2:])
+
+    def with_groups(self, factor: int) -> Contraction:
+        """`factor` of these side by side as one grouped convolution."""
+        (n, c, *image), (o, *kernel), (_, _, *response) = self.image, self.kernel, self.response
+        return Contraction(
+            self.wanted,
+            replace(self.geometry, groups=self.geometry.groups * factor),
+            (n, c * factor, *image),
+            (o * factor, *kernel),
+            (n, o * factor, *response),
+        )
+
+    def with_longer(self, letter: str, factor: int) -> Contraction:
+        """The same product where one of the sizes N, C, O is `factor` times as large."""
+
+        def longer(role: Role) -> Shape:
+            return tuple(
+                size * factor if name == letter else size
+                for name, size in zip(role.value.ljust(len(self.image)), self.shape(role), strict=True)
+            )
+
+        return Contraction(self.wanted, self.geometry, longer(Role.IMAGE), longer(Role.KERNEL), longer(Role.RESPONSE))
+
+    def __call__(self, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
+        """By the stock operator. `first` and `second` are in the order of `FACTORS`."""
+        geometry = self.geometry.arguments
+        if self.is_forward:
+            return _convolution(first, second, bias, *geometry)
+        absent = _placeholder(first, self.shape(self.wanted))
+        if self.wanted is Role.KERNEL:
+            given, taken = (first, second) if self.geometry.transposed else (second, first)
+            kernel: Tensor = _backward(given, taken, absent, None, *geometry, (False, True, False))[1]
+            return kernel
+        gradient: Tensor = _backward(first, absent, second, None, *geometry, (True, False, False))[0]
+        return gradient
+
+
+_convolution: Callable[..., Tensor] = torch.ops.aten.convolution.default
+_backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten.convolution_backward.default
+
+
+def _placeholder(like: Tensor, shape: Shape) -> Tensor:
+    """Stands for the operand whose gradient is asked for: the operator reads its shape, never its values."""
+    return like.new_empty(shape)

@@ -1,0 +1,111 @@
+"""What an algorithm costs, estimated: seconds as a sum of a few features of the task, each with a measured price."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from convmesh.batching.algorithms import Algorithm, Task
+from convmesh.batching.contraction import FACTORS, Role
+
+
+class Features(NamedTuple):
+    """What is paid for. One price for each, per algorithm and kind of task."""
+
+    calls: float  # of operators, millions
+    flops: float  # 10 ** 12
+    activations: float  # gigabytes of images and responses
+    kernels: float  # gigabytes
+    workspace: float  # gigabytes beside them
+
+
+@dataclass(frozen=True)
+class PriceTable:
+    """Prices by `key_of`; `source` says where they come from, for those who ask why."""
+
+    source: str
+    prices: Mapping[str, Features]
+
+    def seconds(self, algorithm: Algorithm, task: Task) -> float | None:
+        """None where nobody measured this kind of task."""
+        price = self.prices.get(key_of(algorithm, task))
+        if price is None:
+            return None
+        return sum(amount * cost for amount, cost in zip(features_of(algorithm, task), price, strict=True))
+
+
+def key_of(algorithm: Algorithm, task: Task) -> str:
+    """Tasks with the same key share prices."""
+    threads = "1" if task.threads == 1 else "n"
+    return "/".join(
+        (task.device, task.dtype, threads, task.contraction.wanted.name.lower(), _kind(task), algorithm.name)
+    )
+
+
+def _kind(task: Task) -> str:
+    """Layers for which libraries take code of its own: by how channels fill vectors, and by the kernel."""
+    (outputs, c, *size), geometry = task.contraction.kernel, task.contraction.geometry
+    o, groups = outputs // geometry.groups, geometry.groups
+    if o == c == 1 and groups > 1:
+        # Up to 3 taps a side are common enough for special code.
+        return "depthwise" if max(size) <= 3 else "depthwise-large"
+    if max(size) == 1:
+        return "pointwise" if max(geometry.stride) == 1 else "pointwise-strided"
+    if min(o, c) < 8:
+        return "narrow-groups" if groups > 1 else "one-channel" if c == 1 else "few-inputs" if c < 8 else "few-outputs"
+    return "groups" if groups > 1 else "wide"
+
+
+def features_of(algorithm: Algorithm, task: Task) -> Features:
+    product = task.contraction
+    calls = {"loop": task.batch, "taps": prod(product.kernel[2:])}.get(algorithm.name, 1)
+    numbers = {role: prod(product.shape(role)) for role in Role}
+    for role, mapped in zip((product.wanted, *FACTORS[product.wanted]), (True, *task.mapped), strict=True):
+        numbers[role] *= task.batch if mapped else 1
+    return Features(
+        calls=1e-6 * calls,
+        flops=2e-12 * task.batch * product.multiplications,
+        activations=1e-9 * task.itemsize * (numbers[Role.IMAGE] + numbers[Role.RESPONSE]),
+        kernels=1e-9 * task.itemsize * numbers[Role.KERNEL],
+        workspace=1e-9 * algorithm.workspace(task),
+    )
+
+
+def cache_file() -> Path:
+    """Where a calibration is kept: in $CONVMESH_CACHE, or else in the user's cache directory."""
+    home = os.environ.get("CONVMESH_CACHE")
+    return (Path(home) if home else Path.home() / ".cache" / "convmesh") / "batching.json"
+
+
+@lru_cache(maxsize=1)
+def price_table() -> PriceTable:
+    """The calibration of this machine over the built-in table."""
+    built_in = _parse(files("convmesh.batching").joinpath("prices.json").read_text())
+    path = cache_file()
+    if not path.is_file():
+        return PriceTable("built-in table", built_in)
+    return PriceTable(f"calibration in {path}", {**built_in, **load(path)})
+
+
+def load(path: Path) -> dict[str, Features]:
+    return _parse(path.read_text())
+
+
+def _parse(text: str) -> dict[str, Features]:
+    return {key: Features(*price) for key, price in json.loads(text)["prices"].items()}
+
+
+def save(prices: Mapping[str, Features], path: Path) -> None:
+    """Whole or not at all: a reader never sees half a table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{json.dumps(key)}: {json.dumps(price)}" for key, price in sorted(prices.items())]
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text('{"prices": {\n' + ",\n".join(lines) + "\n}}\n")
+    unfinished.replace(path)

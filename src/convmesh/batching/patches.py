@@ -1,0 +1,206 @@
+"""The ways that make matrix products of a contraction whose operands are both mapped.
+
+With the image laid out as patches P [B g, (c k), (N l)], one column for each place of the kernel,
+    [B g, o, (c k)] [B g, (c k), (N l)] -> [B g, o, (N l)]     the response
+    [B g, o, (N l)] [B g, (N l), (c k)] -> [B g, o, (c k)]     the kernel
+    [B g, (c k), o] [B g, o, (N l)]     -> [B g, (c k), (N l)] the image, as patches to be added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product as all_combinations
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from convmesh.batching._functorch import Nature
+from convmesh.batching.algorithms import Algorithm, Task, spread
+from convmesh.batching.contraction import Role
+from convmesh.batching.folding import Mapped, Operand
+
+# Patches are as many times larger than the image as the kernel has taps. They are made for so many samples
+# at a time that they take no more than this.
+WORKSPACE_LIMIT = 128 * 2**20
+
+
+class View:
+    """The sizes of a task, and its tensors seen as matrices."""
+
+    def __init__(self, task: Task) -> None:
+        product = task.contraction
+        self.geometry = product.geometry
+        self.groups = product.geometry.groups
+        self.N, self.C, *image = product.image
+        self.O, self.c, *kernel = product.kernel
+        self.o = self.O // self.groups
+        self.image, self.kernel, self.response = tuple(image), tuple(kernel), product.response[2:]
+        self.taps, self.places = prod(kernel), self.N * prod(self.response)
+
+    def kernel_matrix(self, kernel: Tensor) -> Tensor:
+        """[B (g o) c *] -> [B g, o, (c k)]"""
+        return kernel.reshape(-1, self.o, self.c * self.taps)
+
+    def response_matrix(self, response: Tensor) -> Tensor:
+        """[B N (g o) *] -> [B g, o, (N l)]"""
+        return response.transpose(1, 2).reshape(-1, self.o, self.places)
+
+    def response_from(self, matrix: Tensor) -> Tensor:
+        """[B g, o, (N l)] -> [B N (g o) *]"""
+        return matrix.reshape(-1, self.O, self.N, *self.response).transpose(1, 2)
+
+    def padded(self, image: Tensor) -> Tensor:
+        """[B N C *] -> [B C N *], with the padding around it"""
+        image = image.transpose(1, 2)
+        if not any(self.geometry.padding):
+            return image
+        return F.pad(image, [p for p in reversed(self.geometry.padding) for _ in range(2)])
+
+    def unpadded(self, image: Tensor) -> Tensor:
+        """[B C N *] -> [B N C *], without the padding"""
+        for axis, (padding, size) in enumerate(zip(self.geometry.padding, self.image, strict=True), 3):
+            image = image.narrow(axis, padding, size)
+        return image.transpose(1, 2)
+
+    def read_by_tap(self, padded: Tensor) -> Iterator[Tensor]:
+        """For each tap of the kernel, what it sees of the image: views [B C N *]."""
+        for tap in all_combinations(*map(range, self.kernel)):
+            view = padded
+            for axis, offset in enumerate(tap):
+                stride, start = self.geometry.stride[axis], offset * self.geometry.dilation[axis]
+                stop = start + (self.response[axis] - 1) * stride + 1
+                view = view[(slice(None),) * (3 + axis) + (slice(start, stop, stride),)]
+            yield view
+
+    def patches(self, image: Tensor) -> Tensor:
+        """[B N C *] -> [B g, (c k), (N l)]"""
+        stacked = torch.stack(list(self.read_by_tap(self.padded(image))), 2)
+        return stacked.reshape(-1, self.c * self.taps, self.places)
+
+    def add_patches(self, matrix: Tensor, padded: Tensor) -> None:
+        """[B g, (c k), (N l)] added up into the padded image [B C N *]"""
+        parts = matrix.reshape(-1, self.C, self.taps, self.N, *self.response).unbind(2)
+        for part, target in zip(parts, self.read_by_tap(padded), strict=True):
+            target.add_(part)
+
+    def blank_image(self, like: Tensor, batch: int, bias: Tensor | None) -> Tensor:
+        """A padded image [B C N *] to add to, which holds the bias already."""
+        size = [n + 2 * p for n, p in zip(self.image, self.geometry.padding, strict=True)]
+        blank = like.new_zeros((batch, self.C, self.N, *size))
+        return blank if bias is None else blank.add_(bias.reshape(batch, self.C, *[1] * (1 + len(size))))
+
+
+class Unfold(Algorithm):
+    """Lay out patches, a bounded number of samples at a time, and multiply."""
+
+    name = "unfold"
+
+    def applies(self, task: Task) -> bool:
+        usable = task.both_mapped and task.may_write and _several_taps(task) and not task.is_empty
+        return usable and self._per_sample(task) <= WORKSPACE_LIMIT
+
+    def workspace(self, task: Task) -> int:
+        return self._samples_at_once(task) * self._per_sample(task)
+
+    def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+        view, product = View(task), task.contraction
+        biases = None if bias is None else spread(bias, task.batch).value
+        at_once = self._samples_at_once(task)
+        parts = []
+        for start in range(0, task.batch, at_once):
+            part = slice(start, start + at_once)
+            part_bias = None if biases is None else biases[part]
+            parts.append(multiply(view, product.wanted, first.in_front()[part], second.in_front()[part], part_bias))
+        return Mapped(parts[0] if len(parts) == 1 else torch.cat(parts), 0)
+
+    @staticmethod
+    def _per_sample(task: Task) -> int:
+        view = View(task)
+        return view.C * view.taps * view.places * task.itemsize
+
+    def _samples_at_once(self, task: Task) -> int:
+        return max(1, min(task.batch, WORKSPACE_LIMIT // max(1, self._per_sample(task))))
+
+
+class Pointwise(Unfold):
+    """The kernel has one tap: the image is its own patches, and nothing is laid out."""
+
+    name = "pointwise"
+
+    def applies(self, task: Task) -> bool:
+        writes = task.contraction.wanted is Role.IMAGE
+        usable = task.may_write or (task.nature is Nature.TRACKED and not writes)
+        return task.both_mapped and usable and not _several_taps(task) and not task.is_empty
+
+    def workspace(self, task: Task) -> int:
+        return 0
+
+    def _samples_at_once(self, task: Task) -> int:
+        return max(1, task.batch)
+
+
+class Taps(Algorithm):
+    """One matrix product for every tap of the kernel: no patches, but the result is visited as often."""
+
+    name = "taps"
+
+    def applies(self, task: Task) -> bool:
+        return task.both_mapped and task.may_write and _several_taps(task) and not task.is_empty
+
+    def workspace(self, task: Task) -> int:
+        result = prod(task.contraction.shape(task.contraction.wanted))
+        return task.batch * result * task.itemsize
+
+    def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+        view, wanted = View(task), task.contraction.wanted
+        a, b = first.in_front(), second.in_front()
+        biases = None if bias is None else spread(bias, task.batch).value
+        if wanted is Role.KERNEL:
+            return Mapped(self._kernel(view, a, b), 0)
+        kernels = view.kernel_matrix(b).reshape(-1, view.o, view.c, view.taps).movedim(-1, 0).contiguous()
+        if wanted is Role.RESPONSE:
+            return Mapped(self._response(view, a, kernels, biases), 0)
+        image = view.blank_image(a, task.batch, biases)
+        response = view.response_matrix(a)
+        for tap, target in zip(kernels, view.read_by_tap(image), strict=True):
+            target.add_(torch.bmm(tap.transpose(1, 2), response).view_as(target))
+        return Mapped(view.unpadded(image), 0)
+
+    @staticmethod
+    def _response(view: View, image: Tensor, kernels: Tensor, biases: Tensor | None) -> Tensor:
+        total = image.new_zeros((kernels.shape[1], view.o, view.places))
+        if biases is not None:
+            total.add_(biases.reshape(-1, view.o, 1))
+        for tap, seen in zip(kernels, view.read_by_tap(view.padded(image)), strict=True):
+            total.baddbmm_(tap, seen.reshape(-1, view.c, view.places))
+        return view.response_from(total)
+
+    @staticmethod
+    def _kernel(view: View, image: Tensor, response: Tensor) -> Tensor:
+        response_matrix = view.response_matrix(response)
+        by_tap = image.new_empty((view.taps, response_matrix.shape[0], view.o, view.c))
+        for target, seen in zip(by_tap.unbind(), view.read_by_tap(view.padded(image)), strict=True):
+            torch.bmm(response_matrix, seen.reshape(-1, view.c, view.places).transpose(1, 2), out=target)
+        return by_tap.movedim(0, -1).contiguous().reshape(-1, view.O, view.c, *view.kernel)
+
+
+def _several_taps(task: Task) -> bool:
+    return prod(task.contraction.kernel[2:]) > 1
+
+
+def multiply(view: View, wanted: Role, first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
+    """The contraction by patches; the operands have B in front."""
+    if wanted is Role.KERNEL:
+        kernel = torch.bmm(view.response_matrix(second), view.patches(first).transpose(1, 2))
+        return kernel.reshape(-1, view.O, view.c, *view.kernel)
+    kernel = view.kernel_matrix(second)
+    if wanted is Role.RESPONSE:
+        patches = view.patches(first)
+        if bias is None:
+            return view.response_from(torch.bmm(kernel, patches))
+        return view.response_from(torch.baddbmm(bias.reshape(-1, view.o, 1), kernel, patches))
+    image = view.blank_image(first, first.shape[0], bias)
+    view.add_patches(torch.bmm(kernel.transpose(1, 2), view.response_matrix(first)), image)
+    return view.unpadded(image)

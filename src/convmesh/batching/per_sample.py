@@ -1,0 +1,150 @@
+"""Gradients of each sample of a batch: the gradients themselves, their norms, and their clipped sum.
+
+`batch` is what one training step has: the input of the model first, then whatever the loss takes beside the output.
+All of it is mapped along dimension 0. The loss is called with single samples, each as a batch of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from convmesh.batching.ghost import squared_norms_by_layer
+
+Loss = Callable[..., Tensor]
+
+# Of the gradients that are made only to take their norm, this many bytes at a time.
+GRADIENT_LIMIT = 256 * 2**20
+
+
+def per_sample_gradients(
+    model: nn.Module, loss_fn: Loss, *batch: Tensor, chunk_size: int | None = None, randomness: str = "error"
+) -> dict[str, Tensor]:
+    """The gradient of every sample's loss: for each trainable parameter, by its name, a tensor [B *parameter].
+
+    `randomness` is that of `torch.func.vmap`: say "different" for a model with dropout.
+    """
+    check_samples_are_independent(model)
+    size = batch_size(batch)
+    trainable, fixed = _parameters(model)
+    if size == 0:
+        return {name: value.new_zeros((0, *value.shape)) for name, value in trainable.items()}
+
+    def sample_loss(parameters: dict[str, Tensor], *sample: Tensor) -> Tensor:
+        x, *others = (each.unsqueeze(0) for each in sample)
+        return _single(loss_fn(functional_call(model, {**parameters, **fixed}, (x,)), *others))
+
+    mapped = vmap(grad(sample_loss), in_dims=(None, *[0] * len(batch)), chunk_size=chunk_size, randomness=randomness)
+    gradients: dict[str, Tensor] = mapped(trainable, *batch)
+    return gradients
+
+
+def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Tensor) -> Tensor:
+    """The 2-norm of every sample's gradient over all trainable parameters: [B].
+
+    One backward pass over the batch gives what each layer read and the gradient of what it wrote, from which the
+    norms follow layer by layer. A model with shared parameters, or with layers not known here, takes the long way.
+    """
+    check_samples_are_independent(model)
+    size = batch_size(batch)
+    trainable, fixed = _parameters(model)
+    if size == 0:
+        return batch[0].new_zeros(0, dtype=torch.get_default_dtype())
+
+    def total_loss(x: Tensor) -> Tensor:
+        return _losses(loss_fn, functional_call(model, {**trainable, **fixed}, (x,)), batch[1:]).sum()
+
+    squares = squared_norms_by_layer(model, set(trainable), total_loss, batch[0], GRADIENT_LIMIT)
+    if squares is None:
+        squares = _squares_of_gradients(model, loss_fn, batch, trainable)
+    return squares.sqrt()
+
+
+def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Tensor, max_norm: float) -> dict[str, Tensor]:
+    """The sum over samples of their gradients, each scaled down to `max_norm` if it is longer.
+
+    No gradient of a single sample is kept: the norms come first, then one backward of the scaled losses.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"`max_norm` (={max_norm}) must be positive")
+    trainable, fixed = _parameters(model)
+    norms = per_sample_norms(model, loss_fn, *batch)
+    scales = (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
+
+    def scaled_loss(parameters: dict[str, Tensor]) -> Tensor:
+        output = functional_call(model, {**parameters, **fixed}, (batch[0],))
+        return (_losses(loss_fn, output, batch[1:]) * scales).sum()
+
+    if norms.numel() == 0:
+        return {name: torch.zeros_like(value) for name, value in trainable.items()}
+    gradients: dict[str, Tensor] = grad(scaled_loss)(trainable)
+    return gradients
+
+
+def check_samples_are_independent(model: nn.Module) -> None:
+    """Refuse layers through which one sample's output depends on the others."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise ValueError(
+                f"`{name or type(module).__name__}` is a batch norm that uses the statistics of the batch: every "
+                "output depends on every sample, so no sample has a gradient of its own. Put it into eval mode, or use "
+                "group norm in its place."
+            )
+        if isinstance(module, _InstanceNorm) and module.training and module.running_mean is not None:
+            raise ValueError(
+                f"`{name or type(module).__name__}` tracks running statistics, which all samples would write at once. "
+                "Put it into eval mode, or make it with track_running_stats=False."
+            )
+
+
+def batch_size(batch: tuple[Tensor, ...]) -> int:
+    if not batch:
+        raise ValueError("`batch` is empty: give the input of the model, and what the loss takes beside the output")
+    sizes = [tensor.shape[0] if tensor.ndim else None for tensor in batch]
+    if len(set(sizes)) > 1 or sizes[0] is None:
+        raise ValueError(f"the tensors of the batch must agree in their first size, but have {sizes}")
+    return sizes[0]
+
+
+def _parameters(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those to differentiate by, and all else that the model holds."""
+    parameters = dict(model.named_parameters())
+    trainable = {name: value.detach() for name, value in parameters.items() if value.requires_grad}
+    if not trainable:
+        raise ValueError("the model has no trainable parameter")
+    fixed = {name: value.detach() for name, value in parameters.items() if name not in trainable}
+    return trainable, {**fixed, **dict(model.named_buffers())}
+
+
+def _losses(loss_fn: Loss, output: Tensor, others: tuple[Tensor, ...]) -> Tensor:
+    """[B], each from a batch of one."""
+
+    def one(*sample: Tensor) -> Tensor:
+        return _single(loss_fn(*(each.unsqueeze(0) for each in sample)))
+
+    losses: Tensor = vmap(one)(output, *others)
+    return losses
+
+
+def _single(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise ValueError(f"the loss of one sample must be one number, but has the shape {list(loss.shape)}")
+    return loss.reshape(())
+
+
+def _squares_of_gradients(
+    model: nn.Module, loss_fn: Loss, batch: tuple[Tensor, ...], trainable: dict[str, Tensor]
+) -> Tensor:
+    """A bounded number of samples at a time."""
+    per_sample = sum(value.numel() * value.element_size() for value in trainable.values())
+    at_once = max(1, GRADIENT_LIMIT // per_sample)
+    parts = []
+    for part in zip(*(tensor.split(at_once) for tensor in batch), strict=True):
+        gradients = per_sample_gradients(model, loss_fn, *part)
+        parts.append(sum((each.flatten(1).square().sum(1) for each in gradients.values()), torch.zeros(())))
+    return torch.cat([torch.as_tensor(part) for part in parts])

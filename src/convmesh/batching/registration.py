@@ -1,0 +1,47 @@
+"""Putting the rules in place of torch's own, and taking them out again."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import torch
+
+from convmesh.batching import rules
+
+RULES = {"convolution": rules.convolution, "convolution_backward": rules.convolution_backward}
+
+_lock = threading.Lock()
+_library: torch.library.Library | None = None
+
+
+def install() -> None:
+    """From now on `torch.func.vmap` over convolutions takes the rules of this package. Twice is as good as once."""
+    global _library
+    with _lock:
+        if _library is not None:
+            return
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            # torch warns that its own kernel is replaced, which is the very purpose.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+                for name, rule in RULES.items():
+                    library.impl(name, rule, "FuncTorchBatched")
+        except BaseException:
+            library._destroy()
+            raise
+        _library = library
+
+
+def uninstall() -> None:
+    """Back to torch's own rules."""
+    global _library
+    with _lock:
+        if _library is not None:
+            _library._destroy()
+            _library = None
+
+
+def installed() -> bool:
+    return _library is not None

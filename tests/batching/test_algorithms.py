@@ -1,0 +1,100 @@
+"""Each algorithm in turn, for every product it serves: taken, right, and within its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from convmesh import batching
+from convmesh.batching import choice, patches
+from convmesh.batching.choice import ALGORITHMS
+from tests.batching.oracle import assert_same, loop_and_stack
+
+aten = torch.ops.aten
+
+# name -> (C, O, groups, kernel)
+LAYERS = {
+    "dense": (4, 6, 1, (3, 2)),
+    "grouped": (4, 6, 2, (3, 2)),
+    "depthwise": (4, 4, 4, (3, 2)),
+    "pointwise": (4, 6, 1, (1, 1)),
+}
+
+
+def layer(name: str, transposed: bool, N: int) -> tuple[tuple[object, ...], Tensor, Tensor, Tensor, Tensor]:
+    """Geometry, x, w, b and y of three samples."""
+    C, outputs, groups, kernel = LAYERS[name]
+    extra = [1, 0] if transposed else [0, 0]
+    geometry = ([2, 1], [1, 0], [1, 2], transposed, extra, groups)
+    w = torch.randn(3, C, outputs // groups, *kernel) if transposed else torch.randn(3, outputs, C // groups, *kernel)
+    x, b = torch.randn(3, N, C, 8, 7), torch.randn(3, outputs)
+    y = torch.stack([aten.convolution(x[0], w[0], None, *geometry)] * 3)
+    return geometry, *(value.double() for value in (x, w, b, torch.randn_like(y)))
+
+
+@pytest.mark.parametrize("N", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("algorithm", [algorithm.name for algorithm in ALGORITHMS])
+@pytest.mark.parametrize(
+    "dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 0, None), (0, None, 0), (None, 0, None)]
+)
+def test_forced(algorithm: str, name: str, transposed: bool, N: int, dims: tuple[int | None, ...]) -> None:
+    geometry, x, w, b, y = layer(name, transposed, N)
+    forward = [value if dim == 0 else value[0] for value, dim in zip((x, w, b), dims, strict=True)]
+    backward = [value if dim == 0 else value[0] for value, dim in zip((y, x, w), dims, strict=True)]
+
+    def output(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return aten.convolution(x, w, b, *geometry)
+
+    def gradients(y: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return aten.convolution_backward(y, x, w, [w.shape[0]], *geometry, [True, True, True])
+
+    with batching.force(algorithm):
+        assert_same(vmap(output, dims)(*forward), loop_and_stack(output, dims, *forward))
+        assert_same(vmap(gradients, dims)(*backward), loop_and_stack(gradients, dims, *backward))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
+def test_force_takes_it_wherever_it_applies(algorithm: choice.Algorithm) -> None:
+    def everything() -> None:
+        for name in LAYERS:
+            geometry, x, w, _, y = layer(name, False, 1)
+            for dims in [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)]:
+                args = [value if dim == 0 else value[0] for value, dim in zip((y, x, w), dims, strict=True)]
+                vmap(lambda *a, g=geometry: aten.convolution_backward(*a, None, *g, [True] * 3)[:2], dims)(*args)
+
+    with batching.force(algorithm.name):
+        decisions = batching.explain(everything)
+    applicable = [decision for decision in decisions if algorithm.applies(decision.task)]
+    assert applicable
+    assert all(decision.algorithm is algorithm and decision.reason == "forced" for decision in applicable)
+
+
+def test_patches_are_made_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry, x, w, b, y = layer("dense", False, 2)
+    sizes: list[int] = []
+    make = patches.View.patches
+
+    def noted(view: patches.View, image: Tensor) -> Tensor:
+        made = make(view, image)
+        sizes.append(made.numel() * made.element_size())
+        return made
+
+    per_sample = 4 * 6 * 2 * y.shape[-1] * y.shape[-2] * 8
+    monkeypatch.setattr(patches, "WORKSPACE_LIMIT", 2 * per_sample)
+    monkeypatch.setattr(patches.View, "patches", noted)
+    with batching.force("unfold"):
+        got = vmap(lambda x, w, b: aten.convolution(x, w, b, *geometry))(x, w, b)
+    assert sizes == [2 * per_sample, per_sample]
+    assert_same(got, loop_and_stack(lambda x, w, b: aten.convolution(x, w, b, *geometry), (0, 0, 0), x, w, b))
+
+
+def test_patches_of_one_sample_that_are_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry, x, w, _, _ = layer("dense", False, 1)
+    monkeypatch.setattr(patches, "WORKSPACE_LIMIT", 8)
+    with batching.force("unfold"):
+        (decision,) = batching.explain(vmap(lambda x, w: aten.convolution(x, w, None, *geometry)), x, w)
+    assert decision.algorithm.name != "unfold"

@@ -1,0 +1,147 @@
+"""The choice: from prices alone, the same every time, and able to say why."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+from convmesh import batching
+from convmesh.batching import calibration, choice, cost
+from convmesh.batching._functorch import Nature
+from convmesh.batching.algorithms import Task
+from convmesh.batching.contraction import Contraction, Geometry, Role
+
+PLAIN = Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+WIDE = Contraction(Role.KERNEL, PLAIN, (1, 64, 8, 8), (64, 64, 3, 3), (1, 64, 8, 8))
+TASK = Task(WIDE, 16, (True, True), Nature.PLAIN, "float32", 4, "cpu", 1)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No calibration but the one that a test makes."""
+    monkeypatch.setenv("CONVMESH_CACHE", str(tmp_path))
+    choice.forget()
+    yield tmp_path / "batching.json"
+    choice.forget()
+
+
+def cheap(name: str, task: Task = TASK) -> dict[str, cost.Features]:
+    """Prices by which one algorithm costs a tenth of the others."""
+    usable = [algorithm for algorithm in choice.ALGORITHMS if algorithm.applies(task)]
+    flops = {algorithm: 0.1 if algorithm.name == name else 1.0 for algorithm in usable}
+    return {cost.key_of(each, task): cost.Features(0, price, 0, 0, 0) for each, price in flops.items()}
+
+
+@pytest.mark.parametrize("name", ["fold-groups", "unfold", "taps", "loop"])
+def test_the_cheapest_is_taken(name: str, cache: Path) -> None:
+    cost.save(cheap(name), cache)
+    assert choice.choose(TASK).name == name
+
+
+def test_a_small_gain_is_not_worth_a_guess(cache: Path) -> None:
+    prices = cheap("fold-groups")
+    for key in prices:
+        prices[key] = cost.Features(0, 0.9 if key.endswith("loop") else 1.0, 0, 0, 0)
+    cost.save(prices, cache)
+    assert choice.choose(TASK).name == "fold-groups"
+
+
+def test_without_prices_the_fold_is_taken() -> None:
+    (decision,) = decisions_of(replace(TASK, dtype="float8", device="nowhere"))
+    assert decision.algorithm.name == "fold-groups"
+    assert "no prices for float8 on nowhere" in decision.reason
+
+
+@pytest.mark.parametrize("nature", Nature)
+def test_what_lies_beneath_limits_the_choice(nature: Nature, cache: Path) -> None:
+    allowed = {
+        Nature.PLAIN: {"fold-groups", "unfold", "taps", "loop"},
+        Nature.TRACED: {"fold-groups", "unfold", "taps", "loop"},
+        Nature.TRACKED: {"fold-groups", "loop"},
+        Nature.OPAQUE: {"fold-groups"},
+    }
+    task = replace(TASK, nature=nature)
+    assert {each.name for each in choice.ALGORITHMS if each.applies(task)} == allowed[nature]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("wanted", Role)
+def test_the_built_in_table_knows_every_kind_of_layer(threads: int, wanted: Role) -> None:
+    table = cost.price_table()
+    assert table.source == "built-in table"
+    for task in calibration.tasks("cpu", torch.float32):
+        if task.contraction.wanted is wanted:
+            task = replace(task, threads=threads)
+            for algorithm in choice.ALGORITHMS:
+                assert not algorithm.applies(task) or table.seconds(algorithm, task) is not None
+
+
+def test_the_built_in_table_leaves_the_fold_where_it_loses() -> None:
+    image = (1, 512, 4, 4)
+    small_and_wide = Contraction(Role.KERNEL, PLAIN, image, (512, 512, 3, 3), image)
+    assert choice.choose(replace(TASK, contraction=small_and_wide)).name == "unfold"
+    depthwise = Geometry((1, 1), (3, 3), (1, 1), False, (0, 0), 96)
+    large_kernel = Contraction(Role.KERNEL, depthwise, (1, 96, 14, 14), (96, 1, 7, 7), (1, 96, 14, 14))
+    assert choice.choose(replace(TASK, contraction=large_kernel)).name == "exchange"
+
+
+def test_explain_tells_what_and_why() -> None:
+    w = torch.randn(4, 2, 3, 3)
+    per_sample = vmap(grad(lambda w, x: torch.conv2d(x, w).sum()), (None, 0))
+    forward, backward = batching.explain(per_sample, w, torch.randn(3, 1, 2, 5, 5))
+    assert str(forward).startswith("response of [B...] x [...], B=3, image [1, 2, 5, 5], kernel [4, 2, 3, 3]")
+    assert str(backward).startswith("kernel of [B...] x [B...], B=3")
+    assert "fold-groups" in str(backward)
+    assert "ms" in backward.reason
+
+
+def test_the_log_says_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "convmesh.batching"):
+        decisions = batching.explain(choice.choose, TASK)
+    assert caplog.messages == [str(decision) for decision in decisions]
+
+
+def test_an_unknown_algorithm_cannot_be_forced() -> None:
+    with pytest.raises(ValueError, match="no algorithm is called 'magic'; there are fold-n, "), batching.force("magic"):
+        pass
+
+
+def test_calibration(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost.save({"kept": cost.Features(1, 2, 3, 4, 5)}, cache)
+    layers = [(2, 8, 8, 6, 3, 1, 1), (2, 8, 16, 6, 3, 1, 1), (2, 8, 8, 6, 1, 1, 1), (1, 4, 4, 9, 3, 1, 4)]
+    monkeypatch.setattr(calibration, "LAYERS", layers)
+    monkeypatch.setattr(calibration, "MAPPINGS", ((2, 1, (True, True)), (2, 2, (False, True))))
+    assert batching.calibrate(dtypes=(torch.float64,)) == cache
+    prices = json.loads(cache.read_text())["prices"]
+    assert prices["kept"] == [1, 2, 3, 4, 5]
+    measured = {key.split("/")[1] for key in prices if key != "kept"}
+    assert measured == {"float64"}
+    assert all(price >= 0 for key in prices for price in prices[key])
+    assert "calibration in" in cost.price_table().source
+    assert list(cache.parent.iterdir()) == [cache]
+
+
+def test_fit_finds_prices_that_explain_the_times() -> None:
+    loop = choice.ALGORITHMS[-1]
+    true = (20.0, 10.0, 0.0, 300.0, 0.0)
+    tasks = [
+        replace(TASK, batch=batch, contraction=replace(WIDE, image=(1, 64, n, n), response=(1, 64, n, n)))
+        for batch in (2, 5, 16)
+        for n in (4, 8, 15)
+    ]
+    times = [
+        sum(price * amount for price, amount in zip(true, cost.features_of(loop, task), strict=True)) for task in tasks
+    ]
+    table = cost.PriceTable("fitted", calibration.fit(zip(tasks, [loop] * len(tasks), times, strict=True)))
+    assert [table.seconds(loop, task) for task in tasks] == pytest.approx(times, rel=0.01)
+
+
+def decisions_of(task: Task) -> list[batching.Decision]:
+    return batching.explain(choice.choose, task)

@@ -1,0 +1,178 @@
+"""Per-sample gradients, norms and clipping against one backward per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convmesh import batching
+from convmesh.batching import per_sample
+from tests.batching.oracle import assert_same
+
+B = 5
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.GroupNorm(2, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.norm(self.conv(x)), inplace=True)
+
+
+class Twice(nn.Module):
+    """One layer, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.conv(x).sin()).flatten(1)
+
+
+class Tied(nn.Module):
+    """Two layers, one weight; and a parameter that no layer owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.second(self.first(x)) * self.scale).flatten(1)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.InstanceNorm2d(8, affine=True),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3, groups=8, padding="same", padding_mode="circular"),
+        Residual(8),
+        nn.ConvTranspose2d(8, 6, 2, stride=2),
+        nn.Conv2d(6, 32, 5, stride=4, groups=2),
+        nn.Conv2d(32, 64, 3),
+        nn.Dropout(0.0),
+        nn.Flatten(2),
+        nn.Linear(4, 7),
+        nn.LayerNorm(7),
+        nn.Flatten(),
+        nn.Linear(64 * 7, 10),
+    )
+
+
+def text() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 6, padding_idx=2), nn.Linear(6, 4), nn.Tanh(), nn.Flatten(), nn.Linear(20, 10))
+
+
+def images() -> Tensor:
+    return torch.randn(B, 3, 10, 10).double()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "network": (network, images),
+    "text": (text, lambda: torch.randint(0, 7, (B, 5))),
+    "one layer twice": (Twice, images),
+    "tied weights": (Tied, images),
+}
+
+
+@pytest.fixture(params=MODELS)
+def problem(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor, Tensor]:
+    make, inputs = MODELS[request.param]
+    model = make().double()
+    frozen = dict(model.named_parameters()).get("0.bias")
+    if frozen is not None:
+        frozen.requires_grad_(False)
+    return model, inputs(), torch.randint(0, 10, (B,))
+
+
+def one_by_one(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad), strict=True)
+    samples = [
+        torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), parameters) for i in range(len(x))
+    ]
+    return {name: torch.stack(each) for name, each in zip(names, zip(*samples, strict=True), strict=True)}
+
+
+def norms_of(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.stack([each.flatten(1).square().sum(1) for each in gradients.values()]).sum(0).sqrt()
+
+
+def test_gradients(problem: tuple[nn.Module, Tensor, Tensor]) -> None:
+    want = one_by_one(*problem)
+    model, x, y = problem
+    assert_same(batching.per_sample_gradients(model, F.cross_entropy, x, y, randomness="different"), want)
+    in_chunks = batching.per_sample_gradients(model, F.cross_entropy, x, y, chunk_size=2, randomness="different")
+    assert_same(in_chunks, want)
+
+
+@pytest.mark.parametrize("limit", [1, per_sample.GRADIENT_LIMIT])
+def test_norms(problem: tuple[nn.Module, Tensor, Tensor], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(per_sample, "GRADIENT_LIMIT", limit)
+    model, x, y = problem
+    want = norms_of(one_by_one(*problem))
+    assert_same(batching.per_sample_norms(model.eval(), F.cross_entropy, x, y), want)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_clipped_sum(problem: tuple[nn.Module, Tensor, Tensor]) -> None:
+    model, x, y = problem
+    gradients = one_by_one(*problem)
+    norms = norms_of(gradients)
+    bound = norms.median().item()
+    scales = (bound / norms).clamp(max=1)
+    got = batching.clipped_gradient(model.eval(), F.cross_entropy, x, y, max_norm=bound)
+    assert_same(got, {name: torch.einsum("b,b...->...", scales, each) for name, each in gradients.items()})
+
+
+@pytest.mark.parametrize("outputs", [2, 64], ids=["gradient", "gram"])
+def test_norm_of_a_convolution_by_either_way(outputs: int) -> None:
+    model = nn.Sequential(nn.Conv2d(16, outputs, 3, groups=2, stride=2, dilation=2), nn.Flatten(), nn.LazyLinear(10))
+    x, y = torch.randn(B, 16, 9, 9).double(), torch.randint(0, 10, (B,))
+    model.double()(x)
+    assert_same(batching.per_sample_norms(model, F.cross_entropy, x, y), norms_of(one_by_one(model, x, y)))
+
+
+def test_a_batch_of_none() -> None:
+    model, x, y = network().double().eval(), images()[:0], torch.randint(0, 10, (0,))
+    gradients = batching.per_sample_gradients(model, F.cross_entropy, x, y)
+    assert {name: tuple(each.shape) for name, each in gradients.items()} == {
+        name: (0, *parameter.shape) for name, parameter in model.named_parameters()
+    }
+    assert batching.per_sample_norms(model, F.cross_entropy, x, y).shape == (0,)
+    clipped = batching.clipped_gradient(model, F.cross_entropy, x, y, max_norm=1.0)
+    assert all(bool((each == 0).all()) for each in clipped.values())
+
+
+@pytest.mark.parametrize("call", [batching.per_sample_gradients, batching.per_sample_norms])
+def test_batch_norm_is_refused(call: Callable[..., object]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(256, 10)).double()
+    with pytest.raises(ValueError, match=r"`1` is a batch norm .* no sample has a gradient of its own"):
+        call(model, F.cross_entropy, images(), torch.randint(0, 10, (B,)))
+    call(model.eval(), F.cross_entropy, images(), torch.randint(0, 10, (B,)))
+
+
+def test_bad_input() -> None:
+    model, x, y = network().double(), images(), torch.randint(0, 10, (B,))
+    tracking = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
+    with pytest.raises(ValueError, match="tracks running statistics"):
+        batching.per_sample_gradients(tracking, F.mse_loss, x, x)
+    with pytest.raises(ValueError, match="agree in their first size"):
+        batching.per_sample_gradients(model, F.cross_entropy, x, y[:3])
+    with pytest.raises(ValueError, match="`batch` is empty"):
+        batching.per_sample_gradients(model, F.cross_entropy)
+    with pytest.raises(ValueError, match="one number"):
+        batching.per_sample_gradients(nn.Conv2d(3, 4, 3).double(), lambda output: output, x)
+    with pytest.raises(ValueError, match=r"`max_norm` \(=0\) must be positive"):
+        batching.clipped_gradient(model, F.cross_entropy, x, y, max_norm=0)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        batching.per_sample_gradients(nn.Flatten(), F.cross_entropy, x, y)
