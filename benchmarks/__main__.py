@@ -6,10 +6,10 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import convolution
+from benchmarks import batching, convolution
 from tests.harness import Pool
 
-SUITES = {"convolution": convolution.run}
+SUITES = {"convolution": convolution.run, "batching": batching.run}
 
 
 def main() -> None:

@@ -1,30 +1,30 @@
 """vmap over convolutions: stock torch.func, a Python loop, Opacus where there is one, and convmesh.
 
-    python -m benchmarks.batching [--threads 2] [--rounds 7] [--only words of a name]
-
 The candidates take turns; times are medians in milliseconds. The ratio is stock / convmesh: above 1 convmesh is faster.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from benchmarks.measure import interleave, timed
 from convmesh import batching
+from convmesh.process_memory import peak_memory
+from tests.harness import Pool
 
 PER_SAMPLE_BATCH, MEMBERS, MEMBER_BATCH = 16, 8, 8
 Run = Callable[[], object]
@@ -196,40 +196,20 @@ def candidates(comparison: Comparison) -> dict[str, tuple[Run, bool]]:
     return {**runs, "convmesh": (comparison.mapped, True)}
 
 
-def measure(comparison: Comparison, rounds: int) -> tuple[dict[str, float], dict[str, float | None]]:
+def measure(comparison: Comparison, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Median milliseconds, and megabytes of peak memory above what was held before."""
     runs = candidates(comparison)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    memory: dict[str, float | None] = {}
-    for turn in range(rounds + 1):
-        for name, (run, ours) in runs.items():
-            with rules(ours):
-                if turn == 0:
-                    run()
-                    memory[name] = peak_memory(run)
-                    continue
-                start = time.perf_counter()
-                run()
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(each) for name, each in times.items()}, memory
+    memory = {}
+    for name, (run, ours) in runs.items():
+        with rules(ours):
+            run()
+            memory[name] = peak_memory(run) / 1e6
 
+    def turn(run: Run, ours: bool) -> float:
+        with rules(ours):
+            return 1e3 * timed(run)
 
-def peak_memory(run: Run) -> float | None:
-    """By the high-water mark of the resident set, where the system lets us reset it."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
-    except OSError:
-        return None
-    kept = run()
-    peak = _status("VmHWM")
-    del kept
-    return max(0.0, (peak - before) / 1024)
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+    return interleave({name: partial(turn, *entry) for name, entry in runs.items()}, rounds), memory
 
 
 def comparisons() -> Iterator[Callable[[], Comparison]]:
@@ -241,39 +221,29 @@ def comparisons() -> Iterator[Callable[[], Comparison]]:
     yield network
 
 
-def number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}" if value < 10 else f"{value:.0f}"
+def number(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
 def geometric_mean(values: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+def run(pool: Pool, console: Console, rounds: int) -> None:
+    """In this process: no rank takes part."""
+    pool.kill()
+    torch.set_num_threads(2)
     torch.manual_seed(0)
-    console, names = Console(width=150), ("stock", "loop", "opacus", "convmesh")
-    table = Table(title=f"milliseconds (peak MB), {options.threads} threads, torch {torch.__version__}")
-    for heading in ("", *names, "stock / convmesh"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    names = ("stock", "loop", "opacus", "convmesh")
+    table = Table("", title=f"milliseconds (peak MB), {torch.get_num_threads()} threads, torch {torch.__version__}")
+    for heading in (*names, "stock / convmesh"):
+        table.add_column(heading, justify="right")
     ratios = []
-    for make in comparisons():
+    for make in track(list(comparisons()), description="vmapped convolutions", console=console):
         comparison = make()
-        if options.only not in comparison.name:
-            continue
-        times, memory = measure(comparison, options.rounds)
+        times, memory = measure(comparison, rounds)
         ratios.append(times["stock"] / times["convmesh"])
-        cells = [f"{number(times.get(name))} ({number(memory.get(name))})" if name in times else "" for name in names]
+        cells = [f"{number(times[name])} ({number(memory[name])})" if name in times else "" for name in names]
         table.add_row(comparison.name, *cells, f"{ratios[-1]:.2f}")
-        console.print(f"{comparison.name}: {ratios[-1]:.2f}")
     console.print(table)
     console.print(f"geometric mean {geometric_mean(ratios):.2f}, least {min(ratios):.2f}, of {len(ratios)}")
-
-
-if __name__ == "__main__":
-    main()

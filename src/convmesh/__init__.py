@@ -3,6 +3,11 @@
 from . import geometry as geometry
 from .api import disable as disable
 from .api import enable as enable
+from .batching import calibrate as calibrate
+from .batching import clipped_gradient as clipped_gradient
+from .batching import explain as explain
+from .batching import per_sample_gradients as per_sample_gradients
+from .batching import per_sample_norms as per_sample_norms
 from .comm import count_traffic as count_traffic
 from .sharding.errors import ShardingError as ShardingError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from . import batching
 from . import ops as ops  # declares the rules
 from .sharding import registry
 
@@ -25,12 +26,15 @@ class Enabled:
 
 
 def enable() -> Enabled:
-    """Make the operators of convolutional networks exact on sharded DTensors, from now on or for a `with` block."""
+    """Make the operators of convolutional networks exact on sharded DTensors, and `torch.func.vmap` over convolutions
+    fast; from now on, or for a `with` block."""
     before = registry.installed()
     registry.install()
+    batching.install()
     return Enabled(before)
 
 
 def disable() -> None:
     """Put back exactly what was there before `enable()`."""
+    batching.uninstall()
     registry.uninstall()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from convmesh.batching.choice import ALGORITHMS
-from convmesh.batching.contraction import Geometry
+from convmesh.geometry import Convolution
 
 Dims = tuple[int | None, ...]
 
@@ -18,7 +18,7 @@ Dims = tuple[int | None, ...]
 class Case:
     """`x`, `w`, `b` and `y` are the shapes of one sample: input, weight, bias, output."""
 
-    geometry: Geometry
+    geometry: Convolution
     x: tuple[int, ...]
     w: tuple[int, ...]
     b: tuple[int, ...] | None
@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn) -> Case:
         extra = (0,) * dims
         least = [max(1, span - 2 * p) for p, span in zip(padding, spans, strict=True)]
     size = tuple(low + draw(st.integers(0, 3)) for low in least)
-    geometry = Geometry(stride, padding, dilation, transposed, extra, groups)
+    geometry = Convolution(stride, padding, dilation, transposed, extra, groups)
     N = draw(st.sampled_from([0, 1, 1, 2, 3]))
     outputs = groups * o
     return Case(

@@ -16,9 +16,10 @@ from convmesh import batching
 from convmesh.batching import calibration, choice, cost
 from convmesh.batching._functorch import Nature
 from convmesh.batching.algorithms import Task
-from convmesh.batching.contraction import Contraction, Geometry, Role
+from convmesh.batching.contraction import Contraction, Role
+from convmesh.geometry import Convolution
 
-PLAIN = Geometry((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+PLAIN = Convolution((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
 WIDE = Contraction(Role.KERNEL, PLAIN, (1, 64, 8, 8), (64, 64, 3, 3), (1, 64, 8, 8))
 TASK = Task(WIDE, 16, (True, True), Nature.PLAIN, "float32", 4, "cpu", 1)
 
@@ -87,7 +88,7 @@ def test_the_built_in_table_leaves_the_fold_where_it_loses() -> None:
     image = (1, 512, 4, 4)
     small_and_wide = Contraction(Role.KERNEL, PLAIN, image, (512, 512, 3, 3), image)
     assert choice.choose(replace(TASK, contraction=small_and_wide)).name == "unfold"
-    depthwise = Geometry((1, 1), (3, 3), (1, 1), False, (0, 0), 96)
+    depthwise = Convolution((1, 1), (3, 3), (1, 1), False, (0, 0), 96)
     large_kernel = Contraction(Role.KERNEL, depthwise, (1, 96, 14, 14), (96, 1, 7, 7), (1, 96, 14, 14))
     assert choice.choose(replace(TASK, contraction=large_kernel)).name == "exchange"
 

@@ -13,9 +13,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from convmesh.batching._functorch import Nature
-from convmesh.batching.contraction import FACTORS, Contraction, Role
-from convmesh.batching.folding import Mapped, Operand, fold, unfold_from, unfold_result
+from ..correlation import correlate
+from ._functorch import Nature
+from .contraction import FACTORS, Contraction, Role
+from .folding import Mapped, Operand, fold, unfold_from, unfold_result
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,7 @@ class FoldGroups(Algorithm):
 
 
 class Exchange(Algorithm):
-    """The gradient of a depthwise kernel, as a forward convolution of the image by the response.
-
-    sum over l of x[l * stride + dilation * j] * y[l] is a correlation with y for the kernel, the roles of stride
-    and dilation exchanged. Libraries have fast forward code for any depthwise kernel, but not for its gradient.
-    """
+    """The gradient of a depthwise kernel, as a forward convolution of the image by the response."""
 
     name = "exchange"
 
@@ -120,21 +117,10 @@ class Exchange(Algorithm):
         return product.wanted is Role.KERNEL and depthwise and not task.is_empty and task.nature is not Nature.OPAQUE
 
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
-        product, geometry = task.contraction, task.contraction.geometry
-        lead = (task.batch, *product.image[:2])
-        channels = prod(lead)
+        product = task.contraction
         image, response = (_repeat(each.mapped, task.batch) for each in (first, second))
-        none = (0,) * len(geometry.stride)
-        correlation = torch.ops.aten.convolution.default(
-            image.reshape(1, channels, *product.image[2:]),
-            response.reshape(channels, 1, *product.response[2:]),
-            None,
-            *(geometry.dilation, geometry.padding, geometry.stride, False, none, channels),
-        )
-        # An image that is longer than its last window needs makes taps that the kernel does not have.
-        for axis, size in enumerate(product.kernel[2:], 2):
-            correlation = correlation.narrow(axis, 0, size)
-        by_image = correlation.reshape(*lead, 1, *product.kernel[2:])
+        taps = correlate(image.flatten(0, 2), response.flatten(0, 2), product.kernel[2:], product.geometry)
+        by_image = taps.reshape(task.batch, *product.image[:2], 1, *product.kernel[2:])
         return Mapped(by_image.sum(1), 0)
 
 

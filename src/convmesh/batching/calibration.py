@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from convmesh.batching import choice, cost
-from convmesh.batching._functorch import Nature
-from convmesh.batching.algorithms import Algorithm, Task
-from convmesh.batching.contraction import FACTORS, Contraction, Geometry, Role
-from convmesh.batching.folding import Mapped, Operand
+from ..geometry import Convolution
+from . import choice, cost
+from ._functorch import Nature
+from .algorithms import Algorithm, Task
+from .contraction import FACTORS, Contraction, Role
+from .folding import Mapped, Operand
 
 # dims, C, O, size, kernel, stride, groups: layers as networks have them, a few of every kind that has its own prices.
 LAYERS = (
@@ -58,7 +59,7 @@ def calibrate(
 def tasks(device: str, dtype: torch.dtype) -> Iterator[Task]:
     for dims, C, O, size, kernel, stride, groups in LAYERS:  # noqa: E741
         none = (0,) * dims
-        geometry = Geometry((stride,) * dims, (kernel // 2,) * dims, (1,) * dims, False, none, groups)
+        geometry = Convolution((stride,) * dims, (kernel // 2,) * dims, (1,) * dims, False, none, groups)
         sizes, kernels = (size,) * dims, (kernel,) * dims
         for batch, N, mapped in MAPPINGS:
             shapes = (N, C, *sizes), (O, C // groups, *kernels), (N, O, *geometry.output_size(sizes, kernels))

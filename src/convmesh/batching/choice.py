@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from convmesh.batching import cost
-from convmesh.batching._functorch import Nature
-from convmesh.batching.algorithms import Algorithm, Exchange, Fold, FoldGroups, Loop, Task
-from convmesh.batching.patches import Pointwise, Taps, Unfold
+from . import cost
+from ._functorch import Nature
+from .algorithms import Algorithm, Exchange, Fold, FoldGroups, Loop, Task
+from .patches import Pointwise, Taps, Unfold
 
 # In the order of preference where estimates are equal: the folds, which apply to anything, come first.
 ALGORITHMS: tuple[Algorithm, ...] = (

@@ -1,4 +1,4 @@
-"""What a convolution computes, as values: the geometry, and the three products that share it.
+"""What a convolution computes, as a value: three products that share one geometry.
 
 An image x [N C *], a kernel w [O C/g *] and a response y [N O *] make one trilinear form,
     sum of x[n, c, l * stride - padding + dilation * j] * w[o, c, j] * y[n, o, l],
@@ -13,7 +13,7 @@ and its three derivatives are all there is: each product takes two of them and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
@@ -21,8 +21,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
-AtenGeometry = tuple[Shape, Shape, Shape, bool, Shape, int]
+from ..geometry import Convolution, Shape
 
 
 class Role(Enum):
@@ -46,53 +45,11 @@ FACTORS = {
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """How a kernel moves over an image: everything about a convolution that is not a tensor."""
-
-    stride: Shape
-    padding: Shape
-    dilation: Shape
-    transposed: bool
-    output_padding: Shape
-    groups: int
-
-    @staticmethod
-    def of(
-        dims: int,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-    ) -> Geometry:
-        """From the arguments of `aten.convolution`, where one number may stand for all `dims`."""
-
-        def each(values: Sequence[int]) -> Shape:
-            return tuple(values) * dims if len(values) == 1 else tuple(values)
-
-        return Geometry(each(stride), each(padding), each(dilation), transposed, each(output_padding), groups)
-
-    @property
-    def arguments(self) -> AtenGeometry:
-        """In the order in which aten takes them."""
-        return (self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups)
-
-    def output_size(self, size: Shape, kernel: Shape) -> Shape:
-        """The spatial output of the forward operator."""
-        spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, kernel, strict=True)]
-        axes = zip(size, self.stride, self.padding, spans, self.output_padding, strict=True)
-        if self.transposed:
-            return tuple((n - 1) * s - 2 * p + span + extra for n, s, p, span, extra in axes)
-        return tuple((n + 2 * p - span) // s + 1 for n, s, p, span, _ in axes)
-
-
-@dataclass(frozen=True)
 class Contraction:
     """One of the three products, for one sample."""
 
     wanted: Role
-    geometry: Geometry
+    geometry: Convolution
     image: Shape
     kernel: Shape
     response: Shape

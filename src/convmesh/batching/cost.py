@@ -12,8 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from convmesh.batching.algorithms import Algorithm, Task
-from convmesh.batching.contraction import FACTORS, Role
+from .algorithms import Algorithm, Task
+from .contraction import FACTORS, Role
 
 
 class Features(NamedTuple):

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from convmesh.batching.contraction import Role, Shape
+from ..geometry import Shape
+from .contraction import Role
 
 
 class Mapped(NamedTuple):

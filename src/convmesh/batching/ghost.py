@@ -13,10 +13,11 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from convmesh.batching._functorch import Nature
-from convmesh.batching.algorithms import Task
-from convmesh.batching.contraction import Contraction, Geometry, Role
-from convmesh.batching.patches import View
+from ..geometry import Convolution
+from ._functorch import Nature
+from .algorithms import Task
+from .contraction import Contraction, Role
+from .patches import View
 
 # Their forward keeps no output for backward, so that a tap may sit right behind it.
 LAYERS = (_ConvNd, nn.Linear, nn.Embedding, nn.GroupNorm, nn.LayerNorm, _InstanceNorm)
@@ -152,7 +153,7 @@ def _kernel_norms(layer: _ConvNd, read: Tensor, grad: Tensor, limit: int) -> Ten
     if unusual or places * sum(gradient) >= prod(gradient):
         return _norms_of_gradients(layer, {"weight"}, read, grad, limit)
     padding = cast(tuple[int, ...], layer.padding)
-    geometry = Geometry.of(len(size), layer.stride, padding, layer.dilation, False, (0,), layer.groups)
+    geometry = Convolution.of(len(size), layer.stride, padding, layer.dilation, False, (0,), layer.groups)
     shapes = ((1, *read.shape[1:]), tuple(layer.weight.shape), (1, *grad.shape[1:]))
     contraction = Contraction(Role.KERNEL, geometry, *shapes)
     view = View(Task(contraction, len(read), (True, True), Nature.PLAIN, "", 0, "", 0))

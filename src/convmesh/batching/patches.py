@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convmesh.batching._functorch import Nature
-from convmesh.batching.algorithms import Algorithm, Task, spread
-from convmesh.batching.contraction import Role
-from convmesh.batching.folding import Mapped, Operand
+from ._functorch import Nature
+from .algorithms import Algorithm, Task, spread
+from .contraction import Role
+from .folding import Mapped, Operand
 
 # Patches are as many times larger than the image as the kernel has taps. They are made for so many samples
 # at a time that they take no more than this.

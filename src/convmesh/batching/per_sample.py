@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from convmesh.batching.ghost import squared_norms_by_layer
+from .ghost import squared_norms_by_layer
 
 Loss = Callable[..., Tensor]
 

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from convmesh.batching import rules
+from . import rules
 
 RULES = {"convolution": rules.convolution, "convolution_backward": rules.convolution_backward}
 

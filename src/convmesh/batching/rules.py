@@ -12,11 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from convmesh.batching._functorch import Nature, below_vmap, current_level, nature_of, unwrap, wrap
-from convmesh.batching.algorithms import Task, add_bias
-from convmesh.batching.choice import choose
-from convmesh.batching.contraction import Contraction, Geometry, Role, Shape
-from convmesh.batching.folding import Mapped, Operand
+from ..geometry import Convolution, Shape
+from ._functorch import Nature, below_vmap, current_level, nature_of, unwrap, wrap
+from .algorithms import Task, add_bias
+from .choice import choose
+from .contraction import Contraction, Role
+from .folding import Mapped, Operand
 
 
 def convolution(
@@ -31,7 +32,7 @@ def convolution(
     groups: int,
 ) -> Tensor:
     """`aten.convolution` under vmap."""
-    geometry = Geometry.of(weight.ndim - 2, stride, padding, dilation, transposed, output_padding, groups)
+    geometry = Convolution.of(weight.ndim - 2, stride, padding, dilation, transposed, output_padding, groups)
     level = current_level()
     x, w = Mapped(*unwrap(input, level)), Mapped(*unwrap(weight, level))
     b = None if bias is None else Mapped(*unwrap(bias, level))
@@ -40,7 +41,7 @@ def convolution(
         return wrap(*_forward(x, w, b, geometry, nature), level)
 
 
-def _forward(x: Mapped, w: Mapped, b: Mapped | None, geometry: Geometry, nature: Nature) -> Mapped:
+def _forward(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution, nature: Nature) -> Mapped:
     batch = _batch_size(x, w, b)
     output = _output_shape(x, w, b, geometry)
     if geometry.transposed:
@@ -74,7 +75,7 @@ def convolution_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`aten.convolution_backward` under vmap."""
-    geometry = Geometry.of(weight.ndim - 2, stride, padding, dilation, transposed, output_padding, groups)
+    geometry = Convolution.of(weight.ndim - 2, stride, padding, dilation, transposed, output_padding, groups)
     level = current_level()
     g, x, w = (Mapped(*unwrap(tensor, level)) for tensor in (grad_output, input, weight))
     nature = nature_of(g.value, x.value, w.value)
@@ -84,7 +85,7 @@ def convolution_backward(
 
 
 def _backward(
-    g: Mapped, x: Mapped, w: Mapped, geometry: Geometry, nature: Nature, output_mask: Sequence[bool]
+    g: Mapped, x: Mapped, w: Mapped, geometry: Convolution, nature: Nature, output_mask: Sequence[bool]
 ) -> tuple[Mapped | None, Mapped | None, Mapped | None]:
     batch = _batch_size(g, x, w)
     output = _output_shape(x, w, None, geometry)
@@ -156,7 +157,7 @@ def _batch_size(*operands: Mapped | None) -> int:
     return next(each.value.shape[each.dim] for each in operands if each is not None and each.dim is not None)
 
 
-def _output_shape(x: Mapped, w: Mapped, b: Mapped | None, geometry: Geometry) -> Shape:
+def _output_shape(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> Shape:
     """The shape of one sample's output; what does not fit gets torch's own words for that sample."""
     image, kernel = x.sample_shape, w.sample_shape
     if len(image) == len(kernel) == len(geometry.stride) + 2:
@@ -169,7 +170,7 @@ def _output_shape(x: Mapped, w: Mapped, b: Mapped | None, geometry: Geometry) ->
     raise RuntimeError(f"{_complaint(x, w, b, geometry)} ({_mapped_dimensions(x, w, b)})")
 
 
-def _complaint(x: Mapped, w: Mapped, b: Mapped | None, geometry: Geometry) -> str:
+def _complaint(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> str:
     """What torch says when it is given one sample."""
     one_x, one_w, one_b = (None if each is None else torch.empty(each.sample_shape) for each in (x, w, b))
     try:

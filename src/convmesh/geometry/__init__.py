@@ -1,6 +1,7 @@
 """Integers only: intervals, windows, splits and halo plans. Nothing here knows torch, and nothing communicates."""
 
 from .convolution import Convolution as Convolution
+from .convolution import Shape as Shape
 from .interval import Interval as Interval
 from .interval import hull as hull
 from .interval import shards as shards

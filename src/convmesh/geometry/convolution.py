@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from .window import Window
 
-Sizes = tuple[int, ...]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Convolution:
     """Stride, padding, dilation and output padding for each spatial dimension, and the groups."""
 
-    stride: Sizes
-    padding: Sizes
-    dilation: Sizes
+    stride: Shape
+    padding: Shape
+    dilation: Shape
     transposed: bool
-    output_padding: Sizes
+    output_padding: Shape
     groups: int
 
     @staticmethod
@@ -33,15 +33,20 @@ class Convolution:
     ) -> Convolution:
         """From an operator's arguments, where one number may stand for all spatial dimensions."""
 
-        def each(values: Sequence[int]) -> Sizes:
-            return tuple(map(int, values)) if len(values) != 1 else (int(values[0]),) * spatial
+        def each(values: Sequence[int]) -> Shape:
+            return tuple(values) * spatial if len(values) == 1 else tuple(values)
 
-        return Convolution(each(stride), each(padding), each(dilation), transposed, each(output_padding), int(groups))
+        return Convolution(each(stride), each(padding), each(dilation), transposed, each(output_padding), groups)
+
+    @property
+    def arguments(self) -> tuple[Shape, Shape, Shape, bool, Shape, int]:
+        """In the order in which torch's operators take them."""
+        return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
 
     def windows(self, kernel: Sequence[int]) -> tuple[Window, ...]:
         return tuple(Window(*sizes) for sizes in zip(kernel, self.stride, self.padding, self.dilation, strict=True))
 
-    def output_size(self, input_size: Sequence[int], kernel: Sequence[int]) -> Sizes:
+    def output_size(self, input_size: Sequence[int], kernel: Sequence[int]) -> Shape:
         windows = self.windows(kernel)
         if self.transposed:
             sides = zip(windows, input_size, self.output_padding, strict=True)

@@ -8,11 +8,12 @@ split dimensions, and treat the others as the operator does. So there is one cod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from ..correlation import correlate, pays
 from ..geometry import Box, Convolution, Window
 from .tiling import Tiling
 
@@ -38,11 +39,7 @@ class LocalConvolution:
             ):
                 sizes[axis] = len(side)
             return _only_bias(input, self.conv.output_channels(weight.shape), sizes, bias)
-        conv = self._own
-        result: torch.Tensor = aten.convolution.default(
-            input, weight, bias, conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding,
-            conv.groups,
-        )  # fmt: skip
+        result: torch.Tensor = aten.convolution.default(input, weight, bias, *self._own.arguments)
         return result
 
     def own_gradients(
@@ -52,11 +49,13 @@ class LocalConvolution:
         if not (mask[0] or mask[1]) or not gradient.numel() or not input.numel() or not weight.numel():
             zeros = [torch.zeros_like(t) if wanted else None for t, wanted in zip((input, weight), mask, strict=False)]
             return zeros[0], zeros[1], self.bias_gradient(gradient) if mask[2] else None
-        conv = self._own
+        fine, coarse = (gradient, input) if self.conv.transposed else (input, gradient)
+        if mask[1] and pays(fine, weight, self.conv.groups):
+            gx, _, gb = self.own_gradients(gradient, input, weight, (mask[0], False, mask[2]))
+            return gx if mask[0] else None, _correlated(fine, coarse, weight, self._own), gb
         results = aten.convolution_backward.default(
-            gradient, input, weight, [gradient.shape[1]], conv.stride, conv.padding, conv.dilation, conv.transposed,
-            conv.output_padding, conv.groups, mask,
-        )  # fmt: skip
+            gradient, input, weight, [gradient.shape[1]], *self._own.arguments, mask
+        )
         gx, gw, gb = (result if wanted else None for result, wanted in zip(results, mask, strict=True))
         return gx, gw, gb
 
@@ -110,6 +109,9 @@ class LocalConvolution:
         unread = self._unread(fine)
         if any(unread):
             coarse = aten.constant_pad_nd.default(coarse, [side for count in reversed(unread) for side in (0, count)])
+        if pays(fine, weight, self.conv.groups):
+            unpadded = replace(self.conv, padding=tuple(self._padding))
+            return _correlated(fine, coarse.contiguous(), weight, unpadded)
         turn = _Turn.of(coarse)
         result = aten.convolution_backward.default(
             turn.tensor(coarse), turn.tensor(fine), turn.tensor(weight), None,
@@ -139,8 +141,7 @@ class LocalConvolution:
             window = self.windows[axis]
             local = Window(window.kernel, window.stride, padding[axis], window.dilation)
             extra[axis] = len(fine) - local.fine_size(len(coarse)) if self.conv.transposed else 0
-        conv = self.conv
-        return Convolution(conv.stride, tuple(padding), conv.dilation, conv.transposed, tuple(extra), conv.groups)
+        return replace(self.conv, padding=tuple(padding), output_padding=tuple(extra))
 
     @cached_property
     def _padding(self) -> list[int]:
@@ -169,6 +170,12 @@ def _convolve(
         turn.sizes(conv.dilation), transposed, turn.sizes(extra or zeros), conv.groups,
     )  # fmt: skip
     return turn.back(result)
+
+
+def _correlated(fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor, conv: Convolution) -> torch.Tensor:
+    """The weight gradient of a depthwise convolution: [N C fine] [N C coarse] -> [C 1 kernel]."""
+    rows = correlate(fine.flatten(0, 1), coarse.flatten(0, 1), weight.shape[2:], conv)
+    return rows.view(*fine.shape[:2], *rows.shape[1:]).sum(0)[:, None]
 
 
 def _only_bias(like: torch.Tensor, channels: int, sizes: Sequence[int], bias: torch.Tensor | None) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -131,10 +131,7 @@ def _localize(
             dims.append(dim)
             splits.append(Split(windows[dim - 2], fine[dim], coarse[dim], mesh_sizes))
             lines.append(line(input.mesh, mesh_dims))
-    here = Convolution(
-        conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding,
-        _groups_here(chosen, conv, input, weight),
-    )  # fmt: skip
+    here = replace(conv, groups=_groups_here(chosen, conv, input, weight))
     return LocalConvolution(
         here, windows, tuple(fine[2:]), tuple(coarse[2:]), Tiling(tuple(dims), tuple(splits), tuple(lines))
     )
