@@ -181,11 +181,14 @@ def _local_shape(tensor: DTensor) -> torch.Size:
 
 
 def _check_placed(name: str, leaf: DTensor, case: Case) -> None:
-    """A gradient lies where its tensor does; one of a tensor that is not sharded may also be a pending sum."""
+    """A gradient lies where its tensor does; one of a tensor that is not sharded may also be a pending sum,
+    and that of a weight or bias sharded."""
     assert leaf.grad is not None
+    if name == "bias":
+        return  # its own placements do not reach the backward operator: it goes with the weight
     for tensor, gradient in zip(leaf.placements, leaf.grad.placements, strict=True):
-        fits = gradient == tensor if isinstance(tensor, Shard) else not isinstance(gradient, Shard)
-        assert fits or name == "bias", f"{name} at {leaf.placements}, its gradient at {leaf.grad.placements}"
+        fits = gradient == tensor if isinstance(tensor, Shard) else name == "weight" or not isinstance(gradient, Shard)
+        assert fits, f"{name} at {leaf.placements}, its gradient at {leaf.grad.placements}"
 
 
 def _letter(placement: Placement) -> Any:

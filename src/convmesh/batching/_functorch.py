@@ -61,6 +61,13 @@ def wrap(tensor: Tensor, dim: int | None, level: int) -> Tensor:
     return tensor if dim is None else _functorch._add_batch_dim(tensor, dim, level)
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor under the levels of gradients. Under another level of vmap its dimensions would not be these."""
+    while _functorch.is_gradtrackingtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def below_vmap(nature: Nature) -> AbstractContextManager[None]:
     """Operators called in here see the levels below the current one.
 

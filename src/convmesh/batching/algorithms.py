@@ -81,7 +81,8 @@ class Fold(Algorithm):
             folded_bias = fold(spread(bias, task.batch), 0, groups) if in_channels else bias.value
         a, b = (operand.into(self.letter, groups) for operand in (first, second))
         result = product.with_longer(self.letter, task.batch)(a, b, folded_bias)
-        mapped = unfold_from(result, product.wanted, self.letter, groups, task.batch)
+        behind = any(operand.goes_behind(self.letter) for operand in (first, second))
+        mapped = unfold_from(result, product.wanted, self.letter, groups, task.batch, behind)
         return mapped if late_bias is None else add_bias(mapped, late_bias)
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..geometry import Shape
+from ..sharding.errors import refuse
+from ._functorch import unwrapped
 from .contraction import Role
 
 
@@ -21,6 +26,14 @@ class Mapped(NamedTuple):
     def sample_shape(self) -> Shape:
         shape = tuple(self.value.shape)
         return shape if self.dim is None else shape[: self.dim] + shape[self.dim + 1 :]
+
+    def is_sharded_along(self, axis: int) -> bool:
+        """Whether the values are a DTensor that is sharded along this dimension of each sample."""
+        value = unwrapped(self.value)
+        if self.dim is None or not isinstance(value, DTensor):
+            return False
+        dim = axis if axis < self.dim else axis + 1
+        return any(placement.is_shard(dim) for placement in value.placements)
 
     @property
     def in_front(self) -> Tensor:
@@ -52,7 +65,12 @@ class Operand:
         """B folded into the axis N, C or O."""
         if not self.is_mapped or letter not in self.role.value:
             return self.value
-        return self._keep(letter, lambda: fold(self.mapped, *_axis_and_groups(self.role, letter, groups)))
+        axis_and_groups = _axis_and_groups(self.role, letter, groups)
+        return self._keep(letter, lambda: fold(self.mapped, *axis_and_groups, self.goes_behind(letter)))
+
+    def goes_behind(self, letter: str) -> bool:
+        """Whether B goes behind N when it is folded into it: where N is sharded, only its front can stay so."""
+        return letter == "N" and self.is_mapped and self.mapped.is_sharded_along(0)
 
     def into_groups(self) -> Tensor:
         """(B g ...) along the channels."""
@@ -64,25 +82,44 @@ class Operand:
         return self._folded[name]
 
 
-def fold(mapped: Mapped, axis: int, groups: int) -> Tensor:
-    """[B .. (g a) ..] -> [.. (g B a) ..]; without groups that is [.. (B a) ..]."""
+def _check_even(mapped: Mapped) -> None:
+    """A sharded dimension in front of another one can be merged with it only if its shards are equal."""
+    value = unwrapped(mapped.value)
+    if mapped.dim is None or not isinstance(value, DTensor):
+        return
+    layout = [(dim, p) for dim, p in enumerate(value.placements) if p.is_shard(mapped.dim)]
+    ranks = prod(value.device_mesh.size(dim) for dim, _ in layout)
+    if value.shape[mapped.dim] % ranks:
+        raise refuse(
+            "vmap of convolution", f"the mapped dimension {mapped.dim} has shards of unequal sizes",
+            [("mapped tensor", value)], f"map a multiple of {ranks} samples, or shard another dimension",
+        )  # fmt: skip
+
+
+def fold(mapped: Mapped, axis: int, groups: int, behind: bool = False) -> Tensor:
+    """[B .. (g a) ..] -> [.. (g B a) ..]; without groups that is [.. (B a) ..], or [(N B) ..] with B behind N."""
     assert mapped.dim is not None
+    _check_even(mapped)
+    if behind:
+        return _merge(mapped.value.movedim(mapped.dim, 1), 0, 2)
     if groups == 1:
         return _merge(mapped.value.movedim(mapped.dim, axis), axis, 2)
     split = _split(mapped.in_front, axis + 1, (groups, -1))
     return _merge(split.movedim(0, axis + 1), axis, 3)
 
 
-def unfold_result(result: Tensor, axis: int, groups: int, batch: int) -> Mapped:
+def unfold_result(result: Tensor, axis: int, groups: int, batch: int, behind: bool = False) -> Mapped:
     """[.. (g B a) ..] -> [.. B (g a) ..], in place where there is one group, else with B in front."""
+    if behind:
+        return Mapped(_split(result, 0, (result.shape[0] // batch, -1)), 1)
     if groups == 1:
         return Mapped(_split(result, axis, (batch, -1)), axis)
     in_front = _split(result, axis, (groups, batch, -1)).movedim(axis + 1, 0)
     return Mapped(_merge(in_front, axis + 1, 2), 0)
 
 
-def unfold_from(result: Tensor, role: Role, letter: str, groups: int, batch: int) -> Mapped:
-    return unfold_result(result, *_axis_and_groups(role, letter, groups), batch)
+def unfold_from(result: Tensor, role: Role, letter: str, groups: int, batch: int, behind: bool) -> Mapped:
+    return unfold_result(result, *_axis_and_groups(role, letter, groups), batch, behind)
 
 
 def _axis_and_groups(role: Role, letter: str, groups: int) -> tuple[int, int]:
@@ -93,6 +130,9 @@ def _axis_and_groups(role: Role, letter: str, groups: int) -> tuple[int, int]:
 
 def _merge(tensor: Tensor, axis: int, count: int) -> Tensor:
     shape = tensor.shape
+    if isinstance(unwrapped(tensor), DTensor):
+        # reshape goes by a DTensor's global strides, which need not be those of its parts.
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
     merged = 1
     for size in shape[axis : axis + count]:
         merged = merged * size

@@ -83,7 +83,10 @@ def plan_backward(
     check_shapes("convolution_backward", named, conv, input, weight, None)
     check_gradient("convolution_backward", named, conv, gradient, input, weight)
     results = _results(conv, input, weight)
-    wishes = [Wanted(r.placements, prod(r.shape)) if needed else None for r, needed in zip(results, mask, strict=True)]
+    wishes = [
+        Wanted(result.placements, prod(result.shape), or_sharded=number > 0) if mask[number] else None
+        for number, result in enumerate(results)
+    ]
     rows = backward_rows(len(conv.stride), conv.transposed, conv.groups)
     chosen = choose("convolution_backward", rows, named, wishes, fits=_whole_groups(conv, input, weight))
     computed: list[Layout | None] = [None] * len(results)

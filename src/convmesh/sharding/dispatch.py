@@ -62,6 +62,8 @@ def place(local: torch.Tensor | None, computed: Layout | None, wanted: Layout | 
     """The DTensor of a result that lies as `computed` says, moved to where it is `wanted`."""
     if local is None or computed is None or wanted is None:
         return None
+    # Views of a DTensor are made by its global strides, so the local ones must agree with them.
+    local = local.contiguous(memory_format=computed.memory_format)
     if computed.placements != wanted.placements:
         local = _torch.redistribute(local, computed.spec, wanted.spec)
     return _torch.wrap(local, wanted.spec)

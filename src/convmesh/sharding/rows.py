@@ -36,17 +36,21 @@ def output_placements(assignment: Assignment, number: int) -> tuple[Placement, .
 
 @dataclass(frozen=True)
 class Wanted:
-    """An output of `count` elements should be placed `like` this; a replicated one may also stay a pending sum."""
+    """An output of `count` elements should be placed `like` this; a replicated one may also stay a pending sum.
+
+    With `or_sharded` it may stay sharded, too: what is sharded is whole without gathering it.
+    """
 
     like: tuple[Placement, ...]
     count: int
+    or_sharded: bool = False
 
     def becomes(self, mesh_dim: int, placement: Placement) -> Placement:
         """Where an output that a row leaves at `placement` goes in the end."""
         wanted = self.like[mesh_dim]
         if isinstance(wanted, Shard):
             return wanted
-        return Replicate() if isinstance(placement, Shard) else placement
+        return Replicate() if isinstance(placement, Shard) and not self.or_sharded else placement
 
 
 def choose(
