@@ -32,6 +32,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensorSpec, "is_default_device_order"),
     (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
     (collectives, "all_to_all_single"),
+    (collectives, "all_reduce"),
     (collectives, "AsyncCollectiveTensor"),
     (collectives, "_are_we_tracing"),
     (torch.ops.aten._convolution_double_backward.default, "decompose"),
@@ -135,6 +136,11 @@ def all_to_all(
 ) -> torch.Tensor:
     """Start sending; the result is there after `wait`. A functional collective, so that compilers can trace it."""
     return collectives.all_to_all_single(buffer, list(receive_counts), list(send_counts), group)
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """Start reducing over a group; the result is there after `wait`. A functional collective, too."""
+    return collectives.all_reduce(tensor, op, group)
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

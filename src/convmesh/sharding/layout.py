@@ -32,6 +32,15 @@ class Layout:
     def placed(self, placements: tuple[Placement, ...]) -> Layout:
         return Layout(self.mesh, placements, self.shape, self.stride, self.dtype)
 
+    def typed(self, dtype: torch.dtype) -> Layout:
+        return self if dtype == self.dtype else Layout(self.mesh, self.placements, self.shape, self.stride, dtype)
+
+    @property
+    def dense(self) -> Layout:
+        """Like this one, in new memory without gaps."""
+        stride = dense_stride(self.shape, self.memory_format)
+        return Layout(self.mesh, self.placements, self.shape, stride, self.dtype)
+
     @cached_property
     def spec(self) -> _torch.Spec:
         return _torch.make_spec(self.mesh, self.placements, self.shape, self.stride, self.dtype)
