@@ -34,6 +34,8 @@ class Gathers(TorchDispatchMode):
     largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # so that it is taken apart, and its collectives come by here
         result = func(*args, **(kwargs or {}))
         if "all_gather" in func.__name__:
             self.largest = max(self.largest, result.numel())

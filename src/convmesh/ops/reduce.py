@@ -38,6 +38,21 @@ def mean(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     return plan.wrap(total / plan.count, dtype)
 
 
+@rule(aten.sum.default, aten.sum.dim_IntList, behaviour=LINEAR)
+def total(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Added up at once: of a sum left pending, torch would scatter the parts over another dimension than the input's,
+    and gather activations to bring the two together again."""
+    input, *rest = _torch.arguments(operator, args, kwargs)
+    dim, keepdim, dtype = rest if len(rest) == 3 else (None, False, *rest)
+    floating = input.dtype.is_floating_point or input.dtype.is_complex
+    dtype = dtype or (input.dtype if floating else torch.int64)
+    plan, local = begin("sum", input, dim, keepdim, linear=True)
+    if local is None:
+        return absent(input, plan.output.typed(dtype))
+    summed = local.sum(plan.dims, keepdim=True, dtype=wide(dtype) if plan.mesh_dims else dtype)
+    return plan.wrap(plan.combine(summed), dtype)
+
+
 @rule(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, behaviour=EXTREME)
 def extreme(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, *rest = _torch.arguments(operator, args, kwargs)
