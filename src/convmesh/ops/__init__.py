@@ -5,3 +5,7 @@ from . import conv as conv
 from . import moments as moments
 from . import reduce as reduce
 from . import softmax as softmax
+from . import batch_norm as batch_norm
+from . import batch_norm_backward as batch_norm_backward
+from . import group_norm as group_norm
+from . import layer_norm as layer_norm
