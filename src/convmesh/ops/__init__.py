@@ -9,3 +9,6 @@ from . import batch_norm as batch_norm
 from . import batch_norm_backward as batch_norm_backward
 from . import group_norm as group_norm
 from . import layer_norm as layer_norm
+from . import cross_entropy as cross_entropy
+from . import loss as loss
+from . import nll_loss as nll_loss
