@@ -38,6 +38,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch.ops.aten._convolution_double_backward.default, "decompose"),
     (torch.library.Library, "_destroy"),
     (torch.compiler.config, "cache_key_tag"),
+    (torch._C, "_current_graph_task_id"),
 )
 
 
@@ -129,6 +130,11 @@ def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) 
 def tracing() -> bool:
     """Under torch.compile, where sizes may be symbols."""
     return bool(collectives._are_we_tracing())
+
+
+def in_backward() -> bool:
+    """Inside of a backward pass, where nothing writes into a gradient that was handed to it."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def all_to_all(

@@ -12,3 +12,6 @@ from . import layer_norm as layer_norm
 from . import cross_entropy as cross_entropy
 from . import loss as loss
 from . import nll_loss as nll_loss
+from . import instance_norm as instance_norm
+from . import rms_norm as rms_norm
+from . import scale as scale

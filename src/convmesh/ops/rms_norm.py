@@ -1,0 +1,76 @@
+"""RMS norm as one operator, as devices have it that fuse it. Elsewhere torch makes it of a mean and products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import _torch
+from ..comm import all_reduce
+from ..sharding.dispatch import check_placed, move, place
+from ..sharding.layout import Layout
+from ..sharding.registry import Behaviour, rule
+from .layer_norm import LayerNormPlan, plan_layer_norm
+from .norm_core import output
+from .reduce_plan import wide
+
+aten = torch.ops.aten
+
+TRAVELS = "nothing; all-reduce of one number a row where normalised dimensions are cut"
+BEHAVIOUR = Behaviour("normalisation", "all dimensions", TRAVELS)
+
+
+def _plan(input: Any, shape: Any, weight: Any, *more: tuple[str, Any]) -> LayerNormPlan:
+    check_placed("rms_norm", (("input", input), ("weight", weight), *more))
+    weight_spec = None if weight is None else _torch.spec_of(weight)
+    return plan_layer_norm("rms_norm", tuple(int(size) for size in shape), _torch.spec_of(input), weight_spec, None)
+
+
+@rule(aten._fused_rms_norm.default, behaviour=BEHAVIOUR)
+def rms_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
+    input, shape, weight, eps = _torch.arguments(operator, args, kwargs)
+    plan = _plan(input, shape, weight)
+    if not plan.present:
+        empty = _torch.local_of(input).new_empty(0)
+        statistics = _torch.wrap(empty.to(plan.statistics.dtype), plan.statistics.spec)
+        return _torch.wrap(empty, plan.output.spec), statistics
+    x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
+    if not plan.spread.mesh_dims:
+        y, rstd = operator(x, list(shape), w, eps)
+        return output(y, plan.output), _torch.wrap(rstd, plan.statistics.typed(rstd.dtype).spec)
+    x = x.to(plan.statistics.dtype)
+    square = _summed(plan, x.square()) / plan.spread.count
+    rstd = (square + (torch.finfo(input.dtype).eps if eps is None else eps)).rsqrt()
+    y = x * rstd
+    return output(y if w is None else y.mul_(w), plan.output), _torch.wrap(rstd, plan.statistics.spec)
+
+
+@rule(aten._fused_rms_norm_backward.default, behaviour=BEHAVIOUR)
+def rms_norm_backward(
+    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[DTensor | None, ...]:
+    gradient, input, shape, rstd, weight, mask = _torch.arguments(operator, args, kwargs)
+    plan = _plan(input, shape, weight, ("grad_output", gradient), ("rstd", rstd))
+    computed, wanted = plan.parameters[0]
+    if not plan.present:
+        empty = _torch.local_of(input).new_empty(0)
+        layouts = (plan.output, wanted)
+        return tuple(_torch.wrap(empty, t.spec) if asked else None for t, asked in zip(layouts, mask, strict=True))
+    x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
+    gy = move(gradient, Layout.of(_torch.spec_of(gradient)).placed(plan.output.placements)).to(wide(input.dtype))
+    r = move(rstd, plan.statistics.typed(rstd.dtype))
+    normal = x * r
+    scaled = gy if w is None else gy * w
+    for_weight = (gy * normal).sum(plan.outer) if plan.outer else gy * normal
+    mean = _summed(plan, scaled * normal) / plan.spread.count
+    gx = (scaled - normal.mul_(mean)).mul_(r)
+    return (
+        output(gx, plan.output) if mask[0] else None,
+        place(for_weight.to(computed.dtype), computed, wanted) if mask[1] else None,
+    )
+
+
+def _summed(plan: LayerNormPlan, values: torch.Tensor) -> torch.Tensor:
+    return all_reduce(values.sum(plan.inner, keepdim=True), plan.output.mesh, plan.spread.mesh_dims)
