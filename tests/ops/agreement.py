@@ -59,9 +59,7 @@ def agree(
             for t, at, needed in zip(sample.tensors, sample.at, sample.needs, strict=True)
         ]
         actual = _outputs(function(*leaves))
-        seeds = [
-            g if g is None else place(g, mesh, _like(y)) for g, y in zip(gradients, actual, strict=True)
-        ]
+        seeds = [g if g is None else place(g, mesh, _like(y)) for g, y in zip(gradients, actual, strict=True)]
         _backward(actual, seeds)
     taken = {str(name).split(".")[-1]: count for name, count in communication.get_comm_counts().items()}
     assert len(actual) == len(expected)
@@ -122,6 +120,4 @@ def _backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor 
 
 def _like(tensor: torch.Tensor) -> At:
     assert isinstance(tensor, DTensor)
-    return tuple(
-        p.dim if isinstance(p, Shard) else "P" if isinstance(p, Partial) else "R" for p in tensor.placements
-    )
+    return tuple(p.dim if isinstance(p, Shard) else "P" if isinstance(p, Partial) else "R" for p in tensor.placements)

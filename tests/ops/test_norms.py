@@ -87,4 +87,6 @@ def test_norms_by_channel_agree_with_one_process(pool: Pool, mesh: tuple[int, ..
 
 @pytest.mark.parametrize("mesh", PLACES)
 def test_norms_by_shape_agree_with_one_process(pool: Pool, mesh: tuple[int, ...]) -> None:
-    pool.run_cases(by_shape, [(name, at) for name in BY_SHAPE for at in PLACES[mesh]], mesh=mesh)
+    # Where RMS norm is made of others, the square of a pending sum is torch's own to place.
+    cases = [(name, at) for name in BY_SHAPE for at in PLACES[mesh] if "P" not in at or "rms" not in name]
+    pool.run_cases(by_shape, cases, mesh=mesh)

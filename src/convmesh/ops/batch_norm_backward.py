@@ -69,7 +69,10 @@ def _backward(
     if training:
         sums = plan.spread.add_up(*sums)
     gx = output(_input_gradient(plan, gy, x, w, mean, rstd, sums if training else None), plan.input.dense)
-    parameters = [place(t.to(computed.dtype), computed, wanted) if asked else None for t, asked in zip(sums, mask[1:], strict=True)]
+    parameters = [
+        place(t.to(computed.dtype), computed, wanted) if asked else None
+        for t, asked in zip(sums, mask[1:], strict=True)
+    ]
     return gx if mask[0] else None, *parameters
 
 

@@ -18,7 +18,19 @@ from ..sharding.dispatch import check_placed, move, place
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
-from .norm_core import Named, Pair, Spread, arrange, correct, kernel_eps, new, output, parameter_gradient, rows, variance
+from .norm_core import (
+    Named,
+    Pair,
+    Spread,
+    arrange,
+    correct,
+    kernel_eps,
+    new,
+    output,
+    parameter_gradient,
+    rows,
+    variance,
+)
 from .reduce_plan import counts, cutting, part_at, wide
 
 aten = torch.ops.aten
@@ -142,7 +154,6 @@ def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float)
     common, common_var = plan.spread.merge(*moments) if plan.spread.mesh_dims else moments
     common_rstd = (common_var + eps).rsqrt()
 
-
     def spread(numbers: torch.Tensor) -> torch.Tensor:
         return numbers.view(*numbers.shape, *[1] * (x.dim() - 2))
 
@@ -180,7 +191,10 @@ def group_norm_backward(
     m, r = (move(t, plan.statistics.typed(t.dtype)) for t in (mean, rstd))
     if not plan.spread.mesh_dims and x.numel():
         sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
-        gy, x = gy.contiguous(memory_format=plan.output.memory_format), x.contiguous(memory_format=plan.output.memory_format)
+        gy, x = (
+            gy.contiguous(memory_format=plan.output.memory_format),
+            x.contiguous(memory_format=plan.output.memory_format),
+        )
         gx, *gradients = operator(gy, x, m, r, w, *sizes, plan.groups, mask)
     else:
         gx, *gradients = _gradients(plan, gy, x, m, r, w)
@@ -205,9 +219,7 @@ def _gradients(
     gy = gy.to(normal.dtype)
     plain, with_normal = (t.sum(space) if space else t for t in (gy, gy * normal))  # [N C]
     zeros = plain.new_zeros(x.shape[0], plan.groups)
-    sums = plan.spread.add_up(
-        *(zeros.index_add(1, columns, t if w is None else t * w) for t in (plain, with_normal))
-    )
+    sums = plan.spread.add_up(*(zeros.index_add(1, columns, t if w is None else t * w) for t in (plain, with_normal)))
     count = plan.per_group * prod(plan.output.shape[2:])
     mean_plain, mean_with_normal = (spread((t / max(1, count))[:, columns]) for t in sums)
     gx = (gy if w is None else gy * spread(w)) - mean_plain

@@ -54,7 +54,9 @@ def plan_layer_norm(operator: str, normal_shape: tuple[int, ...], *specs: _torch
     placed = operands[0]
     assert placed is not None
     by_row = tuple(p if isinstance(p, Shard) and p.dim < axis else Replicate() for p in placed.placements)
-    beside = tuple(Shard(p.dim - axis) if isinstance(p, Shard) and p.dim >= axis else Replicate() for p in placed.placements)
+    beside = tuple(
+        Shard(p.dim - axis) if isinstance(p, Shard) and p.dim >= axis else Replicate() for p in placed.placements
+    )
     dtype = next((given.dtype for given in (weight, bias) if given is not None), input.dtype)
     whole = new(input, normal_shape, beside, dtype)
     return LayerNormPlan(

@@ -59,7 +59,9 @@ def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.T
     if not plan.mesh_dims:
         return mean, var
     if mean.is_complex():  # the spread of a complex number is that of its two parts, which travel apart
-        real, imaginary = (merge(part, var / 2, _shares(plan), plan.mesh, plan.mesh_dims) for part in (mean.real, mean.imag))
+        real, imaginary = (
+            merge(part, var / 2, _shares(plan), plan.mesh, plan.mesh_dims) for part in (mean.real, mean.imag)
+        )
         return torch.complex(real[0], imaginary[0]), real[1] + imaginary[1]
     return merge(mean, var, _shares(plan), plan.mesh, plan.mesh_dims)
 
@@ -91,4 +93,3 @@ def variance(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     var = var * plan.count / torch.full_like(var, degrees)
     spread = plan.wrap(var.sqrt() if name.startswith("std") else var, real)
     return (spread, plan.wrap(mean)) if with_mean else spread
-
