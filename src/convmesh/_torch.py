@@ -146,7 +146,8 @@ def all_to_all(
 
 def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
     """Start reducing over a group; the result is there after `wait`. A functional collective, too."""
-    return collectives.all_reduce(tensor, op, group)
+    started: torch.Tensor = collectives.all_reduce(tensor, op, group)
+    return started
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

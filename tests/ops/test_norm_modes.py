@@ -173,7 +173,8 @@ def half(mesh: DeviceMesh, case: tuple[str, torch.dtype]) -> None:
         actual.backward(place(gradient, mesh, ("R",) * 1))
     assert actual.dtype == dtype
     assert_close(actual.full_tensor(), expected.detach())
-    assert exact[0].grad is not None and placed[0].grad is not None
+    assert exact[0].grad is not None
+    assert placed[0].grad is not None
     assert_close(placed[0].grad.full_tensor(), exact[0].grad)
 
 
@@ -216,7 +217,7 @@ def test_the_gradient_of_a_mean_takes_no_more_than_a_shard(pool: Pool) -> None:
 def refused(mesh: DeviceMesh) -> None:
     x, plain = place(numbers(4, 6, 8), mesh, (2,)), numbers(6)
     with convmesh.enable():
-        with pytest.raises(convmesh.ShardingError, match="plain torch.Tensor"):
+        with pytest.raises(convmesh.ShardingError, match="a plain"):
             F.batch_norm(x, None, None, plain, None, True)
         with pytest.raises(convmesh.ShardingError, match="pending sum"):
             F.batch_norm(x, place(plain, mesh, ("P",)), place(plain, mesh, ("R",)), None, None, True)

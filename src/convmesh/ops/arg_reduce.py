@@ -34,8 +34,7 @@ def extreme_along(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict
     plan, local = begin(name, input, dim, keepdim)
     check_filled(name, plan, input)
     if local is None:
-        values, places = absent(input, plan.output, plan.output.typed(torch.int64))
-        return values, places
+        return absent(input, plan.output), absent(input, plan.output.typed(torch.int64))
     value, place = _extreme_and_place(plan, local, name == "max")
     return plan.wrap(value), plan.wrap(place, torch.int64)
 

@@ -15,8 +15,8 @@ from ..sharding.dispatch import check_placed, move, place
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
-from .norm_core import Named, Pair, Spread, arrange, new, output, parameter_gradient, rows
-from .reduce_plan import wide
+from .norm_core import Named, Pair, Spread, arrange, new, rows
+from .reduce_plan import absent, wide, wrap_dense
 
 aten = torch.ops.aten
 
@@ -75,11 +75,11 @@ class _Normalised:
     output: DTensor
     mean: DTensor
     rstd: DTensor
-    running: tuple[Any, Any]  # the new running statistics, where they are asked for
+    running: tuple[Any, ...]  # the new running statistics, where they are asked for
 
 
 def _normalise(
-    operator: str, input: Any, weight: Any, bias: Any, running: tuple[Any, Any], training: bool, momentum: float,
+    operator: str, input: Any, weight: Any, bias: Any, running: tuple[Any, ...], training: bool, momentum: float,
     eps: float, in_place: bool = True,
 ) -> _Normalised:  # fmt: skip
     names = ("input", "weight", "bias", "running_mean", "running_var")
@@ -87,19 +87,17 @@ def _normalise(
     check_placed(operator, tuple(zip(names, tensors, strict=True)))
     plan = plan_batch_norm(operator, training, *(None if t is None else _torch.spec_of(t) for t in tensors))
     if not plan.present:
-        empty = _torch.local_of(input).new_empty(0)
-        statistics = _torch.wrap(empty.to(plan.statistics.dtype), plan.statistics.spec)
-        return _Normalised(_torch.wrap(empty, plan.output.spec), statistics, statistics, running)
+        statistics = absent(input, plan.statistics)
+        return _Normalised(absent(input, plan.output), statistics, statistics, running)
     x, w, b, *given = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=False))
     mean, var = _moments(plan, x) if training else (t.to(plan.statistics.dtype) for t in given)
     y = _apply(x, w, b, mean, var, eps)
-    statistics = tuple(_torch.wrap(t, plan.statistics.spec) for t in (mean, (var + eps).rsqrt()))
+    saved = [_torch.wrap(t, plan.statistics.spec) for t in (mean, (var + eps).rsqrt())]
     if training:
         unbiased = var * (plan.spread.count / max(1, plan.spread.count - 1))
-        running = tuple(
-            _updated(old, value, plan, momentum, in_place) for old, value in zip(running, (mean, unbiased), strict=True)
-        )
-    return _Normalised(output(y, plan.output), *statistics, running)
+        steps = zip(running, (mean, unbiased), strict=True)
+        running = tuple(_updated(old, value, plan, momentum, in_place) for old, value in steps)
+    return _Normalised(wrap_dense(y, plan.output), saved[0], saved[1], running)
 
 
 def _moments(plan: BatchNormPlan, x: torch.Tensor) -> Pair:

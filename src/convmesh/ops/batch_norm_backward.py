@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..sharding.cache import planned
-from ..sharding.dispatch import check_placed, move, place
+from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout
 from ..sharding.registry import rule
 from .batch_norm import BACKWARD, plan_batch_norm
-from .norm_core import Spread, new, output, parameter_gradient
+from .norm_core import Spread, all_absent, parameter_gradient, place_parameters
+from .reduce_plan import wrap_dense
 
 aten = torch.ops.aten
 
@@ -54,11 +55,8 @@ def _backward(
     check_placed("batch_norm_backward", tuple(zip(names, (gradient, input, weight, *running, *saved), strict=True)))
     specs = (None if t is None else _torch.spec_of(t) for t in (gradient, input, weight, *running))
     plan = plan_backward(training, *specs)
-    computed, wanted = plan.parameter
     if not plan.present:
-        empty = _torch.local_of(input).new_empty(0)
-        layouts = (plan.input, wanted, wanted)
-        return tuple(_torch.wrap(empty, t.spec) if asked else None for t, asked in zip(layouts, mask, strict=True))
+        return all_absent(input, (plan.input, plan.parameter[1], plan.parameter[1]), mask)
     gy, x, w = move(gradient, plan.gradient), move(input, plan.input), move(weight, plan.weight)
     if training:
         mean, rstd = (move(t, plan.statistics) for t in (mean, rstd))
@@ -68,12 +66,11 @@ def _backward(
     sums = _sums(gy, x, mean, rstd)
     if training:
         sums = plan.spread.add_up(*sums)
-    gx = output(_input_gradient(plan, gy, x, w, mean, rstd, sums if training else None), plan.input.dense)
-    parameters = [
-        place(t.to(computed.dtype), computed, wanted) if asked else None
-        for t, asked in zip(sums, mask[1:], strict=True)
-    ]
-    return gx if mask[0] else None, *parameters
+    parameters = place_parameters(sums, [plan.parameter] * 2, mask[1:])
+    if not mask[0]:
+        return None, *parameters
+    gx = _input_gradient(plan, gy, x, w, mean, rstd, sums if training else None)
+    return wrap_dense(gx, plan.input.dense), *parameters
 
 
 def _sums(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Any:

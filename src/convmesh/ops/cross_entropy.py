@@ -62,5 +62,4 @@ def cross_entropy(
 def whole(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """In inference mode they reach DTensor as they are."""
     function = nll_loss_nd if operator is aten.nll_loss_nd.default else cross_entropy
-    result: torch.Tensor = function(*_torch.arguments(operator, args, kwargs))
-    return result
+    return function(*_torch.arguments(operator, args, kwargs))

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from .. import _torch
 from ..geometry import Interval
 from ..sharding.cache import planned
-from ..sharding.dispatch import check_placed, move, place
+from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
@@ -22,16 +22,17 @@ from .norm_core import (
     Named,
     Pair,
     Spread,
+    all_absent,
     arrange,
     correct,
     kernel_eps,
     new,
-    output,
     parameter_gradient,
+    place_parameters,
     rows,
     variance,
-)
-from .reduce_plan import counts, cutting, part_at, wide
+)  # fmt: skip
+from .reduce_plan import absent, counts, cutting, part_at, wide, wrap_dense
 
 aten = torch.ops.aten
 
@@ -76,14 +77,15 @@ def plan_group_norm(operator: str, groups: int, *specs: _torch.Spec | None) -> G
     assert placed is not None
     per_group = max(1, input.shape[1] // groups)
     whole_groups = all(len(part) % per_group == 0 for part in placed.shards(1))
-    columns = {Shard(0): Shard(0)} | ({Shard(1): Shard(1)} if whole_groups else {})
+    cut = (Shard(0), Shard(1)) if whole_groups else (Shard(0),)
+    by_group = tuple(p if p in cut else Replicate() for p in placed.placements)
     by_channel = tuple(Shard(0) if p == Shard(1) else Replicate() for p in placed.placements)
     dtype = next((given.dtype for given in (weight, bias) if given is not None), input.dtype)
     whole = new(input, (input.shape[1],), by_channel, dtype)
     present = input.mesh.get_coordinate() is not None
     return GroupNormPlan(
         operands, placed.dense,
-        new(input, (input.shape[0], groups), tuple(columns.get(p, Replicate()) for p in placed.placements),
+        new(input, (input.shape[0], groups), by_group,
             wide(input.dtype)),
         Spread.over(placed, range(2, dims)) if whole_groups else _spread_groups(placed, groups, per_group),
         placed.own(1) if present else Interval(0, 0), per_group, whole_groups,
@@ -108,8 +110,8 @@ def _spread_groups(placed: Layout, groups: int, per_group: int) -> Spread:
     mesh_dims = cutting(placed, (1, *space))
     values = per_group * prod(placed.shape[2:])
     shares = []
-    for number, place in enumerate(product(*(range(placed.mesh.size(mesh_dim)) for mesh_dim in mesh_dims))):
-        channels = part_at(placed, 1, dict(zip(mesh_dims, place, strict=True)))
+    for number, at in enumerate(product(*(range(placed.mesh.size(mesh_dim)) for mesh_dim in mesh_dims))):
+        channels = part_at(placed, 1, dict(zip(mesh_dims, at, strict=True)))
         around = counts(placed, space, mesh_dims)[number]
         owned = (len(channels & Interval(g * per_group, (g + 1) * per_group)) for g in range(groups))
         shares.append(((tuple(n * around / max(1, values) for n in owned)),))
@@ -123,9 +125,7 @@ def group_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     check_placed("group_norm", tuple(zip(("input", "weight", "bias"), tensors, strict=True)))
     plan = plan_group_norm("group_norm", groups, *(None if t is None else _torch.spec_of(t) for t in tensors))
     if not plan.present:
-        empty = _torch.local_of(input).new_empty(0)
-        layouts = (plan.output, plan.statistics, plan.statistics)
-        return tuple(_torch.wrap(empty.to(layout.dtype), layout.spec) for layout in layouts)
+        return tuple(absent(input, layout) for layout in (plan.output, plan.statistics, plan.statistics))
     x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
     if not plan.spread.mesh_dims and x.numel():
         sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
@@ -133,7 +133,7 @@ def group_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     else:
         y, mean, rstd = _normalise(plan, x, w, b, eps)
     statistics = plan.statistics.typed(mean.dtype).spec
-    return output(y, plan.output), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
+    return wrap_dense(y, plan.output), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
 
 
 def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
@@ -183,9 +183,7 @@ def group_norm_backward(
     specs = (_torch.spec_of(input), None if weight is None else _torch.spec_of(weight), None)
     plan = plan_group_norm("group_norm_backward", groups, *specs)
     if not plan.present:
-        empty = _torch.local_of(input).new_empty(0)
-        layouts = (plan.output, *(wanted for _, wanted in plan.parameters))
-        return tuple(_torch.wrap(empty, t.spec) if asked else None for t, asked in zip(layouts, mask, strict=True))
+        return all_absent(input, (plan.output, *(wanted for _, wanted in plan.parameters)), mask)
     x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
     gy = move(gradient, Layout.of(_torch.spec_of(gradient)).placed(plan.output.placements))
     m, r = (move(t, plan.statistics.typed(t.dtype)) for t in (mean, rstd))
@@ -198,11 +196,8 @@ def group_norm_backward(
         gx, *gradients = operator(gy, x, m, r, w, *sizes, plan.groups, mask)
     else:
         gx, *gradients = _gradients(plan, gy, x, m, r, w)
-    placed = [
-        place(t.to(computed.dtype), computed, wanted) if asked else None
-        for t, (computed, wanted), asked in zip(gradients, plan.parameters, mask[1:], strict=True)
-    ]
-    return output(gx, plan.output) if mask[0] else None, *placed
+    for_input = wrap_dense(gx, plan.output) if mask[0] else None
+    return for_input, *place_parameters(gradients, plan.parameters, mask[1:])
 
 
 def _gradients(

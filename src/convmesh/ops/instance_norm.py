@@ -37,5 +37,4 @@ def instance_norm(
 @rule(aten.instance_norm.default, behaviour=BEHAVIOUR)
 def whole(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """In inference mode it reaches DTensor as it is."""
-    result: torch.Tensor = instance_norm(*_torch.arguments(operator, args, kwargs))
-    return result
+    return instance_norm(*_torch.arguments(operator, args, kwargs))

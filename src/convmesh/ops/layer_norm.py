@@ -11,12 +11,24 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from .. import _torch
 from ..sharding.cache import planned
-from ..sharding.dispatch import check_placed, move, place
+from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
-from .norm_core import Named, Spread, arrange, correct, kernel_eps, new, output, parameter_gradient, rows, variance
-from .reduce_plan import wide
+from .norm_core import (
+    Named,
+    Spread,
+    all_absent,
+    arrange,
+    correct,
+    kernel_eps,
+    new,
+    parameter_gradient,
+    place_parameters,
+    rows,
+    variance,
+)  # fmt: skip
+from .reduce_plan import absent, wide, wrap_dense
 
 aten = torch.ops.aten
 
@@ -75,16 +87,14 @@ def layer_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     specs = (None if t is None else _torch.spec_of(t) for t in tensors)
     plan = plan_layer_norm("layer_norm", tuple(int(size) for size in shape), *specs)
     if not plan.present:
-        empty = _torch.local_of(input).new_empty(0)
-        layouts = (plan.output, plan.statistics, plan.statistics)
-        return tuple(_torch.wrap(empty.to(layout.dtype), layout.spec) for layout in layouts)
+        return tuple(absent(input, layout) for layout in (plan.output, plan.statistics, plan.statistics))
     x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
     if not plan.spread.mesh_dims:
         y, mean, rstd = operator(x, list(shape), w, b, eps)
     else:
         y, mean, rstd = _normalise(plan, x, w, b, eps)
     statistics = plan.statistics.typed(mean.dtype).spec
-    return output(y, plan.output), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
+    return wrap_dense(y, plan.output), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
 
 
 def _normalise(plan: LayerNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
@@ -116,9 +126,7 @@ def layer_norm_backward(
     specs = (None if t is None else _torch.spec_of(t) for t in tensors)
     plan = plan_layer_norm("layer_norm_backward", tuple(int(size) for size in shape), *specs)
     if not plan.present:
-        empty = _torch.local_of(input).new_empty(0)
-        layouts = (plan.output, *(wanted for _, wanted in plan.parameters))
-        return tuple(_torch.wrap(empty, t.spec) if asked else None for t, asked in zip(layouts, mask, strict=True))
+        return all_absent(input, (plan.output, *(wanted for _, wanted in plan.parameters)), mask)
     x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
     gy = move(gradient, Layout.of(_torch.spec_of(gradient)).placed(plan.output.placements))
     m, r = (move(t, plan.statistics.typed(t.dtype)) for t in (mean, rstd))
@@ -126,11 +134,8 @@ def layer_norm_backward(
         gx, *gradients = operator(gy, x, list(shape), m, r, w, b, mask)
     else:
         gx, *gradients = _gradients(plan, gy, x, m, r, w)
-    placed = [
-        place(t.to(computed.dtype), computed, wanted) if asked else None
-        for t, (computed, wanted), asked in zip(gradients, plan.parameters, mask[1:], strict=True)
-    ]
-    return output(gx, plan.output) if mask[0] else None, *placed
+    for_input = wrap_dense(gx, plan.output) if mask[0] else None
+    return for_input, *place_parameters(gradients, plan.parameters, mask[1:])
 
 
 def _gradients(

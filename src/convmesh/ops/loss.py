@@ -17,8 +17,8 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
-from .norm_core import new, output
-from .reduce_plan import cutting, settled, wide
+from .norm_core import new
+from .reduce_plan import absent, cutting, settled, wide, wrap_dense
 
 aten = torch.ops.aten
 
@@ -99,13 +99,13 @@ def loss(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     plan = _planned(operator._schema.name, tuple(given))
     result = plan.total if reduction else plan.elements
     if not plan.present:
-        return _torch.wrap(_torch.local_of(given[0]).new_empty(0), result.spec)
+        return absent(given[0], result)
     local = [move(tensor, target) for tensor, target in zip(given, plan.operands, strict=True)]
     each = operator(*local, NONE, *numbers)
     if reduction == NONE:
-        return output(each, plan.elements)
+        return wrap_dense(each, plan.elements)
     total = all_reduce(each.sum(dtype=wide(each.dtype)), plan.elements.mesh, plan.mesh_dims)
-    return output(total / prod(plan.elements.shape) if reduction == MEAN else total, plan.total)
+    return wrap_dense(total / prod(plan.elements.shape) if reduction == MEAN else total, plan.total)
 
 
 @rule(
@@ -117,12 +117,12 @@ def loss_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict
     plan = _planned(operator._schema.name, tuple(given))
     check_placed(operator._schema.name, (("grad_output", gradient), ("input", given[0])))
     if not plan.present:
-        return _torch.wrap(_torch.local_of(given[0]).new_empty(0), plan.elements.spec)
+        return absent(given[0], plan.elements)
     gy = move(gradient, plan.elements if reduction == NONE else plan.total)
     local = [move(tensor, target) for tensor, target in zip(given, plan.operands, strict=True)]
     if reduction == MEAN:  # over all ranks' elements, which the kernel does not know of
         gy = gy / prod(plan.elements.shape)
-    return output(operator(gy, *local, SUM if reduction else NONE, *numbers), plan.elements)
+    return wrap_dense(operator(gy, *local, SUM if reduction else NONE, *numbers), plan.elements)
 
 
 def _split(operator: _torch.Operator, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

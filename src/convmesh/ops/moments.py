@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..comm import side_by_side
@@ -82,8 +81,8 @@ def variance(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     real = input.dtype.to_real()
     with_mean = name.endswith("_mean")
     if local is None:
-        outputs = (plan.output.typed(real), plan.output)
-        return absent(input, *outputs[: 1 + with_mean])
+        nothing = absent(input, plan.output.typed(real))
+        return (nothing, absent(input, plan.output)) if with_mean else nothing
     mean, var = moments(plan, local.to(wide(local.dtype)))
     if not plan.count:
         mean, var = mean * nan, var * nan

@@ -22,8 +22,8 @@ from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from .loss import MEAN, NONE
-from .norm_core import new, output
-from .reduce_plan import cutting, settled, wide
+from .norm_core import new
+from .reduce_plan import absent, cutting, settled, wide, wrap_dense
 
 aten = torch.ops.aten
 
@@ -122,8 +122,7 @@ def nll_loss(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     plan = _check(input, target, weight)
     result = plan.picked if reduction == NONE else plan.total
     if not plan.present:
-        empty = _torch.local_of(input).new_empty(0)
-        return _torch.wrap(empty, result.spec), _torch.wrap(empty, plan.total.spec)
+        return absent(input, result), absent(input, plan.total)
     x = move(input, plan.input)
     dtype = wide(x.dtype)
     targets = _targets(plan, target, weight, int(ignored), dtype)
@@ -131,14 +130,16 @@ def nll_loss(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     mesh = plan.input.mesh
     if reduction == NONE:
         each = all_reduce(each, mesh, plan.class_mesh_dims)
-        return output(each.masked_fill(targets.wrong, torch.nan), plan.picked), output(each.new_zeros(()), plan.total)
+        return wrap_dense(each.masked_fill(targets.wrong, torch.nan), plan.picked), wrap_dense(
+            each.new_zeros(()), plan.total
+        )
     weights, wrong = targets.weight.sum(), targets.wrong.sum().to(dtype)
     if not plan.counts_weights:
         weights, wrong = torch.zeros_like(weights), torch.zeros_like(wrong)
     loss, weights, wrong = all_reduce(torch.stack([each.sum(), weights, wrong]), mesh, plan.mesh_dims)
     _raise_if(wrong, plan)
     loss = (loss / weights if reduction == MEAN else loss).masked_fill(wrong > 0, torch.nan)
-    return output(loss, plan.total), output(weights, plan.total)
+    return wrap_dense(loss, plan.total), wrap_dense(weights, plan.total)
 
 
 def _pick(plan: NllPlan, x: torch.Tensor, targets: _Targets) -> torch.Tensor:
@@ -158,7 +159,7 @@ def nll_loss_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: 
     gradient, input, target, weight, reduction, ignored, total = _torch.arguments(operator, args, kwargs)
     plan = _check(input, target, weight, gradient)
     if not plan.present:
-        return _torch.wrap(_torch.local_of(input).new_empty(0), plan.input.dense.spec)
+        return absent(input, plan.input.dense)
     targets = _targets(plan, target, weight, int(ignored), wide(input.dtype))
     gy = move(gradient, plan.picked if reduction == NONE else plan.total)
     if reduction == MEAN:
@@ -167,4 +168,4 @@ def nll_loss_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: 
     gx = torch.zeros_like(move(input, plan.input), memory_format=torch.preserve_format)
     if len(plan.classes):
         gx.scatter_(plan.class_dim, targets.place.unsqueeze(plan.class_dim), values.unsqueeze(plan.class_dim))
-    return output(gx, plan.input.dense)
+    return wrap_dense(gx, plan.input.dense)

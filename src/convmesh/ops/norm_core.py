@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from .. import _torch
 from ..comm import all_reduce
+from ..sharding.dispatch import place
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.rows import Assignment, Row, Wanted, choose, input_placements
 from .moments import merge
-from .reduce_plan import counts, cutting
+from .reduce_plan import absent, counts, cutting
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Named = Sequence[tuple[str, Layout | None]]
@@ -93,9 +93,19 @@ def new(like: Layout, shape: tuple[int, ...], placements: tuple[Placement, ...],
     return Layout(like.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), dtype)
 
 
-def output(local: torch.Tensor, layout: Layout) -> DTensor:
-    """A result in the layout's type and memory format."""
-    return _torch.wrap(local.to(layout.dtype).contiguous(memory_format=layout.memory_format), layout.spec)
+def place_parameters(
+    gradients: Sequence[torch.Tensor], places: Sequence[tuple[Layout, Layout]], asked: Sequence[bool]
+) -> tuple[DTensor | None, ...]:
+    """The gradients of the parameters that are asked for, in the parameters' type and where they go."""
+    return tuple(
+        place(gradient.to(computed.dtype), computed, wanted) if needed else None
+        for gradient, (computed, wanted), needed in zip(gradients, places, asked, strict=True)
+    )
+
+
+def all_absent(input: DTensor, layouts: Sequence[Layout], asked: Sequence[bool]) -> tuple[DTensor | None, ...]:
+    """The gradients that a rank outside of the mesh returns."""
+    return tuple(absent(input, layout) if needed else None for layout, needed in zip(layouts, asked, strict=True))
 
 
 def kernel_eps(eps: float, dtype: torch.dtype) -> float:
@@ -104,7 +114,7 @@ def kernel_eps(eps: float, dtype: torch.dtype) -> float:
 
 
 def variance(rstd: torch.Tensor, eps: float) -> torch.Tensor:
-    """What a kernel made its reciprocal deviation of. It is right to rounding of their sum, and used in such sums only."""
+    """What a kernel made its reciprocal deviation of: right to the rounding of its sum with `eps`, as it is used."""
     return (rstd.pow(-2) - eps).clamp_(min=0)
 
 

@@ -83,7 +83,7 @@ def extreme_of(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch.Te
     nan = own.isnan()
     both = torch.stack([own.masked_fill(nan, unset), torch.where(nan, -unset, unset).to(own.dtype)])
     value, flag = plan.combine(both, op)
-    return value.masked_fill(flag == -unset, torch.nan)
+    return torch.where(flag == -unset, torch.nan, value)
 
 
 def local_extreme(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch.Tensor:

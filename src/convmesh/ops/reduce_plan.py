@@ -128,8 +128,11 @@ def begin(
     return plan, move(input, plan.operand)
 
 
-def absent(input: DTensor, *outputs: Layout) -> Any:
+def absent(input: DTensor, layout: Layout) -> DTensor:
     """What a rank outside of the mesh returns."""
-    empty = _torch.local_of(input).new_empty(0)
-    made = tuple(_torch.wrap(empty.to(layout.dtype), layout.spec) for layout in outputs)
-    return made if len(made) > 1 else made[0]
+    return _torch.wrap(_torch.local_of(input).new_empty(0, dtype=layout.dtype), layout.spec)
+
+
+def wrap_dense(local: torch.Tensor, layout: Layout) -> DTensor:
+    """A result in the layout's type and memory format."""
+    return _torch.wrap(local.to(layout.dtype).contiguous(memory_format=layout.memory_format), layout.spec)

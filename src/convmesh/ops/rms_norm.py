@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..comm import all_reduce
-from ..sharding.dispatch import check_placed, move, place
+from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, rule
 from .layer_norm import LayerNormPlan, plan_layer_norm
-from .norm_core import output
-from .reduce_plan import wide
+from .norm_core import all_absent, place_parameters
+from .reduce_plan import absent, wide, wrap_dense
 
 aten = torch.ops.aten
 
@@ -33,18 +33,16 @@ def rms_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     input, shape, weight, eps = _torch.arguments(operator, args, kwargs)
     plan = _plan(input, shape, weight)
     if not plan.present:
-        empty = _torch.local_of(input).new_empty(0)
-        statistics = _torch.wrap(empty.to(plan.statistics.dtype), plan.statistics.spec)
-        return _torch.wrap(empty, plan.output.spec), statistics
+        return absent(input, plan.output), absent(input, plan.statistics)
     x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
     if not plan.spread.mesh_dims:
         y, rstd = operator(x, list(shape), w, eps)
-        return output(y, plan.output), _torch.wrap(rstd, plan.statistics.typed(rstd.dtype).spec)
+        return wrap_dense(y, plan.output), _torch.wrap(rstd, plan.statistics.typed(rstd.dtype).spec)
     x = x.to(plan.statistics.dtype)
     square = _summed(plan, x.square()) / plan.spread.count
     rstd = (square + (torch.finfo(input.dtype).eps if eps is None else eps)).rsqrt()
     y = x * rstd
-    return output(y if w is None else y.mul_(w), plan.output), _torch.wrap(rstd, plan.statistics.spec)
+    return wrap_dense(y if w is None else y.mul_(w), plan.output), _torch.wrap(rstd, plan.statistics.spec)
 
 
 @rule(aten._fused_rms_norm_backward.default, behaviour=BEHAVIOUR)
@@ -53,11 +51,8 @@ def rms_norm_backward(
 ) -> tuple[DTensor | None, ...]:
     gradient, input, shape, rstd, weight, mask = _torch.arguments(operator, args, kwargs)
     plan = _plan(input, shape, weight, ("grad_output", gradient), ("rstd", rstd))
-    computed, wanted = plan.parameters[0]
     if not plan.present:
-        empty = _torch.local_of(input).new_empty(0)
-        layouts = (plan.output, wanted)
-        return tuple(_torch.wrap(empty, t.spec) if asked else None for t, asked in zip(layouts, mask, strict=True))
+        return all_absent(input, (plan.output, plan.parameters[0][1]), mask)
     x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
     gy = move(gradient, Layout.of(_torch.spec_of(gradient)).placed(plan.output.placements)).to(wide(input.dtype))
     r = move(rstd, plan.statistics.typed(rstd.dtype))
@@ -66,10 +61,8 @@ def rms_norm_backward(
     for_weight = (gy * normal).sum(plan.outer) if plan.outer else gy * normal
     mean = _summed(plan, scaled * normal) / plan.spread.count
     gx = (scaled - normal.mul_(mean)).mul_(r)
-    return (
-        output(gx, plan.output) if mask[0] else None,
-        place(for_weight.to(computed.dtype), computed, wanted) if mask[1] else None,
-    )
+    for_input = wrap_dense(gx, plan.output) if mask[0] else None
+    return for_input, *place_parameters([for_weight], plan.parameters[:1], mask[1:])
 
 
 def _summed(plan: LayerNormPlan, values: torch.Tensor) -> torch.Tensor:

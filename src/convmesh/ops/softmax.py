@@ -12,7 +12,7 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
 from .reduce import local_extreme
-from .reduce_plan import absent, begin, wide
+from .reduce_plan import absent, begin, wide, wrap_dense
 
 aten = torch.ops.aten
 
@@ -30,12 +30,12 @@ def softmax(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     if local is None:
         return absent(input, output)
     if not plan.mesh_dims:
-        return _wrap(operator(local, dim, half_to_float), output)
+        return wrap_dense(operator(local, dim, half_to_float), output)
     local = local.to(wide(local.dtype))
     shifted = local - plan.combine(local_extreme(plan, local, greatest=True), "max")
     powers = shifted.exp()
     total = plan.combine(powers.sum(plan.dims, keepdim=True))
-    return _wrap(shifted - total.log() if operator is aten._log_softmax.default else powers / total, output)
+    return wrap_dense(shifted - total.log() if operator is aten._log_softmax.default else powers / total, output)
 
 
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, behaviour=BACKWARD)
@@ -48,12 +48,8 @@ def softmax_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: d
         return absent(output, result)
     gy = move(gradient, Layout.of(_torch.spec_of(gradient)).placed(plan.operand.placements))
     if not plan.mesh_dims:
-        return _wrap(operator(gy, y, dim, input_dtype), result)
+        return wrap_dense(operator(gy, y, dim, input_dtype), result)
     gy, y = (tensor.to(wide(tensor.dtype)) for tensor in (gy, y))
     if operator is aten._log_softmax_backward_data.default:
-        return _wrap(gy - y.exp() * plan.combine(gy.sum(plan.dims, keepdim=True)), result)
-    return _wrap(y * (gy - plan.combine((gy * y).sum(plan.dims, keepdim=True))), result)
-
-
-def _wrap(local: torch.Tensor, layout: Layout) -> DTensor:
-    return _torch.wrap(local.to(layout.dtype).contiguous(memory_format=layout.memory_format), layout.spec)
+        return wrap_dense(gy - y.exp() * plan.combine(gy.sum(plan.dims, keepdim=True)), result)
+    return wrap_dense(y * (gy - plan.combine((gy * y).sum(plan.dims, keepdim=True))), result)

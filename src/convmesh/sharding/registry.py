@@ -29,6 +29,7 @@ _replaced: dict[Operator, Handler | None] = {}
 _library: torch.library.Library | None = None
 
 AnyHandler = TypeVar("AnyHandler", bound=Handler)
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., object])
 
 
 def rule(*operators: Operator, behaviour: Behaviour) -> Callable[[AnyHandler], AnyHandler]:
@@ -62,12 +63,10 @@ def _take_apart(operator: Operator, args: tuple[object, ...], kwargs: dict[str, 
 OF_DEVICES = tuple(f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1"))
 
 
-def composite(
-    name: str, keys: tuple[str, ...] = ("Autograd",)
-) -> Callable[[Callable[..., object]], Callable[..., object]]:
+def composite(name: str, keys: tuple[str, ...] = ("Autograd",)) -> Callable[[AnyFunction], AnyFunction]:
     """Declare of which other operators the differentiable operator `name` is made, above autograd."""
 
-    def declare(function: Callable[..., object]) -> Callable[..., object]:
+    def declare(function: AnyFunction) -> AnyFunction:
         _composites[name] = function, keys
         return function
 
