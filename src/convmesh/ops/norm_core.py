@@ -109,8 +109,8 @@ def all_absent(input: DTensor, layouts: Sequence[Layout], asked: Sequence[bool])
 
 
 def kernel_eps(eps: float, dtype: torch.dtype) -> float:
-    """What a kernel may add to the variance of a rank's own values, which can be zero: never nothing."""
-    return eps or torch.finfo(dtype).tiny
+    """What a kernel may add to the variance of a rank's own values, which can be zero: always something."""
+    return eps if eps > 0 else torch.finfo(dtype).tiny
 
 
 def variance(rstd: torch.Tensor, eps: float) -> torch.Tensor:
