@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import convmesh
-from tests.cases import place
+from tests.cases import _local_shape, place
 from tests.harness import assert_close
 
 At = tuple[Any, ...]  # placements by mesh dimension: a dimension, "R" or "P"
@@ -79,22 +79,11 @@ def compare(name: str, actual: Any, expected: torch.Tensor, scale: float | None 
     assert isinstance(actual, DTensor), f"{name} is {type(actual)}"
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, expected {expected.dtype}"
     try:
-        shape = local_shape(actual)
+        shape = _local_shape(actual)
         assert actual.to_local().shape == shape, f"local shape {actual.to_local().shape}, expected {shape}"
         assert_close(actual.detach().full_tensor(), expected.detach(), scale)
     except AssertionError as error:
         raise AssertionError(f"{name} at {actual.placements}: {error}") from None
-
-
-def local_shape(tensor: DTensor) -> torch.Size:
-    """What this rank's part should be, by torch.chunk."""
-    whole = torch.empty(tensor.shape, device="meta")
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            pieces = whole.chunk(tensor.device_mesh.size(mesh_dim), placement.dim)
-            here = tensor.device_mesh.get_local_rank(mesh_dim)
-            whole = pieces[here] if here < len(pieces) else whole.narrow(placement.dim, 0, 0)
-    return whole.shape
 
 
 def _leaf(tensor: torch.Tensor | None, needed: bool) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import convmesh
 from tests.cases import place
@@ -226,3 +226,35 @@ def refused(mesh: DeviceMesh) -> None:
 
 def test_bad_input_is_refused_on_all_ranks(pool: Pool) -> None:
     pool.run(refused, mesh=(2,))
+
+
+def outside(mesh: DeviceMesh) -> None:
+    """Two of the four ranks have no part in the mesh, and run the same program."""
+    small = DeviceMesh("cpu", [0, 1])
+    loss, _ = _reference()
+    with convmesh.enable():
+        x, w, b, target = (distribute_tensor(t, small, [Shard(0) if t.dim() > 1 else Replicate()]) for t in _operands())
+        tensors = [x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), target]
+        x = F.relu(F.batch_norm(tensors[0], None, None, w, b, True))
+        x = F.layer_norm(F.group_norm(x, 3, w, b), x.shape[2:])
+        actual = F.cross_entropy(x, target) + F.mse_loss(x, x.detach() * 2) + x.var((2, 3)).mean()
+        actual.backward()
+    assert actual.shape == loss.shape
+    assert all(t.grad is not None and t.grad.shape == t.shape for t in tensors[:3])
+
+
+def test_ranks_outside_of_the_mesh_go_along(pool: Pool) -> None:
+    pool.run(outside)
+
+
+def any_eps(mesh: DeviceMesh, eps: float) -> None:
+    x = numbers(4, 6, 8)
+    x[:, :, :2] = 1.0  # nothing varies on the first rank
+    with convmesh.enable():
+        placed = place(x, mesh, (2,))
+        for function in (lambda t: F.group_norm(t, 2, eps=eps), lambda t: F.layer_norm(t, (6, 8), eps=eps)):
+            compare("output", function(placed), function(x))
+
+
+def test_any_eps(pool: Pool) -> None:
+    pool.run_cases(any_eps, [1e-5, 0.0, -0.01], mesh=(4,))

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..sharding.cache import planned
-from ..sharding.dispatch import check_placed, move
+from ..sharding.dispatch import check_placed, move, move_beside
 from ..sharding.layout import Layout
 from ..sharding.registry import rule
 from .batch_norm import BACKWARD, plan_batch_norm
@@ -22,7 +22,6 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    gradient: Layout
     input: Layout
     weight: Layout | None
     statistics: Layout
@@ -33,7 +32,7 @@ class BackwardPlan:
 
 @planned
 def plan_backward(
-    training: bool, gradient: _torch.Spec, input: _torch.Spec, weight: _torch.Spec | None, *running: _torch.Spec | None
+    training: bool, input: _torch.Spec, weight: _torch.Spec | None, *running: _torch.Spec | None
 ) -> BackwardPlan:
     forward = plan_batch_norm("batch_norm_backward", training, input, weight, None, *running)
     x, w = forward.operands[:2]
@@ -41,7 +40,7 @@ def plan_backward(
     plain = forward.statistics.typed(x.dtype if weight is None else Layout.of(weight).dtype)
     parameter = plain if weight is None else Layout.of(weight)
     return BackwardPlan(
-        Layout.of(gradient).placed(x.placements), x, w, forward.statistics, forward.spread,
+        x, w, forward.statistics, forward.spread,
         parameter_gradient(parameter, x, plain, pending=not training), forward.present,
     )  # fmt: skip
 
@@ -53,11 +52,11 @@ def _backward(
     mean, rstd = saved
     names = ("grad_output", "input", "weight", "running_mean", "running_var", "save_mean", "save_invstd")
     check_placed("batch_norm_backward", tuple(zip(names, (gradient, input, weight, *running, *saved), strict=True)))
-    specs = (None if t is None else _torch.spec_of(t) for t in (gradient, input, weight, *running))
+    specs = (None if t is None else _torch.spec_of(t) for t in (input, weight, *running))
     plan = plan_backward(training, *specs)
     if not plan.present:
         return all_absent(input, (plan.input, plan.parameter[1], plan.parameter[1]), mask)
-    gy, x, w = move(gradient, plan.gradient), move(input, plan.input), move(weight, plan.weight)
+    gy, x, w = move_beside(gradient, plan.input), move(input, plan.input), move(weight, plan.weight)
     if training:
         mean, rstd = (move(t, plan.statistics) for t in (mean, rstd))
     else:

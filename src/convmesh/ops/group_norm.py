@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from .. import _torch
 from ..geometry import Interval
 from ..sharding.cache import planned
-from ..sharding.dispatch import check_placed, move
+from ..sharding.dispatch import check_placed, move, move_beside
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
@@ -185,7 +185,7 @@ def group_norm_backward(
     if not plan.present:
         return all_absent(input, (plan.output, *(wanted for _, wanted in plan.parameters)), mask)
     x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
-    gy = move(gradient, Layout.of(_torch.spec_of(gradient)).placed(plan.output.placements))
+    gy = move_beside(gradient, plan.output)
     m, r = (move(t, plan.statistics.typed(t.dtype)) for t in (mean, rstd))
     if not plan.spread.mesh_dims and x.numel():
         sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))

@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..comm import all_reduce
-from ..sharding.dispatch import check_placed, move
-from ..sharding.layout import Layout
+from ..sharding.dispatch import check_placed, move, move_beside
 from ..sharding.registry import Behaviour, rule
 from .layer_norm import LayerNormPlan, plan_layer_norm
 from .norm_core import all_absent, place_parameters
@@ -54,7 +53,7 @@ def rms_norm_backward(
     if not plan.present:
         return all_absent(input, (plan.output, plan.parameters[0][1]), mask)
     x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
-    gy = move(gradient, Layout.of(_torch.spec_of(gradient)).placed(plan.output.placements)).to(wide(input.dtype))
+    gy = move_beside(gradient, plan.output).to(wide(input.dtype))
     r = move(rstd, plan.statistics.typed(rstd.dtype))
     normal = x * r
     scaled = gy if w is None else gy * w

@@ -8,8 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..sharding.dispatch import check_placed, move
-from ..sharding.layout import Layout
+from ..sharding.dispatch import check_placed, move_beside
 from ..sharding.registry import Behaviour, made_of_others, rule
 from .reduce import local_extreme
 from .reduce_plan import absent, begin, wide, wrap_dense
@@ -46,7 +45,7 @@ def softmax_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: d
     result = plan.operand.typed(input_dtype).dense
     if y is None:
         return absent(output, result)
-    gy = move(gradient, Layout.of(_torch.spec_of(gradient)).placed(plan.operand.placements))
+    gy = move_beside(gradient, plan.operand)
     if not plan.mesh_dims:
         return wrap_dense(operator(gy, y, dim, input_dtype), result)
     gy, y = (tensor.to(wide(tensor.dtype)) for tensor in (gy, y))

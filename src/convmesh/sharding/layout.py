@@ -33,9 +33,18 @@ class Layout:
         return Layout(self.mesh, placements, self.shape, self.stride, self.dtype)
 
     def typed(self, dtype: torch.dtype) -> Layout:
-        return self if dtype == self.dtype else Layout(self.mesh, self.placements, self.shape, self.stride, dtype)
+        """Like this one, of another type."""
+        if dtype == self.dtype:
+            return self
+        if dtype not in self._typed:
+            self._typed[dtype] = Layout(self.mesh, self.placements, self.shape, self.stride, dtype)
+        return self._typed[dtype]
 
-    @property
+    @cached_property
+    def _typed(self) -> dict[torch.dtype, Layout]:
+        return {}
+
+    @cached_property
     def dense(self) -> Layout:
         """Like this one, in new memory without gaps."""
         stride = dense_stride(self.shape, self.memory_format)
