@@ -115,6 +115,8 @@ def trains(mesh: DeviceMesh, momentum: float | None) -> list[torch.Tensor]:
             expected = alone(x)
             actual = sharded(place(x, mesh, (0, 3)))
             compare("output", actual, expected)
+        with torch.inference_mode():  # statistics are also kept up where nothing is learnt
+            compare("inference", sharded(place(x, mesh, (2, 0))), alone(x))
         alone.eval()
         sharded.eval()
         compare("evaluation", sharded(place(x, mesh, (3, 0))), alone(x))

@@ -20,7 +20,8 @@ from .reduce_plan import absent, wide, wrap_dense
 
 aten = torch.ops.aten
 
-made_of_others(aten.batch_norm.default)
+# The module reads its count of batches as a number where it has no momentum.
+made_of_others(aten.batch_norm.default, aten.item.default, aten.is_nonzero.default)
 
 FORWARD = Behaviour("normalisation", "batch, channels, space", "training: all-reduce of 2 C numbers a rank")
 BACKWARD = Behaviour("normalisation", "batch, channels, space", "training: all-reduce of 2 C numbers")

@@ -46,7 +46,7 @@ def settled_sums(spec: _torch.Spec) -> Layout | None:
 
 @rule(aten.div.Scalar, aten.mul.Scalar, aten.neg.default, behaviour=BEHAVIOUR)
 def scale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, *number = args
+    input, *number = _torch.arguments(operator, args, kwargs)
     spec = _torch.spec_of(input)
     target = settled_sums(spec)
     local = _torch.local_of(input)
@@ -54,7 +54,8 @@ def scale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
         local, spec = _torch.redistribute(local, spec, target.spec), target.spec
     expanded: tuple[int, ...] = ()
     if _torch.in_backward():  # elsewhere someone may write into the result, which has to have its own memory
-        expanded = tuple(dim for dim, step in enumerate(local.stride()) if step == 0 and local.shape[dim] > 1)
+        whole = zip(local.stride(), local.shape, spec.shape, strict=False)
+        expanded = tuple(dim for dim, (step, here, size) in enumerate(whole) if step == 0 and here == size > 1)
     small = local
     for dim in expanded:
         small = small.narrow(dim, 0, 1)
