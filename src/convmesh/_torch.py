@@ -33,12 +33,14 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensorSpec, "is_default_device_order"),
     (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
     (collectives, "all_to_all_single"),
+    (collectives, "all_reduce"),
     (collectives, "AsyncCollectiveTensor"),
     (collectives, "_are_we_tracing"),
     (torch._subclasses.fake_tensor, "unset_fake_temporarily"),
     (torch.ops.aten._convolution_double_backward.default, "decompose"),
     (torch.library.Library, "_destroy"),
     (torch.compiler.config, "cache_key_tag"),
+    (torch._C, "_current_graph_task_id"),
 )
 
 
@@ -141,11 +143,22 @@ def tracing() -> bool:
     return bool(collectives._are_we_tracing())
 
 
+def in_backward() -> bool:
+    """Inside of a backward pass, where nothing writes into a gradient that was handed to it."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def all_to_all(
     buffer: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Start sending; the result is there after `wait`. A functional collective, so that compilers can trace it."""
     return collectives.all_to_all_single(buffer, list(receive_counts), list(send_counts), group)
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """Start reducing over a group; the result is there after `wait`. A functional collective, too."""
+    started: torch.Tensor = collectives.all_reduce(tensor, op, group)
+    return started
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,15 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
     return _torch.redistribute(local, _torch.spec_of(tensor), target.spec)
 
 
+def move_beside(tensor: DTensor, other: Layout) -> torch.Tensor:
+    """This rank's part of `tensor`, cut as another tensor of its shape is."""
+    local = _torch.local_of(tensor)
+    if tensor.placements == other.placements:
+        return local
+    spec = _torch.spec_of(tensor)
+    return _torch.redistribute(local, spec, Layout.of(spec).placed(other.placements).spec)
+
+
 def place(local: torch.Tensor | None, computed: Layout | None, wanted: Layout | None) -> DTensor | None:
     """The DTensor of a result that lies as `computed` says, moved to where it is `wanted`."""
     if local is None or computed is None or wanted is None:

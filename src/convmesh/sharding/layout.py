@@ -32,6 +32,24 @@ class Layout:
     def placed(self, placements: tuple[Placement, ...]) -> Layout:
         return Layout(self.mesh, placements, self.shape, self.stride, self.dtype)
 
+    def typed(self, dtype: torch.dtype) -> Layout:
+        """Like this one, of another type."""
+        if dtype == self.dtype:
+            return self
+        if dtype not in self._typed:
+            self._typed[dtype] = Layout(self.mesh, self.placements, self.shape, self.stride, dtype)
+        return self._typed[dtype]
+
+    @cached_property
+    def _typed(self) -> dict[torch.dtype, Layout]:
+        return {}
+
+    @cached_property
+    def dense(self) -> Layout:
+        """Like this one, in new memory without gaps."""
+        stride = dense_stride(self.shape, self.memory_format)
+        return Layout(self.mesh, self.placements, self.shape, stride, self.dtype)
+
     @cached_property
     def spec(self) -> _torch.Spec:
         return _torch.make_spec(self.mesh, self.placements, self.shape, self.stride, self.dtype)

@@ -24,11 +24,12 @@ class Behaviour:
 
 _rules: dict[Operator, Handler] = {}
 _behaviour: dict[Operator, Behaviour] = {}
-_composites: dict[str, Callable[..., object]] = {}
+_composites: dict[str, tuple[Callable[..., object], tuple[str, ...]]] = {}
 _replaced: dict[Operator, Handler | None] = {}
 _library: torch.library.Library | None = None
 
 AnyHandler = TypeVar("AnyHandler", bound=Handler)
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., object])
 
 
 def rule(*operators: Operator, behaviour: Behaviour) -> Callable[[AnyHandler], AnyHandler]:
@@ -58,11 +59,15 @@ def _take_apart(operator: Operator, args: tuple[object, ...], kwargs: dict[str, 
     return _torch.composite(operator, args, kwargs)
 
 
-def composite(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+# An operator that torch itself makes of others is only replaced where a device's own autograd key says so.
+OF_DEVICES = tuple(f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1"))
+
+
+def composite(name: str, keys: tuple[str, ...] = ("Autograd",)) -> Callable[[AnyFunction], AnyFunction]:
     """Declare of which other operators the differentiable operator `name` is made, above autograd."""
 
-    def declare(function: Callable[..., object]) -> Callable[..., object]:
-        _composites[name] = function
+    def declare(function: AnyFunction) -> AnyFunction:
+        _composites[name] = function, keys
         return function
 
     return declare
@@ -80,8 +85,9 @@ def install() -> None:
     _torch.check_version()
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, function in _composites.items():
-            library.impl(name, function, "Autograd")
+        for name, (function, keys) in _composites.items():
+            for key in keys:
+                library.impl(name, function, key)
     except Exception:
         library._destroy()
         raise

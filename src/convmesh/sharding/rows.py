@@ -22,6 +22,10 @@ class Row:
     outputs: tuple[Placement, ...]
 
 
+# A move along a mesh dimension of one rank sends nothing, and yet staying is better: other mesh dimensions may cut the
+# same dimension, and torch then moves along all of them.
+MOVING = 1e-6
+
 Assignment = tuple[Row, ...]
 """A row for every mesh dimension."""
 
@@ -108,5 +112,5 @@ def _moved(source: Placement, target: Placement, count: float, size: int) -> flo
         return inf  # nothing but a pending sum is one; a replicated operand is better used as it is
     others = (size - 1) / size
     if isinstance(source, Partial):
-        return count * others * (2 if isinstance(target, Replicate) else 1)
-    return count * others * (size if isinstance(target, Replicate) else 1)
+        return MOVING + count * others * (2 if isinstance(target, Replicate) else 1)
+    return MOVING + count * others * (size if isinstance(target, Replicate) else 1)

@@ -1,0 +1,35 @@
+"""Putting small results of all ranks together: sums, extremes, and each rank's own part side by side.
+
+Only what is left of a tensor after a local reduction comes here: numbers by channel, by row, or one.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _torch
+
+
+def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...], op: str = "sum") -> torch.Tensor:
+    """Reduce over the ranks along `mesh_dims`, with "sum", "max" or "min"; the same bits on all of them."""
+    for mesh_dim in mesh_dims:
+        if mesh.size(mesh_dim) > 1:
+            tensor = _torch.wait(_torch.all_reduce(tensor.contiguous(), op, mesh.get_group(mesh_dim)))
+    return tensor
+
+
+def side_by_side(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
+    """What each rank along `mesh_dims` has, stacked in the order of these ranks, the first mesh dimension outermost.
+
+    Every rank fills its own place among zeros, and the sum of all is exact. So it is one all-reduce of few numbers.
+    """
+    sizes = [mesh.size(mesh_dim) for mesh_dim in mesh_dims]
+    here = 0
+    for mesh_dim, size in zip(mesh_dims, sizes, strict=True):
+        here = here * size + mesh.get_local_rank(mesh_dim)
+    places = tensor.new_zeros([prod(sizes), *tensor.shape])
+    places[here] = tensor
+    return all_reduce(places, mesh, mesh_dims)

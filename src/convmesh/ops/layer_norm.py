@@ -1,0 +1,152 @@
+"""Layer norm over trailing dimensions, sharded ones included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from .. import _torch
+from ..sharding.cache import planned
+from ..sharding.dispatch import check_placed, move, move_beside
+from ..sharding.errors import refuse
+from ..sharding.layout import Layout
+from ..sharding.registry import Behaviour, made_of_others, rule
+from .norm_core import (
+    Named,
+    Spread,
+    all_absent,
+    arrange,
+    correct,
+    kernel_eps,
+    new,
+    parameter_gradient,
+    place_parameters,
+    rows,
+    variance,
+)  # fmt: skip
+from .reduce_plan import absent, wide, wrap_dense
+
+aten = torch.ops.aten
+
+made_of_others(aten.layer_norm.default, aten.rms_norm.default)
+
+TRAVELS = "nothing; all-reduce of 2 numbers a row and rank where normalised dimensions are cut"
+BEHAVIOUR = Behaviour("normalisation", "all dimensions", TRAVELS)
+
+
+@dataclass(frozen=True)
+class LayerNormPlan:
+    operands: tuple[Layout | None, ...]  # input, weight, bias
+    output: Layout
+    statistics: Layout
+    spread: Spread
+    outer: tuple[int, ...]  # the dimensions that are not normalised over, and those that are
+    inner: tuple[int, ...]
+    parameters: tuple[tuple[Layout, Layout], ...]  # where the gradients of weight and bias are, and where they go
+    present: bool
+
+
+@planned
+def plan_layer_norm(operator: str, normal_shape: tuple[int, ...], *specs: _torch.Spec | None) -> LayerNormPlan:
+    input, weight, bias = (None if spec is None else Layout.of(spec) for spec in specs)
+    assert input is not None
+    named: Named = (("input", input), ("weight", weight), ("bias", bias))
+    axis = len(input.shape) - len(normal_shape)
+    if axis < 0 or not normal_shape or input.shape[axis:] != normal_shape:
+        raise refuse(operator, f"the input's last sizes are not {normal_shape}", named, "give its trailing sizes")
+    for name, given in named[1:]:
+        if given is not None and given.shape != normal_shape:
+            raise refuse(operator, f"{name} has another shape than {normal_shape}", named, "give it that shape")
+    outer, inner = tuple(range(axis)), tuple(range(axis, len(input.shape)))
+    operands = arrange(operator, rows(outer, tuple((dim, dim - axis) for dim in inner), 2), named)
+    placed = operands[0]
+    assert placed is not None
+    by_row = tuple(p if isinstance(p, Shard) and p.dim < axis else Replicate() for p in placed.placements)
+    beside = tuple(
+        Shard(p.dim - axis) if isinstance(p, Shard) and p.dim >= axis else Replicate() for p in placed.placements
+    )
+    dtype = next((given.dtype for given in (weight, bias) if given is not None), input.dtype)
+    whole = new(input, normal_shape, beside, dtype)
+    return LayerNormPlan(
+        operands, placed.dense, new(input, (*input.shape[:axis], *[1] * len(inner)), by_row, wide(input.dtype)),
+        Spread.over(placed, inner), outer, inner,
+        tuple(parameter_gradient(given or whole, placed, whole, pending=True) for given in (weight, bias)),
+        input.mesh.get_coordinate() is not None,
+    )  # fmt: skip
+
+
+@rule(aten.native_layer_norm.default, behaviour=BEHAVIOUR)
+def layer_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    input, shape, weight, bias, eps = _torch.arguments(operator, args, kwargs)
+    tensors = (input, weight, bias)
+    check_placed("layer_norm", tuple(zip(("input", "weight", "bias"), tensors, strict=True)))
+    specs = (None if t is None else _torch.spec_of(t) for t in tensors)
+    plan = plan_layer_norm("layer_norm", tuple(int(size) for size in shape), *specs)
+    if not plan.present:
+        return tuple(absent(input, layout) for layout in (plan.output, plan.statistics, plan.statistics))
+    x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
+    if not plan.spread.mesh_dims:
+        y, mean, rstd = operator(x, list(shape), w, b, eps)
+    else:
+        y, mean, rstd = _normalise(plan, x, w, b, eps)
+    statistics = plan.statistics.typed(mean.dtype).spec
+    return wrap_dense(y, plan.output), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
+
+
+def _normalise(plan: LayerNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
+    """By what the rank has of its rows, and then by whole rows: one is an affine function of the other."""
+    x = x.to(plan.statistics.dtype)
+    own_eps = kernel_eps(eps, x.dtype)
+    if x.numel():
+        normal, mean, rstd = aten.native_layer_norm.default(x, [x.shape[d] for d in plan.inner], None, None, own_eps)
+        var = variance(rstd, own_eps)
+    else:
+        normal = x
+        mean = var = x.new_zeros([*x.shape[: len(plan.outer)], *[1] * len(plan.inner)])
+        rstd = torch.ones_like(mean)
+    common, common_var = plan.spread.merge(mean, var)
+    common_rstd = (common_var + eps).rsqrt()
+    y = correct(normal, (mean, rstd), (common, common_rstd))
+    y = y if w is None else y.mul_(w)
+    return (y if b is None else y.add_(b)), common, common_rstd
+
+
+@rule(aten.native_layer_norm_backward.default, behaviour=BEHAVIOUR)
+def layer_norm_backward(
+    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[DTensor | None, ...]:
+    gradient, input, shape, mean, rstd, weight, bias, mask = _torch.arguments(operator, args, kwargs)
+    names = ("grad_output", "input", "mean", "rstd", "weight", "bias")
+    check_placed("layer_norm_backward", tuple(zip(names, (gradient, input, mean, rstd, weight, bias), strict=True)))
+    tensors = (input, weight, bias)
+    specs = (None if t is None else _torch.spec_of(t) for t in tensors)
+    plan = plan_layer_norm("layer_norm_backward", tuple(int(size) for size in shape), *specs)
+    if not plan.present:
+        return all_absent(input, (plan.output, *(wanted for _, wanted in plan.parameters)), mask)
+    x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
+    gy = move_beside(gradient, plan.output)
+    m, r = (move(t, plan.statistics.typed(t.dtype)) for t in (mean, rstd))
+    if not plan.spread.mesh_dims and x.numel():
+        gx, *gradients = operator(gy, x, list(shape), m, r, w, b, mask)
+    else:
+        gx, *gradients = _gradients(plan, gy, x, m, r, w)
+    for_input = wrap_dense(gx, plan.output) if mask[0] else None
+    return for_input, *place_parameters(gradients, plan.parameters, mask[1:])
+
+
+def _gradients(
+    plan: LayerNormPlan, gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, w: Any
+) -> tuple[torch.Tensor, ...]:
+    normal = (x - mean).mul_(rstd)
+    gy = gy.to(normal.dtype)
+    scaled = gy if w is None else gy * w
+    products = scaled * normal
+    sums = plan.spread.add_up(scaled.sum(plan.inner, keepdim=True), products.sum(plan.inner, keepdim=True))
+    plain, with_normal = (t / plan.spread.count for t in sums)
+    for_weight = (gy * normal).sum(plan.outer) if plan.outer else gy * normal
+    for_bias = gy.sum(plan.outer) if plan.outer else gy
+    return (scaled - plain).sub_(normal.mul_(with_normal)).mul_(rstd), for_weight, for_bias

@@ -1,0 +1,123 @@
+"""What all normalisations share: moments of a rank's own values, merged over the ranks that cut what they are taken of.
+
+The merged moments cost one all-reduce of a few numbers, and then every rank normalises what it has. Backward is the
+same with the two sums that its formula needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from ..comm import all_reduce
+from ..sharding.dispatch import place
+from ..sharding.layout import Layout, dense_stride
+from ..sharding.rows import Assignment, Row, Wanted, choose, input_placements
+from .moments import merge
+from .reduce_plan import absent, counts, cutting
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Named = Sequence[tuple[str, Layout | None]]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over which ranks one set of moments is spread, and which share of its values each of them has."""
+
+    mesh: DeviceMesh
+    mesh_dims: tuple[int, ...]
+    shares: tuple[Any, ...]  # by rank: a number, or one for every set
+    count: int  # values of one set, on all ranks together
+
+    @staticmethod
+    def over(layout: Layout, dims: Sequence[int]) -> Spread:
+        mesh_dims = cutting(layout, dims)
+        found = counts(layout, dims, mesh_dims)
+        return Spread(layout.mesh, mesh_dims, tuple(n / max(1, sum(found)) for n in found), sum(found))
+
+    def merge(self, mean: torch.Tensor, var: torch.Tensor) -> Pair:
+        return merge(mean, var, self.shares, self.mesh, self.mesh_dims)
+
+    def add_up(self, one: torch.Tensor, other: torch.Tensor) -> Pair:
+        """Two sums over all ranks, in one all-reduce."""
+        if not self.mesh_dims:
+            return one, other
+        first, second = all_reduce(torch.stack([one, other]), self.mesh, self.mesh_dims)
+        return first, second
+
+
+@lru_cache(maxsize=256)
+def rows(kept: tuple[int, ...], scaled: tuple[tuple[int, int], ...], parameters: int) -> tuple[Row, ...]:
+    """(input, *parameters) -> (): along `kept` dimensions parameters are whole, along `scaled` ones cut like the input.
+
+    `scaled` are pairs of a dimension of the input and the parameters' dimension that goes with it.
+    """
+    whole = (Replicate(),) * parameters
+    return (
+        Row("replicated", (Replicate(), *whole), ()),
+        *[Row("kept", (Shard(dim), *whole), ()) for dim in kept],
+        *[Row("scaled", (Shard(dim), *[Shard(other)] * parameters), ()) for dim, other in scaled],
+    )
+
+
+def arrange(
+    operator: str, table: Sequence[Row], named: Named, fits: Callable[[Assignment], bool] = lambda assignment: True
+) -> tuple[Layout | None, ...]:
+    """Where the operands go, at least cost."""
+    chosen = choose(operator, table, named, fits=fits)
+    return tuple(t and t.placed(input_placements(chosen, number)) for number, (_, t) in enumerate(named))
+
+
+def parameter_gradient(parameter: Layout, input: Layout, placed: Layout, pending: bool) -> tuple[Layout, Layout]:
+    """Where the gradient of a parameter that was `placed` beside the `input` is, and where it goes.
+
+    `pending` if every rank has the sum over its own part of the input only.
+    """
+    sums = tuple(
+        Partial() if pending and isinstance(at, Shard) and not isinstance(beside, Shard) else beside
+        for at, beside in zip(input.placements, placed.placements, strict=True)
+    )
+    wanted = Wanted(parameter.placements, prod(parameter.shape))
+    return placed.placed(sums), placed.placed(tuple(wanted.becomes(*entry) for entry in enumerate(sums)))
+
+
+def new(like: Layout, shape: tuple[int, ...], placements: tuple[Placement, ...], dtype: torch.dtype) -> Layout:
+    return Layout(like.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), dtype)
+
+
+def place_parameters(
+    gradients: Sequence[torch.Tensor], places: Sequence[tuple[Layout, Layout]], asked: Sequence[bool]
+) -> tuple[DTensor | None, ...]:
+    """The gradients of the parameters that are asked for, in the parameters' type and where they go."""
+    return tuple(
+        place(gradient.to(computed.dtype), computed, wanted) if needed else None
+        for gradient, (computed, wanted), needed in zip(gradients, places, asked, strict=True)
+    )
+
+
+def all_absent(input: DTensor, layouts: Sequence[Layout], asked: Sequence[bool]) -> tuple[DTensor | None, ...]:
+    """The gradients that a rank outside of the mesh returns."""
+    return tuple(absent(input, layout) if needed else None for layout, needed in zip(layouts, asked, strict=True))
+
+
+def kernel_eps(eps: float, dtype: torch.dtype) -> float:
+    """What a kernel may add to the variance of a rank's own values, which can be zero: always something."""
+    return eps if eps > 0 else torch.finfo(dtype).tiny
+
+
+def variance(rstd: torch.Tensor, eps: float) -> torch.Tensor:
+    """What a kernel made its reciprocal deviation of: right to the rounding of its sum with `eps`, as it is used."""
+    return (rstd.pow(-2) - eps).clamp_(min=0)
+
+
+def correct(normal: torch.Tensor, own: Pair, common: Pair) -> torch.Tensor:
+    """In place: values normalised by the rank's own (mean, rstd) become values normalised by the common ones."""
+    return normal.mul_(common[1] / own[1]).add_((own[0] - common[0]) * common[1])

@@ -1,0 +1,138 @@
+"""Where the operand of a reduction has to be, which ranks hold parts of one result, and where that result lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from .. import _torch
+from ..comm import all_reduce
+from ..geometry import Interval
+from ..sharding.cache import planned
+from ..sharding.dispatch import check_placed, move
+from ..sharding.errors import refuse
+from ..sharding.layout import Layout, dense_stride, is_sum
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to add up in: half precision would lose what it adds."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction over `dims` of an operand that lies at `operand`; every rank reduces its part, then all of them."""
+
+    operand: Layout
+    dims: tuple[int, ...]
+    keepdim: bool
+    output: Layout
+    mesh_dims: tuple[int, ...]  # those that cut a reduced dimension: along them the results are put together
+    counts: tuple[int, ...]  # how many values of one result each rank along these has
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.operand.mesh
+
+    def combine(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return all_reduce(tensor, self.mesh, self.mesh_dims, op)
+
+    def wrap(self, result: torch.Tensor, dtype: torch.dtype | None = None) -> DTensor:
+        """The DTensor of a result that still has the reduced dimensions, of size 1."""
+        output = self.output if dtype is None else self.output.typed(dtype)
+        if not self.keepdim:
+            result = result.squeeze(self.dims)
+        return _torch.wrap(result.to(output.dtype).contiguous(), output.spec)
+
+
+@planned
+def plan_reduction(
+    operator: str, spec: _torch.Spec, dims: tuple[int, ...] | None, keepdim: bool, linear: bool
+) -> Reduction:
+    """`linear` reductions take a pending sum as it is; before all others it is added up."""
+    given = Layout.of(spec)
+    rank = len(given.shape)
+    if dims is not None and any(not -max(rank, 1) <= dim < max(rank, 1) for dim in dims):
+        raise refuse(operator, f"the input has no dimensions {dims}", [("input", given)], "give dimensions it has")
+    # No dimensions mean all of them, as torch has it.
+    reduced = tuple(sorted({dim % rank for dim in dims})) if dims and rank else tuple(range(rank))
+    operand = settled(given, linear)
+    mesh_dims = cutting(operand, reduced)
+    sizes = [1 if dim in reduced else size for dim, size in enumerate(given.shape)]
+    shape = tuple(sizes) if keepdim else tuple(size for dim, size in enumerate(sizes) if dim not in reduced)
+    placements = tuple(_reduced(placement, reduced, keepdim) for placement in operand.placements)
+    output = Layout(given.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), given.dtype)
+    return Reduction(operand, reduced, keepdim, output, mesh_dims, counts(operand, reduced, mesh_dims))
+
+
+def settled(given: Layout, linear: bool = False) -> Layout:
+    """Without pending results, but for a pending sum that a linear operator may take."""
+    return given.placed(
+        tuple(p if type(p) is Shard or (linear and is_sum(p)) else Replicate() for p in given.placements)
+    )
+
+
+def cutting(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
+    """The mesh dimensions over which any of the tensor's `dims` is cut into several parts."""
+    return tuple(sorted(m for dim in dims for m in layout.cuts.get(dim, ()) if layout.mesh.size(m) > 1))
+
+
+def counts(layout: Layout, dims: Sequence[int], mesh_dims: tuple[int, ...]) -> tuple[int, ...]:
+    """How many elements along `dims` each rank has, in the order of the ranks along `mesh_dims`."""
+    found = []
+    for place in product(*(range(layout.mesh.size(mesh_dim)) for mesh_dim in mesh_dims)):
+        at = dict(zip(mesh_dims, place, strict=True))
+        found.append(prod(len(part_at(layout, dim, at)) for dim in dims))
+    return tuple(found)
+
+
+def part_at(layout: Layout, dim: int, at: dict[int, int]) -> Interval:
+    """What the rank at these places along the mesh dimensions owns of `dim`."""
+    number = 0
+    for mesh_dim in layout.cuts.get(dim, ()):
+        number = number * layout.mesh.size(mesh_dim) + at.get(mesh_dim, 0)
+    return layout.shards(dim)[number]
+
+
+def _reduced(placement: Placement, dims: tuple[int, ...], keepdim: bool) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    if placement.dim in dims:
+        return Replicate()
+    return placement if keepdim else Shard(placement.dim - sum(dim < placement.dim for dim in dims))
+
+
+def begin(
+    operator: str, input: Any, dim: int | Sequence[int] | None, keepdim: bool, linear: bool = False
+) -> tuple[Reduction, torch.Tensor | None]:
+    """The plan of a reduction, and this rank's part of its operand: None on a rank outside of the mesh."""
+    check_placed(operator, (("input", input),))
+    dims = dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    plan = plan_reduction(operator, _torch.spec_of(input), dims, keepdim, linear)
+    if plan.mesh.get_coordinate() is None:
+        return plan, None
+    return plan, move(input, plan.operand)
+
+
+def absent(input: DTensor, layout: Layout) -> DTensor:
+    """What a rank outside of the mesh returns."""
+    return _torch.wrap(_torch.local_of(input).new_empty(0, dtype=layout.dtype), layout.spec)
+
+
+def wrap_dense(local: torch.Tensor, layout: Layout) -> DTensor:
+    """A result in the layout's type and memory format."""
+    return _torch.wrap(local.to(layout.dtype).contiguous(memory_format=layout.memory_format), layout.spec)

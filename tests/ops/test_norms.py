@@ -1,0 +1,93 @@
+"""Normalisations against one process: training, evaluation, running statistics, and every way to cut the input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.harness import Pool
+from tests.ops.agreement import Sample, agree
+
+Function = Callable[..., Any]
+
+
+def _evaluated(x: torch.Tensor, w: Any, b: Any, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(x, mean, var, w, b, False, 0.1, 1e-3)
+
+
+def _trained(x: torch.Tensor, w: Any, b: Any, mean: torch.Tensor, var: torch.Tensor) -> Any:
+    y = F.batch_norm(x, mean, var, w, b, True, 0.3)
+    return y, mean, var
+
+
+def _instances(x: torch.Tensor, w: Any, b: Any, mean: torch.Tensor, var: torch.Tensor) -> Any:
+    y = F.instance_norm(x, mean, var, w, b, True, 0.3)
+    return y, mean, var
+
+
+BY_CHANNEL: dict[str, Function] = {
+    "batch norm": lambda x, w, b, *_: F.batch_norm(x, None, None, w, b, True),
+    "batch norm without parameters": lambda x, w, b, *_: F.batch_norm(x, None, None, None, None, True),
+    "batch norm with statistics": _trained,
+    "batch norm in evaluation": _evaluated,
+    "instance norm": lambda x, w, b, *_: F.instance_norm(x, None, None, w, b),
+    "instance norm with statistics": _instances,
+    "instance norm in evaluation": lambda x, w, b, m, v: F.instance_norm(x, m, v, w, b, False),
+    "group norm": lambda x, w, b, *_: F.group_norm(x, 2, w, b),
+    "group norm of one": lambda x, w, b, *_: F.group_norm(x, 1, w, b),
+    "group norm of many": lambda x, w, b, *_: F.group_norm(x, 6, w, b),
+    "group norm without parameters": lambda x, w, b, *_: F.group_norm(x, 3),
+}
+BY_SHAPE: dict[str, Function] = {
+    "layer norm": lambda x, w, b: F.layer_norm(x, w.shape, w, b),
+    "layer norm of the last": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w[0], b[0]),
+    "layer norm without parameters": lambda x, w, b: F.layer_norm(x, x.shape[1:]),
+    "layer norm without bias": lambda x, w, b: F.layer_norm(x, w.shape, w),
+    "rms norm": lambda x, w, b: F.rms_norm(x, w.shape, w),
+    "rms norm without weight": lambda x, w, b: F.rms_norm(x, x.shape[1:]),
+}
+PLACES = {
+    (2,): [(0,), (1,), (2,), (3,), ("P",), ("R",)],
+    (4,): [(0,), (1,), (3,)],
+    (1, 2): [(0, 2), (3, 3), (1, 1)],
+    (2, 2): [(0, 2), (0, 1), (1, 3), (2, 3), (2, 2), (1, 1), ("P", 3), (3, "R")],
+}
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def by_channel(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...], bool]) -> None:
+    """Batch 5 and width 5 leave a rank of four without any, and 6 channels cut groups."""
+    name, at, shards_parameters = case
+    tensors = [numbers(5, 6, 4, 5), *(numbers(6, seed=seed) for seed in (1, 2, 3)), numbers(6, seed=4).square()]
+    channels = tuple(0 if shards_parameters and place == 1 else "R" for place in at)
+    sample = Sample(tensors, [at, *[channels] * 4], [True, True, True, False, False])
+    taken = agree(mesh, BY_CHANNEL[name], sample)
+    if len(at) == 1 and at != ("P",) and name != "instance norm with statistics":
+        assert taken.get("all_reduce", 0) <= 2, f"one all-reduce forward and one backward, not {taken}"
+
+
+def by_shape(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
+    name, at = case
+    tensors = [numbers(5, 6, 4, 5), numbers(4, 5, seed=1), numbers(4, 5, seed=2)]
+    agree(mesh, BY_SHAPE[name], Sample(tensors, [at, *[("R",) * len(at)] * 2], [True, True, True]))
+
+
+@pytest.mark.parametrize("mesh", PLACES)
+def test_norms_by_channel_agree_with_one_process(pool: Pool, mesh: tuple[int, ...]) -> None:
+    cases = [(name, at, bool(number % 2)) for name in BY_CHANNEL for number, at in enumerate(PLACES[mesh])]
+    pool.run_cases(by_channel, cases, mesh=mesh)
+
+
+@pytest.mark.parametrize("mesh", PLACES)
+def test_norms_by_shape_agree_with_one_process(pool: Pool, mesh: tuple[int, ...]) -> None:
+    # Where RMS norm is made of others, the square of a pending sum is torch's own to place.
+    cases = [(name, at) for name in BY_SHAPE for at in PLACES[mesh] if "P" not in at or "rms" not in name]
+    pool.run_cases(by_shape, cases, mesh=mesh)
