@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from .cache import planned
 from .errors import refuse
 from .layout import Layout
 
@@ -43,6 +44,17 @@ def layouts_of(operator: str, named: Sequence[tuple[str, _torch.Spec | None]]) -
             raise refuse(operator, f"{name} is cut in an order of mesh dimensions other than the mesh's", described,
                          f"redistribute {name} to plain Shard(dim) placements first")  # fmt: skip
     return layouts
+
+
+def check_placed(operator: str, named: Named) -> None:
+    """All are DTensors on one mesh, cut in its own order. A look-up, once the same layouts have been seen."""
+    _checked(operator, tuple(name for name, _ in named), *specs_of(operator, named))
+
+
+@planned
+def _checked(operator: str, names: tuple[str, ...], *specs: _torch.Spec | None) -> bool:
+    layouts_of(operator, list(zip(names, specs, strict=True)))
+    return True
 
 
 def move(tensor: DTensor | None, target: Layout | None) -> Any:
