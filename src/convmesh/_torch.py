@@ -14,8 +14,10 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 Operator = torch._ops.OpOverload
 Handler = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
@@ -30,6 +32,12 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensor, "_spec"),
     (DTensorSpec, "shard_order"),
     (DTensorSpec, "is_default_device_order"),
+    (DTensor._op_dispatcher, "unwrap_to_op_info"),
+    (DTensor._op_dispatcher, "_propagate_op_sharding_dispatch_slow_path"),
+    (DTensor._op_dispatcher, "_dispatch_get_local_results_slow_path"),
+    (DTensor._op_dispatcher, "wrap"),
+    (torch.utils._python_dispatch, "return_and_correct_aliasing"),
+    (torch._C, "_current_graph_task_id"),
     (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
     (collectives, "all_to_all_single"),
     (collectives, "AsyncCollectiveTensor"),
@@ -140,6 +148,28 @@ def all_to_all(
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """The result of a collective, once it is there."""
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
+
+
+def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What DTensor itself does for an operator whose rule leaves this call alone; a view stays a view."""
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(operator, args, kwargs)
+    found = dispatcher._propagate_op_sharding_dispatch_slow_path(operator, args, kwargs, info, try_cache=True)
+    if not isinstance(found, OutputSharding):
+        return found  # an operator that was taken apart
+    info.output_sharding = found
+    result = dispatcher.wrap(dispatcher._dispatch_get_local_results_slow_path(operator, args, info), found.output_spec)
+    return as_view(operator, args, kwargs, result) if operator._schema._is_view_op() else result
+
+
+def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Tell torch that a view operator's result shares its memory with the operand."""
+    return return_and_correct_aliasing(operator, args, kwargs, result)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: it makes plain tensors of zeros where a gradient is missing."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def composite(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -1,6 +1,9 @@
 """Integers only: intervals, windows, splits and halo plans. Nothing here knows torch, and nothing communicates."""
 
+from . import index_map as index_map
 from .convolution import Convolution as Convolution
+from .index_map import IndexMap as IndexMap
+from .index_map import Piece as Piece
 from .interval import Interval as Interval
 from .interval import hull as hull
 from .interval import shards as shards
