@@ -38,6 +38,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensor._op_dispatcher, "wrap"),
     (torch.utils._python_dispatch, "return_and_correct_aliasing"),
     (torch._C, "_current_graph_task_id"),
+    (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
     (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
     (collectives, "all_to_all_single"),
     (collectives, "AsyncCollectiveTensor"),
@@ -143,6 +144,16 @@ def all_to_all(
 ) -> torch.Tensor:
     """Start sending; the result is there after `wait`. A functional collective, so that compilers can trace it."""
     return collectives.all_to_all_single(buffer, list(receive_counts), list(send_counts), group)
+
+
+def autograd_keys(name: str) -> tuple[str, ...]:
+    """Where a function has to be registered to stand in for an operator above autograd, for all kinds of tensors.
+
+    What torch makes of other operators at once it prefers to anything that is registered for all backends alike.
+    """
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd"):
+        return ("Autograd",)
+    return tuple(f"Autograd{backend}" for backend in ("CPU", "CUDA", "XPU", "HPU", "MPS", "PrivateUse1", "Meta"))
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,5 +9,6 @@ from .held import Held as Held
 from .held import memory_format as memory_format
 from .line import Line as Line
 from .line import line as line
+from .recut import swap as swap
 from .traffic import Traffic as Traffic
 from .traffic import count_traffic as count_traffic

@@ -1,6 +1,9 @@
 """The operators, one family a file. Importing this package declares their rules."""
 
 from . import conv as conv
+from . import join as join
+from . import linear as linear
 from . import pad as pad
 from . import select as select
 from . import slicing as slicing
+from . import turn as turn

@@ -14,7 +14,7 @@ from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
-from ..sharding.registry import Behaviour, composite, made_of_others, rule
+from ..sharding.registry import Behaviour, composite, rule
 from .remap_plan import CopyPlan, Maps, copy, copy_plan
 
 aten = torch.ops.aten
@@ -22,8 +22,6 @@ Pads = tuple[int, ...]
 
 PAD = Behaviour("padding", "all dimensions, pending sums", "halo, where shard borders move")
 PAD_BACKWARD = Behaviour("padding", "all dimensions, pending sums", "gradient of the halo, where shard borders move")
-
-made_of_others(aten.pad.default)
 
 
 def _each(pads: Pads, dims: int) -> dict[int, tuple[int, int]]:
@@ -114,6 +112,8 @@ def _border_pad(spatial: int, kind: str, make: Callable[[int, int, int], IndexMa
         gy = move(gradient, plan.output)
         if plan.remap is not None:
             gx = plan.remap.adjoint(gy)
+        elif not gy.numel():
+            gx = gy.new_zeros(result.local_shape)
         else:
             gx = backward_operator(gy, gy.new_empty(result.local_shape), pads)
         return _torch.wrap(gx.contiguous(memory_format=result.memory_format), result.spec)
@@ -124,12 +124,22 @@ for _spatial in (1, 2, 3):
     _border_pad(_spatial, "replication", index_map.replication_pad)
 
 
-@composite("_pad_circular")
-def circular_pad(input: torch.Tensor, pads: list[int]) -> torch.Tensor:
-    """Joins the ends to the input. torch's own writes into views, which a dimension that is cut cannot have."""
-    if not isinstance(input, DTensor):
-        plain: torch.Tensor = _torch.composite(aten._pad_circular.default, (input, pads), {})
-        return plain
+@composite("pad")
+def pad(input: torch.Tensor, pads: list[int], mode: str = "constant", value: float | None = None) -> torch.Tensor:
+    """`F.pad`, of which torch makes one operator or another, but writes into views where the padding is circular."""
+    if mode == "circular" and isinstance(input, DTensor):
+        return _circular(input, pads)
+    result: torch.Tensor = _torch.composite(aten.pad.default, (input, pads, mode, value), {})
+    return result
+
+
+@rule(aten.pad.default, behaviour=PAD)
+def pad_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return pad(*_torch.arguments(operator, args, kwargs))
+
+
+def _circular(input: DTensor, pads: list[int]) -> torch.Tensor:
+    """Join the ends to the input."""
     if len(pads) % 2 or (len(pads) // 2 + 2 != input.dim() and len(pads) // 2 + 1 != input.dim()):
         raise refuse("pad (circular)", "the padding must be pairs for all spatial dimensions",
                      (("input", input), ("pad", pads)), "give pairs")  # fmt: skip
@@ -146,9 +156,3 @@ def circular_pad(input: torch.Tensor, pads: list[int]) -> torch.Tensor:
         ends += [kept.narrow(dim, 0, after)] if after > 0 else []
         result = torch.cat(ends, dim)
     return result
-
-
-@rule(aten._pad_circular.default, behaviour=PAD)
-def circular_pad_without_autograd(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In inference mode the operator comes here whole."""
-    return circular_pad(*_torch.arguments(operator, args, kwargs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -69,5 +70,10 @@ def copy(
         return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
     x = move(input, plan.source)
     value = fill if plan.fills else 0
-    y = plan.remap([x], value) if plan.remap is not None else stock(x, value)
+    if plan.remap is not None:
+        y = plan.remap([x], value)
+    elif not prod(plan.output.local_shape):
+        y = x.new_empty(plan.output.local_shape)  # torch refuses some empty tensors, and would do nothing for them
+    else:
+        y = stock(x, value)
     return _torch.wrap(y.contiguous(memory_format=plan.output.memory_format), plan.output.spec)

@@ -65,7 +65,8 @@ def part(input: DTensor, dim: int, start: int | None, stop: int | None, step: in
     """A new tensor with a slice of a sharded dimension."""
 
     def stock(local: torch.Tensor, fill: object) -> torch.Tensor:
-        return aten.slice.Tensor(local, dim, start, stop, step).clone()
+        result: torch.Tensor = aten.slice.Tensor(local, dim, start, stop, step).clone()
+        return result
 
     return copy("slice", input, slice_maps, (dim, start, stop, step), stock)
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
 
 from .. import _torch
+from ..comm import line, swap
 from .errors import refuse
 from .layout import Layout
 
@@ -42,7 +44,26 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
     local = _torch.local_of(tensor)
     if tensor.placements == target.placements:
         return local
-    return _torch.redistribute(local, _torch.spec_of(tensor), target.spec)
+    source = Layout.of(_torch.spec_of(tensor))
+    swapped = _swapped(source, target)
+    if swapped is None:
+        return _torch.redistribute(local, source.spec, target.spec)
+    mesh_dim, before, after = swapped
+    return swap(local, before, source.shape[before], after, line(source.mesh, (mesh_dim,)))
+
+
+def _swapped(source: Layout, target: Layout) -> tuple[int, int, int] | None:
+    """(mesh dimension, tensor dimension before, after) if that is all that changes, and nothing else cuts the two.
+
+    DTensor gathers for it where the backend is gloo.
+    """
+    changed = [m for m, pair in enumerate(zip(source.placements, target.placements, strict=True)) if pair[0] != pair[1]]
+    before, after = source.placements[changed[0]], target.placements[changed[0]]
+    if len(changed) > 1 or type(before) is not Shard or type(after) is not Shard:
+        return None
+    alone = len(source.cuts[before.dim]) == 1 and len(target.cuts[after.dim]) == 1
+    inside = source.mesh.get_coordinate() is not None
+    return (changed[0], before.dim, after.dim) if alone and inside else None
 
 
 def place(local: torch.Tensor | None, computed: Layout | None, wanted: Layout | None) -> DTensor | None:

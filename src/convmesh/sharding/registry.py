@@ -81,7 +81,8 @@ def install() -> None:
     library = torch.library.Library("aten", "IMPL")
     try:
         for name, function in _composites.items():
-            library.impl(name, function, "Autograd")
+            for key in _torch.autograd_keys(name):
+                library.impl(name, function, key)
     except Exception:
         library._destroy()
         raise
