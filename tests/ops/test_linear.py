@@ -50,14 +50,16 @@ def blocks(at: tuple[Any, ...], height: int = 5, width: int = 6) -> list[Sharded
     return [
         Sharded(convnext, (x, *weights)),
         Sharded(gate, (x, ((1, 4, 1, 1), whole), ((1,), whole))),
-        Sharded(squeeze_excite, (x, ((2, 4), whole), ((4, 2), whole))),
+        # What stock DTensor gathers there are N x C means, never the activation.
+        Sharded(squeeze_excite, (x, ((2, 4), whole), ((4, 2), whole)), gathers=True),
     ]
 
 
 def layers(at: tuple[Any, ...], weight: tuple[Any, ...], bias: tuple[Any, ...]) -> list[Sharded]:
+    whole = ("R",) * len(at)
     made = [Sharded(linear, ((shape, at), ((4, 6), weight), ((4,), bias)))
             for shape in ((3, 5, 6), (3, 5, 2, 6), (2, 3, 5, 2, 6))]  # fmt: skip
-    return [*made, Sharded(product, (((3, 5, 6), at), ((6, 4), weight)))]
+    return [*made, Sharded(product, (((3, 5, 6), at), ((6, 4), weight)), gathers=weight != whole)]
 
 
 @pytest.mark.parametrize(
@@ -75,9 +77,11 @@ def test_layers_of_any_rank(pool: Pool) -> None:
 
 
 def heads(at: tuple[Any, ...]) -> list[Sharded]:
+    """Where features are cut, the weight's gradient is gathered, because the weight is replicated."""
     whole = ("R",) * len(at)
-    return [Sharded(head, ((shape, at), ((4, 72), whole), ((4,), whole)))
-            for shape in ((3, 4, 3, 6), (2, 2, 6, 6), (3, 3, 4, 6))]  # fmt: skip
+    weights = ((4, 72), whole), ((4,), whole)
+    shapes = ((3, 4, 3, 6), (2, 2, 6, 6), (3, 3, 4, 6), (1, 4, 3, 6))
+    return [Sharded(head, ((s, at), *weights), gathers=1 in (*at, s[0]) or len(at) > 1) for s in shapes]
 
 
 @pytest.mark.parametrize(("mesh", "at"), [((2,), (3,)), ((2,), (2,)), ((2,), (0,)), ((2,), (1,)), ((2, 2), (2, 3))])

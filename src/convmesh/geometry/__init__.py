@@ -8,6 +8,7 @@ from .interval import Interval as Interval
 from .interval import hull as hull
 from .interval import shards as shards
 from .plan import HaloPlan as HaloPlan
+from .regroup import where_cut as where_cut
 from .split import Box as Box
 from .split import Split as Split
 from .split import slabs as slabs

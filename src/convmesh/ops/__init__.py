@@ -7,3 +7,4 @@ from . import pad as pad
 from . import select as select
 from . import slicing as slicing
 from . import turn as turn
+from . import view as view

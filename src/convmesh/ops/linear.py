@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
 
 from .. import _torch
 from ..sharding.registry import Behaviour, composite, rule
@@ -23,10 +24,15 @@ LINEAR = Behaviour("linear", "all dimensions before the last, features in and ou
 @composite("linear")
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """[... I] [O I] [O] -> [... O]"""
-    if not _is_pointwise(input, weight, bias):
-        return _as_torch_does(input, weight, bias)
-    if input.dim() == 3:
-        return linear(input.unsqueeze(1), weight, bias).squeeze(1)
+    if _is_pointwise(input, weight, bias):
+        return _pointwise(input, weight, bias)
+    result: torch.Tensor = _torch.composite(aten.linear.default, (input, weight, bias), {})
+    return result
+
+
+def _pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if input.dim() < 4:
+        return _pointwise(input.unsqueeze(1), weight, bias).squeeze(1)
     spatial = input.dim() - 2
     kernel = weight.view(*weight.shape, *[1] * spatial)
     channels_first = input.permute(0, input.dim() - 1, *range(1, input.dim() - 1))
@@ -37,12 +43,10 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def _is_pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     placed = all(tensor is None or isinstance(tensor, DTensor) for tensor in (input, weight, bias))
-    return placed and input.dim() in (3, 4, 5) and weight.dim() == 2 and input.dtype.is_floating_point
-
-
-def _as_torch_does(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    result: torch.Tensor = _torch.composite(aten.linear.default, (input, weight, bias), {})
-    return result
+    if not placed or weight.dim() != 2 or not input.dtype.is_floating_point:
+        return False
+    # Of a matrix DTensor gathers features that are cut; all else it does well itself.
+    return input.dim() in (3, 4, 5) or (input.dim() == 2 and Shard(1) in input.placements)  # type: ignore[attr-defined]
 
 
 @rule(aten.linear.default, behaviour=LINEAR)
@@ -54,7 +58,7 @@ def linear_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], k
 def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """A product with a matrix is a linear layer; any other is left to torch."""
     if isinstance(input, DTensor) and _is_pointwise(input, other, None):
-        return linear(input, other.t(), None)
+        return _pointwise(input, other.t(), None)
     result: torch.Tensor = _torch.composite(aten.matmul.default, (input, other), {})
     return result
 

@@ -45,25 +45,25 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
     if tensor.placements == target.placements:
         return local
     source = Layout.of(_torch.spec_of(tensor))
-    swapped = _swapped(source, target)
-    if swapped is None:
-        return _torch.redistribute(local, source.spec, target.spec)
-    mesh_dim, before, after = swapped
-    return swap(local, before, source.shape[before], after, line(source.mesh, (mesh_dim,)))
+    for mesh_dim in range(source.mesh.ndim):
+        if swaps(source, target, mesh_dim):
+            before, after = source.placements[mesh_dim].dim, target.placements[mesh_dim].dim  # type: ignore[attr-defined]
+            local = swap(local, before, source.shape[before], after, line(source.mesh, (mesh_dim,)))
+            changed = (*source.placements[:mesh_dim], target.placements[mesh_dim], *source.placements[mesh_dim + 1 :])
+            source = source.placed(changed)
+    return local if source.placements == target.placements else _torch.redistribute(local, source.spec, target.spec)
 
 
-def _swapped(source: Layout, target: Layout) -> tuple[int, int, int] | None:
-    """(mesh dimension, tensor dimension before, after) if that is all that changes, and nothing else cuts the two.
+def swaps(source: Layout, target: Layout, mesh_dim: int) -> bool:
+    """Whether another dimension is to be cut over this mesh dimension, and no other mesh dimension cuts the two.
 
     DTensor gathers for it where the backend is gloo.
     """
-    changed = [m for m, pair in enumerate(zip(source.placements, target.placements, strict=True)) if pair[0] != pair[1]]
-    before, after = source.placements[changed[0]], target.placements[changed[0]]
-    if len(changed) > 1 or type(before) is not Shard or type(after) is not Shard:
-        return None
-    alone = len(source.cuts[before.dim]) == 1 and len(target.cuts[after.dim]) == 1
-    inside = source.mesh.get_coordinate() is not None
-    return (changed[0], before.dim, after.dim) if alone and inside else None
+    before, after = source.placements[mesh_dim], target.placements[mesh_dim]
+    if type(before) is not Shard or type(after) is not Shard or before == after:
+        return False
+    alone = len(source.cuts[before.dim]) == 1 and after.dim not in source.cuts
+    return alone and source.mesh.get_coordinate() is not None
 
 
 def place(local: torch.Tensor | None, computed: Layout | None, wanted: Layout | None) -> DTensor | None:
