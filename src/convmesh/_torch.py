@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensor._op_dispatcher, "unwrap_to_op_info"),
     (DTensor._op_dispatcher, "_propagate_op_sharding_dispatch_slow_path"),
     (DTensor._op_dispatcher, "_dispatch_get_local_results_slow_path"),
+    (DTensor._op_dispatcher, "_dispatch_fast_path_python_tail"),
     (DTensor._op_dispatcher, "wrap"),
     (torch.utils._python_dispatch, "return_and_correct_aliasing"),
     (torch._C, "_current_graph_task_id"),
@@ -169,13 +171,36 @@ def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not isinstance(found, OutputSharding):
         return found  # an operator that was taken apart
     info.output_sharding = found
-    result = dispatcher.wrap(dispatcher._dispatch_get_local_results_slow_path(operator, args, info), found.output_spec)
+    results = dispatcher._dispatch_get_local_results_slow_path(operator, args, info)
+    if operator._schema.is_mutable:
+        return dispatcher._dispatch_fast_path_python_tail(
+            operator, args, kwargs, info.compute_mesh, found, results, True, True, False
+        )
+    result = dispatcher.wrap(results, found.output_spec)
     return as_view(operator, args, kwargs, result) if operator._schema._is_view_op() else result
 
 
 def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Tell torch that a view operator's result shares its memory with the operand."""
     return return_and_correct_aliasing(operator, args, kwargs, result)
+
+
+def shares_memory(view: DTensor, base: torch.Tensor) -> bool:
+    """Whether torch knows the one for a view of the other's memory, beyond what autograd believes."""
+    return bool(view.untyped_storage()._cdata == base.untyped_storage()._cdata)
+
+
+def view_rule(handler: Handler) -> Handler:
+    """A view operator's rule: in inference mode torch wants views of other tensors to be other tensors too."""
+
+    @wraps(handler)
+    def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_inference_mode_enabled() or args[0].is_inference():
+            return handler(operator, args, kwargs)
+        with torch.inference_mode(False):
+            return handler(operator, args, kwargs)
+
+    return run
 
 
 def in_backward() -> bool:

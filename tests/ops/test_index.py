@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 
-from tests.harness import Pool
+import convmesh
+from tests.cases import place
+from tests.harness import Pool, assert_close
 from tests.ops.against_dense import Sharded, check
 
 SHAPE = (2, 3, 5, 7)
@@ -110,3 +114,70 @@ def test_joining_tensors(pool: Pool, mesh: tuple[int, ...], pairs: list[Any]) ->
 def test_putting_one_index_back(pool: Pool) -> None:
     pool.run_cases(check, put_index((3,), (2,)) + put_index((3,), ("R",)) + put_index((1,), (1,)), mesh=(2,))
     pool.run_cases(check, put_index((3, 2), (0, 2)), mesh=(2, 2))
+
+
+def write(mesh: DeviceMesh, at: tuple[Any, ...]) -> None:
+    """Writing into parts reaches the whole, or is refused."""
+
+    def steps(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        x[:, :, 1:3, 2:6:2] = 0
+        x[..., 4] = values
+        x[:, 1, 3:, 1:] += 2
+        x.narrow(3, 5, 2).mul_(3)
+        x[0] = 7
+        return x
+
+    x, values = torch.arange(210, dtype=torch.float64).view(SHAPE), torch.ones(2, 3, 5, dtype=torch.float64)
+    expected = steps(x.clone(), values)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with convmesh.enable(), mode():
+            actual = steps(place(x, mesh, at), place(values, mesh, ("R",) * len(at)))
+            assert_close(actual.full_tensor(), expected)
+    with convmesh.enable(), pytest.raises(convmesh.ShardingError, match="copy of part"):
+        place(x, mesh, (3,) * len(at))[..., 1:3].transpose(0, 1).zero_()
+
+
+def test_writing_into_parts(pool: Pool) -> None:
+    pool.run_cases(write, [(3,), (2,), (0,), (1,)], mesh=(2,))
+    pool.run_cases(write, [(2, 3), (3, 3)], mesh=(2, 2))
+
+
+def infer(mesh: DeviceMesh, at: tuple[Any, ...]) -> None:
+    """In inference mode operators come whole, and views of other tensors are views."""
+
+    def steps(x: torch.Tensor) -> list[torch.Tensor]:
+        made = [x[..., 1:4], x[..., 2], *x.split(3, 3), *x.unbind(3), x.flatten(1), x.view(6, 35), x.flip(3)]
+        made += [F.pad(x, (1, 2, 3, 0), mode) for mode in ("constant", "reflect", "replicate", "circular")]
+        return [*made, *x.chunk(2, 2), F.linear(x, x[0, 0]), x @ x[0, 0].t(), torch.cat([x, x], 3)]
+
+    dense = torch.arange(210, dtype=torch.float64).view(SHAPE)
+    with convmesh.enable(), torch.inference_mode():
+        x = place(dense, mesh, at)
+        for actual, expected in zip(steps(x), steps(dense), strict=True):
+            assert_close(actual.full_tensor(), expected)
+
+
+def test_inference_mode(pool: Pool) -> None:
+    pool.run_cases(infer, [(3,), (2,), (0,)], mesh=(2,))
+
+
+def compiled(mesh: DeviceMesh, at: tuple[Any, ...]) -> None:
+    def steps(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = F.pad(x, (1, 2, 1, 1), "reflect")[..., 2:7].flip(3).roll(1, 2)
+        y = F.pad(torch.cat([y, y[..., 1:3]], 3), (1, 1, 1, 1), "circular")
+        return F.linear(y, w).flatten(1) + y[..., 4].sum()
+
+    dense = torch.arange(210, dtype=torch.float64).view(SHAPE).requires_grad_()
+    weight = torch.arange(27, dtype=torch.float64).view(3, 9)
+    expected = steps(dense, weight)
+    expected.sum().backward()
+    with convmesh.enable():
+        x = place(dense.detach(), mesh, at).requires_grad_()
+        actual = torch.compile(steps, fullgraph=True, backend="aot_eager")(x, place(weight, mesh, ("R",) * len(at)))
+        actual.sum().backward()
+        assert_close(actual.full_tensor(), expected)
+        assert_close(x.grad.full_tensor(), dense.grad)
+
+
+def test_compiled(pool: Pool) -> None:
+    pool.run_cases(compiled, [(3,), (2,)], mesh=(2,))

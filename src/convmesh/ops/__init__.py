@@ -4,6 +4,7 @@ from . import conv as conv
 from . import join as join
 from . import linear as linear
 from . import pad as pad
+from . import parts as parts
 from . import select as select
 from . import slicing as slicing
 from . import turn as turn

@@ -24,6 +24,7 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
+from .parts import part_of
 from .remap_plan import settled
 from .slicing import sharded, without
 
@@ -57,11 +58,12 @@ def plan_select(spec: _torch.Spec, dim: int, index: int) -> SelectPlan:
 
 
 @rule(aten.select.int, behaviour=Behaviour("indexing", "all other dimensions", "the one index, from its owner to all"))
+@_torch.view_rule
 def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, dim, index = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
     if not sharded(input, dim):
-        return _torch.stock(operator, args, kwargs)
+        return part_of(_torch.stock(operator, args, kwargs), input, None)
     check_placed("select", (("input", input),))
     plan = plan_select(_torch.spec_of(input), dim, int(index))
     _remember(input, dim)
@@ -74,7 +76,9 @@ def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     if plan.line is not None:
         (blocks,) = start([held], [Halo(0, plan.halo, wanted)], plan.line).finish()
         held = held.plus(blocks)
-    return _torch.wrap(held.read(wanted).squeeze(dim).clone(memory_format=torch.contiguous_format), plan.output.spec)
+    one = held.read(wanted).squeeze(dim).clone(memory_format=torch.contiguous_format)
+    result = _torch.wrap(one, plan.output.spec)
+    return part_of(result, input, lambda whole, part: aten.select_scatter.default(whole, part, dim, index))
 
 
 _cut_before: dict[tuple[DeviceMesh, tuple[int, ...], int], tuple[Placement, ...]] = {}

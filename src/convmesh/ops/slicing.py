@@ -20,6 +20,7 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
+from .parts import part_of
 from .remap_plan import Maps, copy, settled
 
 aten = torch.ops.aten
@@ -50,14 +51,15 @@ def slice_maps(layout: Layout, dim: int, start: int | None, stop: int | None, st
 
 
 @rule(aten.slice.Tensor, behaviour=SLICE)
+@_torch.view_rule
 def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, dim, start, stop, step = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
     if not sharded(input, dim):
-        return _torch.stock(operator, args, kwargs)
+        return part_of(_torch.stock(operator, args, kwargs), input, None)
     size = int(input.shape[dim])
     if step == 1 and bounds(size, start, stop, 1) == (size, 0):
-        return _torch.as_view(operator, args, kwargs, _alias(input))
+        return part_of(_torch.as_view(operator, args, kwargs, _alias(input)), input, None)
     return part(input, dim, start, stop, step)
 
 
@@ -68,7 +70,11 @@ def part(input: DTensor, dim: int, start: int | None, stop: int | None, step: in
         result: torch.Tensor = aten.slice.Tensor(local, dim, start, stop, step).clone()
         return result
 
-    return copy("slice", input, slice_maps, (dim, start, stop, step), stock)
+    result = copy("slice", input, slice_maps, (dim, start, stop, step), stock)
+    placed: DTensor = part_of(
+        result, input, lambda whole, part: aten.slice_scatter.default(whole, part, dim, start, stop, step)
+    )
+    return placed
 
 
 def _alias(input: DTensor) -> DTensor:
@@ -97,6 +103,7 @@ def slice_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dic
 
 
 @rule(aten.split.Tensor, aten.split_with_sizes.default, behaviour=SPLIT)
+@_torch.view_rule
 def split(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, sizes, dim = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
@@ -119,6 +126,7 @@ def _part_sizes(input: DTensor, sizes: int | Sequence[int], dim: int) -> list[in
 
 
 @rule(aten.unbind.int, behaviour=Behaviour("indexing", "all other dimensions", "all-to-all: another dimension is cut"))
+@_torch.view_rule
 def unbind(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """All of a dimension's indices at once are the whole tensor, so another dimension is cut instead."""
     input, dim = _torch.arguments(operator, args, kwargs)

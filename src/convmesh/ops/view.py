@@ -108,6 +108,7 @@ _came_from: dict[tuple[DeviceMesh, tuple[int, ...], tuple[int, ...], Placements]
 
 
 @rule(aten.view.default, aten._unsafe_view.default, behaviour=VIEW)
+@_torch.view_rule
 def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, wanted = _torch.arguments(operator, args, kwargs)
     if not any(type(p) is Shard for p in input.placements) or any(_strange(p) for p in input.placements):
