@@ -148,6 +148,20 @@ def all_to_all(
     return collectives.all_to_all_single(buffer, list(receive_counts), list(send_counts), group)
 
 
+def tie(result: torch.Tensor, *used: torch.Tensor | None) -> torch.Tensor:
+    """Make the compiler believe that `result` depends on all of these, on every rank.
+
+    It drops or delays a collective of which a rank uses nothing, and then the other ranks wait for the wrong one.
+    """
+    if not tracing():
+        return result
+    for tensor in used:
+        if tensor is not None and tensor is not result:
+            nothing = tensor.reshape(-1)[:0]
+            result = result | nothing.any() if result.dtype == torch.bool else result + nothing.sum().to(result.dtype)
+    return result
+
+
 def autograd_keys(name: str) -> tuple[str, ...]:
     """Where a function has to be registered to stand in for an operator above autograd, for all kinds of tensors.
 

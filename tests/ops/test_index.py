@@ -94,6 +94,45 @@ def put_index(at: tuple[Any, ...], other: tuple[Any, ...]) -> list[Sharded]:
     return [Sharded(select_scatter, ((SHAPE, at), ((2, 3, 5), other)), (3, index), True) for index in (0, -1)]
 
 
+def index_select(x: torch.Tensor, dim: int, indices: list[int]) -> torch.Tensor:
+    return x.index_select(dim, torch.tensor(indices))
+
+
+def test_indices_are_taken_by_their_owners(pool: Pool) -> None:
+    picks = [(3, [0, 6, 3, 3]), (2, [4, 1]), (0, [1])]
+
+    def cases(*places: tuple[Any, ...]) -> list[Sharded]:
+        return [Sharded(index_select, ((SHAPE, at),), pick) for at in places for pick in picks]
+
+    pool.run_cases(check, cases((3,), (2,), ("P",)), mesh=(2,))
+    pool.run_cases(check, cases((2, 3), (3, 3)), mesh=(2, 2))
+
+
+def unfold(x: torch.Tensor, *numbers: Any) -> torch.Tensor:
+    return F.unfold(x, *numbers)
+
+
+def fold(x: torch.Tensor, *numbers: Any) -> torch.Tensor:
+    return F.fold(x, *numbers)
+
+
+def columns(at: tuple[Any, ...], back: tuple[Any, ...]) -> list[Sharded]:
+    """(kernel, dilation, padding, stride) of windows on 7 x 6, and back."""
+    numbers = [((3, 2), 1, 1, 1), (2, 1, 0, 2), ((2, 3), (2, 1), (0, 2), (3, 1)), (1, 1, 0, 3)]
+    made = []
+    for kernel, dilation, padding, stride in numbers:
+        whole = F.unfold(torch.zeros(2, 4, 7, 6), kernel, dilation, padding, stride)
+        made.append(Sharded(unfold, (((2, 4, 7, 6), at),), (kernel, dilation, padding, stride)))
+        made.append(Sharded(fold, ((tuple(whole.shape), back),), ((7, 6), kernel, dilation, padding, stride)))
+    return [*made, Sharded(unfold, (((4, 7, 6), tuple(p - 1 if isinstance(p, int) and p else p for p in at)),), (2,))]
+
+
+def test_windows_as_columns(pool: Pool) -> None:
+    pool.run_cases(check, columns((2,), (2,)) + columns((3,), (1,)) + columns((1,), (0,)), mesh=(2,))
+    pool.run_cases(check, columns((2,), (2,)), mesh=(4,))
+    pool.run_cases(check, columns((0, 2), (0, 2)) + columns((2, 2), (2, 2)) + columns(("P", 2), (2, "P")), mesh=(2, 2))
+
+
 LAYOUTS: list[tuple[tuple[int, ...], list[Any], list[Any]]] = [
     ((2,), [(3,), (2,), (0,), ("P",)], [((3,), (3,)), ((3,), ("R",)), ((2,), (0,)), (("P",), (3,)), (("P",), ("P",))]),
     ((4,), [(3,), (2,)], [((3,), (3,)), ((3,), (2,))]),

@@ -87,3 +87,19 @@ def heads(at: tuple[Any, ...]) -> list[Sharded]:
 @pytest.mark.parametrize(("mesh", "at"), [((2,), (3,)), ((2,), (2,)), ((2,), (0,)), ((2,), (1,)), ((2, 2), (2, 3))])
 def test_heads_of_flattened_space(pool: Pool, mesh: tuple[int, ...], at: tuple[Any, ...]) -> None:
     pool.run_cases(check, heads(at), mesh=mesh)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def attentions(queries: tuple[Any, ...], keys: tuple[Any, ...]) -> list[Sharded]:
+    """Keys and values are gathered."""
+    tensors = (((2, 4, 7, 3), queries), ((2, 4, 5, 3), keys), ((2, 4, 5, 3), keys))
+    return [Sharded(attention, tensors, (causal,), gathers=True) for causal in (False, True)]
+
+
+def test_attention_over_sharded_tokens(pool: Pool) -> None:
+    pool.run_cases(check, attentions((2,), (2,)) + attentions((2,), ("R",)) + attentions((1,), (1,)), mesh=(2,))
+    placements = pool.run_cases(check, attentions((0, 2), (0, 2)) + attentions((1, 2), (1, 2)), mesh=(2, 2))
+    assert all(outputs[0][0].endswith("Shard(dim=2))") for outputs in placements), placements

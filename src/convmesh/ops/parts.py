@@ -26,7 +26,7 @@ PutBack = Callable[[DTensor, DTensor], DTensor]
 """The whole with the part in its place."""
 
 _WHOLE = "_convmesh_part_of"
-INPLACE = Behaviour("indexing", "all dimensions", "what changes its owner, where a part of a sharded dimension is written",
+INPLACE = Behaviour("indexing", "all dimensions", "a part of a sharded dimension, back to its owners",
                     "writing into other views of such a part")  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def write(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 @rule(aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, behaviour=INPLACE)
-def fill(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def fill(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of a pending sum, one rank has the value, and the others nothing to add."""
     target, *value = args
     _check(target)

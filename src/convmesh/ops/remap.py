@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 
+from .. import _torch
 from ..comm import Block, Halo, Held, Line, give_back, line, memory_format, start
 from ..geometry import Box, HaloPlan, IndexMap, Interval, Piece, shards
 from ..sharding.layout import Layout
@@ -67,7 +68,7 @@ class Remap:
 
     def __call__(self, sources: Sequence[torch.Tensor], fill: Fill = 0) -> torch.Tensor:
         """The output's part; always a new tensor."""
-        held = self._fetch(sources)
+        held, received = self._fetch(sources)
         model = sources[0]
         shape = list(model.shape)
         for axis in self.axes:
@@ -77,10 +78,11 @@ class Remap:
             result.fill_(fill)
         for pieces in product(*(axis.map.within(axis.out) for axis in self.axes)):
             self._write(result, pieces, held[pieces[0].source])
-        return result
+        return _torch.tie(result, *sources, *received)
 
-    def _fetch(self, sources: Sequence[torch.Tensor]) -> list[Held]:
-        """Along one dimension after the other, which brings the corners too."""
+    def _fetch(self, sources: Sequence[torch.Tensor]) -> tuple[list[Held], list[torch.Tensor | None]]:
+        """Along one dimension after the other, which brings the corners too; and all messages as they came."""
+        received: list[torch.Tensor | None] = []
         own: list[Box] = [
             tuple(axis.plans[number].owned[axis.rank] for axis in self.axes) for number in range(len(sources))
         ]
@@ -93,10 +95,11 @@ class Remap:
                 for source in range(len(sources))
                 for before in product(*(done.plans[source].needed[done.rank] for done in self.axes[:number]))
             ]
-            came = start([held[source] for source, _ in jobs], [halo for _, halo in jobs], axis.line).finish()
-            for (source, _), blocks in zip(jobs, came, strict=True):
+            pending = start([held[source] for source, _ in jobs], [halo for _, halo in jobs], axis.line)
+            for (source, _), blocks in zip(jobs, pending.finish(), strict=True):
                 held[source] = held[source].plus(blocks)
-        return held
+            received.append(pending.received)
+        return held, received
 
     def _write(self, result: torch.Tensor, pieces: Sequence[Piece], held: Held) -> None:
         data = held.read(tuple(piece.reads for piece in pieces))

@@ -72,12 +72,12 @@ def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     x = move(input, plan.source)
     own = plan.halo.owned[0 if plan.line is None else plan.line.rank]
     held = Held.own(x, (dim,), (own,))
-    wanted = plan.halo.needed[0]
+    wanted, received = plan.halo.needed[0], None
     if plan.line is not None:
-        (blocks,) = start([held], [Halo(0, plan.halo, wanted)], plan.line).finish()
-        held = held.plus(blocks)
+        pending = start([held], [Halo(0, plan.halo, wanted)], plan.line)
+        held, received = held.plus(pending.finish()[0]), pending.received
     one = held.read(wanted).squeeze(dim).clone(memory_format=torch.contiguous_format)
-    result = _torch.wrap(one, plan.output.spec)
+    result = _torch.wrap(_torch.tie(one, x, received), plan.output.spec)
     return part_of(result, input, lambda whole, part: aten.select_scatter.default(whole, part, dim, index))
 
 
@@ -134,4 +134,4 @@ def select_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: di
     own = result.own(dim)
     if index % shape[dim] in own:
         zeros.select(dim, index % shape[dim] - own.start).copy_(local)
-    return _torch.wrap(zeros, result.spec)
+    return _torch.wrap(_torch.tie(zeros, local), result.spec)

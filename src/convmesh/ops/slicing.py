@@ -19,7 +19,7 @@ from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
-from ..sharding.registry import Behaviour, rule
+from ..sharding.registry import Behaviour, made_of_others, rule
 from .parts import part_of
 from .remap_plan import Maps, copy, settled
 
@@ -27,6 +27,12 @@ aten = torch.ops.aten
 
 SLICE = Behaviour("indexing", "all dimensions, pending sums", "what changes its owner along the sliced dimension")
 
+
+# These come whole in inference mode only; DTensor would narrow every rank's own part.
+made_of_others(
+    aten.narrow.default, aten.narrow.Tensor, aten.chunk.default, aten.tensor_split.sections, aten.tensor_split.indices,
+    aten.split.sizes, aten.hsplit.int, aten.vsplit.int, aten.dsplit.int,
+)  # fmt: skip
 
 SPLIT = Behaviour("indexing", "all dimensions, pending sums", "what changes its owner, for each part")
 SLICE_BACKWARD = Behaviour("indexing", "all dimensions, pending sums", "what changes its owner along the dimension")
