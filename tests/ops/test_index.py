@@ -98,11 +98,15 @@ def index_select(x: torch.Tensor, dim: int, indices: list[int]) -> torch.Tensor:
     return x.index_select(dim, torch.tensor(indices))
 
 
+def index(x: torch.Tensor, dim: int, indices: list[int]) -> torch.Tensor:
+    return x[(slice(None),) * dim + (torch.tensor([-1, *indices]),)]
+
+
 def test_indices_are_taken_by_their_owners(pool: Pool) -> None:
     picks = [(3, [0, 6, 3, 3]), (2, [4, 1]), (0, [1])]
 
     def cases(*places: tuple[Any, ...]) -> list[Sharded]:
-        return [Sharded(index_select, ((SHAPE, at),), pick) for at in places for pick in picks]
+        return [Sharded(fn, ((SHAPE, at),), pick) for fn in (index_select, index) for at in places for pick in picks]
 
     pool.run_cases(check, cases((3,), (2,), ("P",)), mesh=(2,))
     pool.run_cases(check, cases((2, 3), (3, 3)), mesh=(2, 2))
