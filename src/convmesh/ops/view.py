@@ -68,8 +68,8 @@ def viewed(placements: Placements, layout: Layout, shape: tuple[int, ...]) -> Pl
 def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None) -> ViewPlan | None:
     """None where the tensor can be reshaped as it is; `back` is where the result should go, if it is known."""
     layout = Layout.of(spec)
-    if prod(layout.shape) != prod(shape):
-        return None  # torch complains
+    if prod(layout.shape) != prod(shape) or not prod(shape):
+        return None  # torch complains, or there is nothing to move
     given = tuple(settled(p) for p in layout.placements)
     as_it_is = viewed(given, layout, shape)
     if as_it_is is not None and (back is None or as_it_is == back):
