@@ -136,7 +136,7 @@ def check(mesh: DeviceMesh, case: Case) -> None:
         y = torch.convolution(x, w, b, *case.geometry)
         gradient = place(made["gradient"], mesh, case.gradient) if case.gradient else None
         if gradient is None:
-            gradient = place(made["gradient"], mesh, tuple(_letter(p) for p in y.placements))
+            gradient = place(made["gradient"], mesh, tuple(letter(p) for p in y.placements))
         y.backward(gradient)
     scales = _scales(case)
     _compare("output", y.detach(), expected["output"], scales["output"])
@@ -162,14 +162,14 @@ def _scales(case: Case) -> dict[str, float | None]:
 
 def _compare(name: str, actual: Any, expected: Any, scale: float | None) -> None:
     local, shape = actual.to_local(), actual.shape
-    assert local.shape == _local_shape(actual), f"{name}: local shape {local.shape} of {shape}, {actual.placements}"
+    assert local.shape == local_shape(actual), f"{name}: local shape {local.shape} of {shape}, {actual.placements}"
     try:
         assert_close(actual.full_tensor(), expected, scale)
     except AssertionError as error:
         raise AssertionError(f"{name}: {error}") from None
 
 
-def _local_shape(tensor: DTensor) -> torch.Size:
+def local_shape(tensor: DTensor) -> torch.Size:
     """What DTensor itself says this rank's part should be."""
     whole = torch.empty(tensor.shape, device="meta")
     for mesh_dim, placement in enumerate(tensor.placements):
@@ -191,5 +191,5 @@ def _check_placed(name: str, leaf: DTensor, case: Case) -> None:
         assert fits, f"{name} at {leaf.placements}, its gradient at {leaf.grad.placements}"
 
 
-def _letter(placement: Placement) -> Any:
+def letter(placement: Placement) -> Any:
     return placement.dim if isinstance(placement, Shard) else "P" if isinstance(placement, Partial) else "R"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 Operator = torch._ops.OpOverload
 Handler = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
@@ -31,6 +34,14 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensor, "_spec"),
     (DTensorSpec, "shard_order"),
     (DTensorSpec, "is_default_device_order"),
+    (DTensor._op_dispatcher, "unwrap_to_op_info"),
+    (DTensor._op_dispatcher, "_propagate_op_sharding_dispatch_slow_path"),
+    (DTensor._op_dispatcher, "_dispatch_get_local_results_slow_path"),
+    (DTensor._op_dispatcher, "_dispatch_fast_path_python_tail"),
+    (DTensor._op_dispatcher, "wrap"),
+    (torch.utils._python_dispatch, "return_and_correct_aliasing"),
+    (torch._C, "_current_graph_task_id"),
+    (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
     (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
     (collectives, "all_to_all_single"),
     (collectives, "all_reduce"),
@@ -143,11 +154,6 @@ def tracing() -> bool:
     return bool(collectives._are_we_tracing())
 
 
-def in_backward() -> bool:
-    """Inside of a backward pass, where nothing writes into a gradient that was handed to it."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def all_to_all(
     buffer: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
@@ -161,9 +167,78 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch
     return started
 
 
+def tie(result: torch.Tensor, *used: torch.Tensor | None) -> torch.Tensor:
+    """Make the compiler believe that `result` depends on all of these, on every rank.
+
+    It drops or delays a collective of which a rank uses nothing, and then the other ranks wait for the wrong one.
+    """
+    if not tracing():
+        return result
+    for tensor in used:
+        if tensor is not None and tensor is not result:
+            nothing = tensor.reshape(-1)[:0]
+            result = result | nothing.any() if result.dtype == torch.bool else result + nothing.sum().to(result.dtype)
+    return result
+
+
+def autograd_keys(name: str) -> tuple[str, ...]:
+    """Where a function has to be registered to stand in for an operator above autograd, for all kinds of tensors.
+
+    What torch makes of other operators at once it prefers to anything that is registered for all backends alike.
+    """
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd"):
+        return ("Autograd",)
+    return tuple(f"Autograd{backend}" for backend in ("CPU", "CUDA", "XPU", "HPU", "MPS", "PrivateUse1", "Meta"))
+
+
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """The result of a collective, once it is there."""
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
+
+
+def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What DTensor itself does for an operator whose rule leaves this call alone; a view stays a view."""
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(operator, args, kwargs)
+    found = dispatcher._propagate_op_sharding_dispatch_slow_path(operator, args, kwargs, info, try_cache=True)
+    if not isinstance(found, OutputSharding):
+        return found  # an operator that was taken apart
+    info.output_sharding = found
+    results = dispatcher._dispatch_get_local_results_slow_path(operator, args, info)
+    if operator._schema.is_mutable:
+        return dispatcher._dispatch_fast_path_python_tail(
+            operator, args, kwargs, info.compute_mesh, found, results, True, True, False
+        )
+    result = dispatcher.wrap(results, found.output_spec)
+    return as_view(operator, args, kwargs, result) if operator._schema._is_view_op() else result
+
+
+def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Tell torch that a view operator's result shares its memory with the operand."""
+    return return_and_correct_aliasing(operator, args, kwargs, result)
+
+
+def shares_memory(view: DTensor, base: torch.Tensor) -> bool:
+    """Whether torch knows the one for a view of the other's memory, beyond what autograd believes."""
+    return bool(view.untyped_storage()._cdata == base.untyped_storage()._cdata)
+
+
+def view_rule(handler: Handler) -> Handler:
+    """A view operator's rule: in inference mode torch wants views of other tensors to be other tensors too."""
+
+    @wraps(handler)
+    def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_inference_mode_enabled() or args[0].is_inference():
+            return handler(operator, args, kwargs)
+        with torch.inference_mode(False):
+            return handler(operator, args, kwargs)
+
+    return run
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: it makes plain zeros where a gradient is missing, and writes into no gradient."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def composite(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

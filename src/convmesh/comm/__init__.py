@@ -9,6 +9,7 @@ from .held import Held as Held
 from .held import memory_format as memory_format
 from .line import Line as Line
 from .line import line as line
+from .recut import swap as swap
 from .reduce import all_reduce as all_reduce
 from .reduce import side_by_side as side_by_side
 from .traffic import Traffic as Traffic

@@ -35,6 +35,11 @@ class Pending:
     def __init__(self, received: torch.Tensor | None, layout: Sequence[tuple[int, Box, torch.Size]], jobs: int):
         self._received, self._layout, self._jobs = received, layout, jobs
 
+    @property
+    def received(self) -> torch.Tensor | None:
+        """All that came in, for `_torch.tie`."""
+        return None if self._received is None else _torch.wait(self._received)
+
     def finish(self) -> list[list[Block]]:
         """For every tensor that was given to `start`, the blocks that came in for it."""
         blocks: list[list[Block]] = [[] for _ in range(self._jobs)]
@@ -93,7 +98,7 @@ def give_back(gradients: Held, dim: int, plan: HaloPlan, line: Line) -> torch.Te
     places = [total.narrow(dim, part.start - own.start, len(part)) for _, part in plan.sends(line.rank)]
     for place, part in zip(places, received.split([place.numel() for place in places]), strict=True):
         place.add_(part.view(place.shape))
-    return total
+    return _torch.tie(total, received, *(block.data for block in gradients.blocks))
 
 
 def _message(parts: Sequence[torch.Tensor], like: Sequence[Held]) -> torch.Tensor:

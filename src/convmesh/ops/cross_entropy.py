@@ -8,14 +8,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..sharding.registry import OF_DEVICES, composite, rule
+from ..sharding.registry import composite, rule
 from .loss import MEAN, NONE
 from .nll_loss import FORWARD
 
 aten = torch.ops.aten
 
 
-@composite("nll_loss_nd", OF_DEVICES)
+@composite("nll_loss_nd")
 def nll_loss_nd(
     input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = MEAN,
     ignore_index: int = -100,
@@ -35,7 +35,7 @@ def _likelihood(input: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Te
     return loss, weights
 
 
-@composite("cross_entropy_loss", OF_DEVICES)
+@composite("cross_entropy_loss")
 def cross_entropy(
     input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = MEAN,
     ignore_index: int = -100, label_smoothing: float = 0.0,

@@ -8,13 +8,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..sharding.registry import OF_DEVICES, composite, rule
+from ..sharding.registry import composite, rule
 from .group_norm import BEHAVIOUR
 
 aten = torch.ops.aten
 
 
-@composite("instance_norm", OF_DEVICES)
+@composite("instance_norm")
 def instance_norm(
     input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None, use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
 
 from .. import _torch
+from ..comm import line, swap
 from .cache import planned
 from .errors import refuse
 from .layout import Layout
@@ -67,7 +69,26 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
             raise refuse("DTensor", f"this rank's part has shape {tuple(local.shape)}, not {target.local_shape}",
                          [("tensor", tensor)], "cut it as torch.chunk does: that is what Shard means")  # fmt: skip
         return local
-    return _torch.redistribute(local, _torch.spec_of(tensor), target.spec)
+    source = Layout.of(_torch.spec_of(tensor))
+    for mesh_dim in range(source.mesh.ndim):
+        if swaps(source, target, mesh_dim):
+            before, after = source.placements[mesh_dim].dim, target.placements[mesh_dim].dim  # type: ignore[attr-defined]
+            local = swap(local, before, source.shape[before], after, line(source.mesh, (mesh_dim,)))
+            changed = (*source.placements[:mesh_dim], target.placements[mesh_dim], *source.placements[mesh_dim + 1 :])
+            source = source.placed(changed)
+    return local if source.placements == target.placements else _torch.redistribute(local, source.spec, target.spec)
+
+
+def swaps(source: Layout, target: Layout, mesh_dim: int) -> bool:
+    """Whether another dimension is to be cut over this mesh dimension, and no other mesh dimension cuts the two.
+
+    DTensor gathers for it where the backend is gloo.
+    """
+    before, after = source.placements[mesh_dim], target.placements[mesh_dim]
+    if type(before) is not Shard or type(after) is not Shard or before == after:
+        return False
+    alone = len(source.cuts[before.dim]) == 1 and after.dim not in source.cuts
+    return alone and source.mesh.get_coordinate() is not None
 
 
 def move_beside(tensor: DTensor, other: Layout) -> torch.Tensor:

@@ -24,7 +24,7 @@ class Behaviour:
 
 _rules: dict[Operator, Handler] = {}
 _behaviour: dict[Operator, Behaviour] = {}
-_composites: dict[str, tuple[Callable[..., object], tuple[str, ...]]] = {}
+_composites: dict[str, Callable[..., object]] = {}
 _replaced: dict[Operator, Handler | None] = {}
 _library: torch.library.Library | None = None
 
@@ -59,15 +59,11 @@ def _take_apart(operator: Operator, args: tuple[object, ...], kwargs: dict[str, 
     return _torch.composite(operator, args, kwargs)
 
 
-# An operator that torch itself makes of others is only replaced where a device's own autograd key says so.
-OF_DEVICES = tuple(f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1"))
-
-
-def composite(name: str, keys: tuple[str, ...] = ("Autograd",)) -> Callable[[AnyFunction], AnyFunction]:
+def composite(name: str) -> Callable[[AnyFunction], AnyFunction]:
     """Declare of which other operators the differentiable operator `name` is made, above autograd."""
 
     def declare(function: AnyFunction) -> AnyFunction:
-        _composites[name] = function, keys
+        _composites[name] = function
         return function
 
     return declare
@@ -85,8 +81,8 @@ def install() -> None:
     _torch.check_version()
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, (function, keys) in _composites.items():
-            for key in keys:
+        for name, function in _composites.items():
+            for key in _torch.autograd_keys(name):
                 library.impl(name, function, key)
     except Exception:
         library._destroy()

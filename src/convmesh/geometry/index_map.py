@@ -1,0 +1,141 @@
+"""Which input index each output index copies, piece by piece: padding, slicing, joining and turning a dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .interval import Interval
+from .plan import Parts
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Outputs `out_start + out_step * j` copy inputs `in_start + in_step * j` of one source, for `0 <= j < count`.
+
+    `out_step` is positive. `in_step` may be negative, and 0 where one input is repeated.
+    """
+
+    count: int
+    out_start: int
+    in_start: int
+    out_step: int = 1
+    in_step: int = 1
+    source: int = 0
+
+    def within(self, out: Interval) -> Piece:
+        """The part of the piece whose outputs lie in `out`."""
+        first = max(0, -(-(out.start - self.out_start) // self.out_step))
+        last = min(self.count, -(-(out.stop - self.out_start) // self.out_step))
+        return Piece(
+            max(0, last - first), self.out_start + self.out_step * first, self.in_start + self.in_step * first,
+            self.out_step, self.in_step, self.source,
+        )  # fmt: skip
+
+    @property
+    def reads(self) -> Interval:
+        """The inputs from the first to the last that it copies."""
+        if not self.count:
+            return Interval(0, 0)
+        end = self.in_start + self.in_step * (self.count - 1)
+        return Interval(min(self.in_start, end), max(self.in_start, end) + 1)
+
+
+@dataclass(frozen=True)
+class IndexMap:
+    """An output dimension of `size` indices. What no piece writes is filled; of pieces that overlap the last wins."""
+
+    size: int
+    pieces: tuple[Piece, ...]
+
+    def within(self, out: Interval) -> tuple[Piece, ...]:
+        cut = (piece.within(out) for piece in self.pieces)
+        return tuple(piece for piece in cut if piece.count)
+
+    def reads(self, out: Interval, source: int = 0) -> Parts:
+        """What `out` needs of a source: intervals in their order, which neither overlap nor touch."""
+        return _merged([piece.reads for piece in self.within(out) if piece.source == source])
+
+    @cached_property
+    def fills(self) -> bool:
+        """Whether some outputs may copy nothing."""
+        return sum(piece.count for piece in self.pieces) < self.size
+
+
+def _merged(intervals: Sequence[Interval]) -> Parts:
+    merged: list[Interval] = []
+    for interval in sorted(intervals, key=lambda interval: interval.start):
+        if merged and interval.start <= merged[-1].stop:
+            merged[-1] = Interval(merged[-1].start, max(merged[-1].stop, interval.stop))
+        else:
+            merged.append(interval)
+    return tuple(merged)
+
+
+def in_a_row(pieces: Sequence[tuple[int, int, int]], before: int = 0, after: int = 0) -> IndexMap:
+    """Pieces (count, in_start, in_step) one behind the other, with so many filled outputs before and after them."""
+    placed, start = [], before
+    for count, in_start, in_step in pieces:
+        placed.append(Piece(count, start, in_start, in_step=in_step))
+        start += count
+    return IndexMap(start + after, tuple(piece for piece in placed if piece.count))
+
+
+def constant_pad(size: int, before: int, after: int) -> IndexMap:
+    """Negative padding crops."""
+    kept = size + min(0, before) + min(0, after)
+    return in_a_row([(kept, max(0, -before), 1)], max(0, before), max(0, after))
+
+
+def reflection_pad(size: int, before: int, after: int) -> IndexMap:
+    kept, start = _kept(size, before, after)
+    return in_a_row([(max(0, before), before, -1), (kept, start, 1), (max(0, after), size - 2, -1)])
+
+
+def replication_pad(size: int, before: int, after: int) -> IndexMap:
+    kept, start = _kept(size, before, after)
+    return in_a_row([(max(0, before), 0, 0), (kept, start, 1), (max(0, after), size - 1, 0)])
+
+
+def _kept(size: int, before: int, after: int) -> tuple[int, int]:
+    """How much of the input is kept, and from where: negative padding crops."""
+    start = max(0, -before)
+    return max(0, size + min(0, before) + min(0, after)), start
+
+
+def strided(count: int, start: int, step: int) -> IndexMap:
+    """A slice."""
+    return in_a_row([(count, start, step)])
+
+
+def spread(size: int, count: int, start: int, step: int) -> IndexMap:
+    """What a slice takes away, put back where it was: the other outputs are filled."""
+    return IndexMap(size, (Piece(count, start, 0, out_step=step),) if count else ())
+
+
+def scattered(size: int, count: int, start: int, step: int) -> IndexMap:
+    """Source 0 with a slice of it replaced by source 1."""
+    over = (Piece(count, start, 0, out_step=step, source=1),) if count else ()
+    if step == 1:  # what is replaced need not be read
+        kept = (Piece(start, 0, 0), Piece(size - start - count, start + count, start + count))
+        return IndexMap(size, (*(piece for piece in kept if piece.count), *over))
+    return IndexMap(size, (Piece(size, 0, 0), *over))
+
+
+def flipped(size: int) -> IndexMap:
+    return in_a_row([(size, size - 1, -1)])
+
+
+def rolled(size: int, shift: int) -> IndexMap:
+    shift = shift % size if size else 0
+    return in_a_row([(shift, size - shift, 1), (size - shift, 0, 1)])
+
+
+def joined(sizes: Sequence[int]) -> IndexMap:
+    """Sources one behind the other."""
+    pieces, start = [], 0
+    for source, size in enumerate(sizes):
+        pieces.append(Piece(size, start, 0, source=source))
+        start += size
+    return IndexMap(start, tuple(piece for piece in pieces if piece.count))

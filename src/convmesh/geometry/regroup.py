@@ -1,0 +1,56 @@
+"""Reshaping: which dimensions of one shape become which of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from .interval import shards
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Dimensions that become these others, and have as many elements together."""
+
+    before: Dims
+    after: Dims
+
+
+def groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
+    """The smallest groups, in their order. Dimensions of size 1 join a neighbour where they have no partner."""
+    found, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        start_i, start_j = i, j
+        left = right = 1
+        if i < len(before):
+            left, i = before[i], i + 1
+        if j < len(after):
+            right, j = after[j], j + 1
+        while left != right:
+            if left < right:
+                left, i = left * before[i], i + 1
+            else:
+                right, j = right * after[j], j + 1
+        found.append(Group(tuple(range(start_i, i)), tuple(range(start_j, j))))
+    return found
+
+
+def where_cut(dim: int, before: Sequence[int], after: Sequence[int], mesh_sizes: tuple[int, ...]) -> int | None:
+    """The dimension of the new shape that is cut as `dim` is of the old one over the same ranks, if there is one."""
+    group = next(group for group in groups(before, after) if dim in group.before)
+    if len(group.before) == 1 and len(group.after) == 1:
+        return group.after[0]
+    # In the order of the elements only cuts of the outermost dimension are cuts into parts.
+    if prod(before[d] for d in group.before if d < dim) != 1:
+        return None
+    candidates = [d for d in group.after if prod(after[e] for e in group.after if e < d) == 1]
+    inner = prod(before[d] for d in group.before if d > dim)
+    for new in reversed(candidates):
+        new_inner = prod(after[d] for d in group.after if d > new)
+        old_parts, new_parts = shards(before[dim], mesh_sizes), shards(after[new], mesh_sizes)
+        if [len(part) * inner for part in old_parts] == [len(part) * new_inner for part in new_parts]:
+            return new
+    return None

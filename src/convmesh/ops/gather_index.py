@@ -1,0 +1,141 @@
+"""Indexing one dimension with a tensor of indices: `index_select` and the gradient that torch makes of it.
+
+Every rank takes what it owns of the indices, and has nothing to add for the others: along a cut dimension the result is
+a pending sum. No rank has to know the indices' values in advance, so this compiles, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from .. import _torch
+from ..geometry import Interval
+from ..sharding.cache import planned
+from ..sharding.dispatch import check_placed, move
+from ..sharding.errors import refuse
+from ..sharding.layout import Layout, dense_stride
+from ..sharding.registry import Behaviour, rule
+from ..sharding.rows import Row, choose, input_placements, output_placements
+from .remap_plan import settled
+
+aten = torch.ops.aten
+R, P = Replicate(), Partial()
+
+INDEX = Behaviour("indexing", "all dimensions, pending sums", "nothing: along the indexed dimension a pending sum")
+ADD = Behaviour("indexing", "all dimensions, pending sums", "operands that lie differently")
+
+
+def local_index(index: Any) -> torch.Tensor:
+    """A plain tensor of indices is a constant, the same on every rank."""
+    if not isinstance(index, DTensor):
+        return index  # type: ignore[no-any-return]
+    layout = Layout.of(_torch.spec_of(index))
+    return move(index, layout.placed((R,) * layout.mesh.ndim))  # type: ignore[no-any-return]
+
+
+def _owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the indices are in this rank's part (anything for those that are not), and which of them are."""
+    aten._assert_async.msg(((index >= 0) & (index < size)).all(), "index out of range")
+    mine = (index >= own.start) & (index < own.stop)
+    return (index - own.start).clamp(0, max(0, len(own) - 1)), mine
+
+
+@planned
+def plan_index(spec: _torch.Spec, dim: int, count: int) -> tuple[Layout, Layout]:
+    layout = Layout.of(spec)
+    source = layout.placed(tuple(settled(p) for p in layout.placements))
+    placements: tuple[Placement, ...] = tuple(P if p == Shard(dim) else p for p in source.placements)
+    shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :])
+    stride = dense_stride(shape, torch.contiguous_format)
+    return source, Layout(layout.mesh, placements, shape, stride, layout.dtype)
+
+
+@rule(aten.index_select.default, behaviour=INDEX)
+def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    input, dim, index = _torch.arguments(operator, args, kwargs)
+    check_placed("index_select", (("input", input),))
+    if input.dim() == 0 or index.dim() > 1:
+        raise refuse("index_select", "needs a list of indices and a dimension", (("input", input), ("index", index)),
+                     "give a 1-d index")  # fmt: skip
+    dim, at = dim % input.dim(), local_index(index).reshape(-1)
+    source, output = plan_index(_torch.spec_of(input), dim, at.shape[0])
+    x = move(input, source)
+    if source.mesh.get_coordinate() is None:
+        return _torch.wrap(x.new_empty(0), output.spec)
+    if dim not in source.cuts:
+        return _torch.wrap(aten.index_select.default(x, dim, at).contiguous(), output.spec)
+    places, mine = _owned(at, source.own(dim), source.shape[dim])
+    if not x.shape[dim]:
+        return _torch.wrap(x.new_zeros(output.local_shape), output.spec)
+    others = (~mine).view(-1, *[1] * (x.dim() - dim - 1))
+    return _torch.wrap(x.index_select(dim, places).masked_fill(others, 0), output.spec)
+
+
+@planned
+def plan_index_add(whole_spec: _torch.Spec, source_spec: _torch.Spec, dim: int) -> tuple[Layout, Layout, Layout]:
+    whole, source = Layout.of(whole_spec), Layout.of(source_spec)
+    rows = [Row("replicated", (R, R), (R,)), Row("pending sums", (P, P), (P,))]
+    # Along the dimension itself each rank adds to what it owns.
+    rows += [Row("sharded", (Shard(d), R if d == dim else Shard(d)), (Shard(d),)) for d in range(len(whole.shape))]
+    chosen = choose("index_add", rows, (("whole", whole), ("source", source)))
+    placed = whole.placed(input_placements(chosen, 0)), source.placed(input_placements(chosen, 1))
+    stride = dense_stride(whole.shape, torch.contiguous_format)
+    return *placed, Layout(whole.mesh, output_placements(chosen, 0), whole.shape, stride, whole.dtype)
+
+
+@rule(aten.index_add.default, behaviour=ADD)
+def index_add(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    whole, dim, index, source, alpha = _torch.arguments(operator, args, kwargs)
+    check_placed("index_add", (("whole", whole), ("source", source)))
+    dim, at = dim % max(1, whole.dim()), local_index(index).reshape(-1)
+    placed, given, output = plan_index_add(_torch.spec_of(whole), _torch.spec_of(source), dim)
+    x, values = move(whole, placed), move(source, given)
+    if output.mesh.get_coordinate() is None:
+        return _torch.wrap(x.new_empty(0), output.spec)
+    if dim in output.cuts:
+        at, mine = _owned(at, output.own(dim), output.shape[dim])
+        values = values.masked_fill((~mine).view(-1, *[1] * (x.dim() - dim - 1)), 0)
+    result = aten.index_add.default(x, dim, at, values, alpha=alpha) if x.numel() else x.clone()
+    return _torch.wrap(result.contiguous(), output.spec)
+
+
+def _only(indices: Any) -> tuple[int, torch.Tensor] | None:
+    """The one dimension that is indexed, and its list of indices; None for every other kind of indexing."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or given[0][1].dim() != 1 or given[0][1].dtype not in (torch.int64, torch.int32):
+        return None
+    return given[0]
+
+
+def _from_the_start(input: DTensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """Indices that count from the end, counted from the start."""
+    local = local_index(index)
+    return torch.where(local < 0, local + input.shape[dim], local)
+
+
+@rule(aten.index.Tensor, behaviour=INDEX)
+def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x[:, :, indices]`; indexing several dimensions, or with a mask, is left to DTensor."""
+    input, indices = _torch.arguments(operator, args, kwargs)
+    only = _only(indices)
+    if only is None or not isinstance(input, DTensor):
+        return _torch.stock(operator, args, kwargs)
+    dim, at = only
+    return index_select(aten.index_select.default, (input, dim, _from_the_start(input, dim, at)), {})
+
+
+@rule(aten.index_put.default, behaviour=ADD)
+def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient of `index` adds; all else is left to DTensor."""
+    whole, indices, values, adds = _torch.arguments(operator, args, kwargs)
+    only = _only(indices)
+    if only is None or not adds or not isinstance(whole, DTensor) or not isinstance(values, DTensor):
+        return _torch.stock(operator, args, kwargs)
+    dim, at = only
+    if tuple(values.shape) != (*whole.shape[:dim], at.shape[0], *whole.shape[dim + 1 :]):
+        return _torch.stock(operator, args, kwargs)
+    return index_add(aten.index_add.default, (whole, dim, _from_the_start(whole, dim, at), values), {})

@@ -1,0 +1,137 @@
+"""One index of a dimension: `select` and its gradient.
+
+The owner sends the index to the other ranks, so that the result is replicated along the mesh dimensions that cut the
+dimension. A pending sum would send nothing at first, but would be reduced by each of its users again, and loses
+what a sum cannot carry (bools, the sign of zero).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from .. import _torch
+from ..comm import Halo, Held, Line, line, start
+from ..geometry import HaloPlan, Interval, shards
+from ..sharding.cache import planned
+from ..sharding.dispatch import check_placed, move
+from ..sharding.errors import refuse
+from ..sharding.layout import Layout, dense_stride
+from ..sharding.registry import Behaviour, rule
+from .parts import part_of
+from .remap_plan import settled
+from .slicing import sharded, without
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class SelectPlan:
+    source: Layout
+    output: Layout
+    halo: HaloPlan
+    line: Line | None  # None where one rank has the whole dimension
+    here: bool
+
+
+@planned
+def plan_select(spec: _torch.Spec, dim: int, index: int) -> SelectPlan:
+    layout = Layout.of(spec)
+    size = layout.shape[dim]
+    if not -size <= index < size:
+        raise refuse("select", f"dimension {dim} has no index {index}", (("input", layout),), "give one that it has")
+    source = layout.placed(tuple(settled(p) for p in layout.placements))
+    whole = tuple(Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in source.placements)
+    mesh_dims = tuple(m for m in source.cuts.get(dim, ()) if source.mesh.size(m) > 1)
+    mesh_sizes = tuple(source.mesh.size(m) for m in mesh_dims)
+    one = Interval(index % size, index % size + 1)
+    halo = HaloPlan(size, shards(size, mesh_sizes), ((one,),) * prod(mesh_sizes))
+    here = source.mesh.get_coordinate() is not None
+    along = line(source.mesh, mesh_dims) if here and mesh_dims else None
+    return SelectPlan(source, without(source.placed(whole), dim), halo, along, here)
+
+
+@rule(aten.select.int, behaviour=Behaviour("indexing", "all other dimensions", "the one index, from its owner to all"))
+@_torch.view_rule
+def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, dim, index = _torch.arguments(operator, args, kwargs)
+    dim %= max(1, input.dim())
+    if not sharded(input, dim):
+        return part_of(_torch.stock(operator, args, kwargs), input, None)
+    check_placed("select", (("input", input),))
+    plan = plan_select(_torch.spec_of(input), dim, int(index))
+    _remember(input, dim)
+    if not plan.here:
+        return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
+    x = move(input, plan.source)
+    own = plan.halo.owned[0 if plan.line is None else plan.line.rank]
+    held = Held.own(x, (dim,), (own,))
+    wanted, received = plan.halo.needed[0], None
+    if plan.line is not None:
+        pending = start([held], [Halo(0, plan.halo, wanted)], plan.line)
+        held, received = held.plus(pending.finish()[0]), pending.received
+    one = held.read(wanted).squeeze(dim).clone(memory_format=torch.contiguous_format)
+    result = _torch.wrap(_torch.tie(one, x, received), plan.output.spec)
+    return part_of(result, input, lambda whole, part: aten.select_scatter.default(whole, part, dim, index))
+
+
+_cut_before: dict[tuple[DeviceMesh, tuple[int, ...], int], tuple[Placement, ...]] = {}
+
+
+def _remember(input: DTensor, dim: int) -> None:
+    """How an input was placed: its gradient's operator is told sizes only, and would make a replicated tensor.
+
+    Any placement is exact. This one spares memory, and moving the gradient to where the input is.
+    """
+    if len(_cut_before) > 4096:
+        _cut_before.clear()
+    _cut_before[input.device_mesh, tuple(int(size) for size in input.shape), dim] = input.placements
+
+
+@planned
+def plan_select_backward(
+    spec: _torch.Spec, shape: tuple[int, ...], dim: int, index: int, before: tuple[Placement, ...] | None
+) -> tuple[Layout, Layout]:
+    """Where the gradient has to be, and where the result lies."""
+    gradient = Layout.of(spec)
+    if gradient.shape != (*shape[:dim], *shape[dim + 1 :]) or not -shape[dim] <= index < shape[dim]:
+        raise refuse("select_backward", f"not the gradient of an index of a tensor of shape {shape}",
+                     (("grad_output", gradient),), "give a gradient of the selected shape")  # fmt: skip
+    source = tuple(settled(p) for p in gradient.placements)
+    placements = []
+    for mesh_dim, placement in enumerate(source):
+        if isinstance(placement, Shard):
+            placement = Shard(placement.dim + (placement.dim >= dim))
+        elif isinstance(placement, Replicate) and before is not None and before[mesh_dim] == Shard(dim):
+            placement = Shard(dim)
+        placements.append(placement)
+    stride = dense_stride(shape, torch.contiguous_format)
+    return gradient.placed(source), Layout(gradient.mesh, tuple(placements), shape, stride, gradient.dtype)
+
+
+SELECT_BACKWARD = Behaviour("indexing", "all dimensions, pending sums", "nothing")
+
+
+@rule(aten.select_backward.default, behaviour=SELECT_BACKWARD)
+def select_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Everyone has the gradient of the one index, and only its owner has something to write."""
+    gradient, sizes, dim, index = _torch.arguments(operator, args, kwargs)
+    check_placed("select_backward", (("grad_output", gradient),))
+    shape = tuple(int(size) for size in sizes)
+    dim, index = dim % len(shape), int(index)
+    before = _cut_before.get((gradient.device_mesh, shape, dim))
+    source, result = plan_select_backward(_torch.spec_of(gradient), shape, dim, index, before)
+    local = move(gradient, source)
+    if source.mesh.get_coordinate() is None:
+        return _torch.wrap(local.new_empty(0), result.spec)
+    zeros = local.new_zeros(result.local_shape)
+    own = result.own(dim)
+    if index % shape[dim] in own:
+        zeros.select(dim, index % shape[dim] - own.start).copy_(local)
+    return _torch.wrap(_torch.tie(zeros, local), result.spec)

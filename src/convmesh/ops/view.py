@@ -1,0 +1,141 @@
+"""Reshaping DTensors whose shards are not those of the new shape.
+
+A flattened dimension is cut into parts only where the outermost of its dimensions was. Where another one is cut, or
+the parts come out differently, the tensor is cut along another dimension first: everyone sends everyone a block.
+The gradient goes back to where the tensor was. What torch can do as a view stays one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from .. import _torch
+from ..geometry import where_cut
+from ..sharding.cache import planned
+from ..sharding.dispatch import check_placed, move
+from ..sharding.layout import Layout, dense_stride
+from ..sharding.registry import Behaviour, made_of_others, rule
+from .remap_plan import settled
+
+aten = torch.ops.aten
+
+VIEW = Behaviour(
+    "linear", "dimensions that keep their parts; others are exchanged for one that does",
+    "nothing, or an all-to-all; a gather where no dimension keeps its parts",
+)  # fmt: skip
+
+made_of_others(aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int)
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class ViewPlan:
+    source: Layout
+    output: Layout
+    wanted: Layout
+
+
+def whole_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """With the one -1 worked out; torch itself complains where it cannot be."""
+    known = prod(size for size in wanted if size != -1)
+    return tuple(prod(shape) // max(1, known) if size == -1 else size for size in wanted)
+
+
+def viewed(placements: Placements, layout: Layout, shape: tuple[int, ...]) -> Placements | None:
+    """Where a reshaped tensor lies if every rank reshapes its own part; None where that is not possible."""
+    placed = layout.placed(placements)
+    moved: dict[int, int] = {}
+    for dim, mesh_dims in placed.cuts.items():
+        new = where_cut(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in mesh_dims))
+        if new is None:
+            return None
+        moved[dim] = new
+    if len(set(moved.values())) < len(moved):
+        return None
+    return tuple(Shard(moved[p.dim]) if isinstance(p, Shard) else p for p in placements)
+
+
+@planned
+def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None) -> ViewPlan | None:
+    """None where the tensor can be reshaped as it is; `back` is where the result should go, if it is known."""
+    layout = Layout.of(spec)
+    if prod(layout.shape) != prod(shape) or not prod(shape):
+        return None  # torch complains, or there is nothing to move
+    given = tuple(settled(p) for p in layout.placements)
+    as_it_is = viewed(given, layout, shape)
+    if as_it_is is not None and (back is None or as_it_is == back):
+        return None
+    source = given if as_it_is is not None else _nearest(given, layout, shape)
+    placements = viewed(source, layout, shape)
+    assert placements is not None, "a replicated tensor can be reshaped"
+    output = Layout(layout.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
+    return ViewPlan(layout.placed(source), output, output if back is None else output.placed(back))
+
+
+def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> Placements:
+    """Cut other dimensions over the mesh dimensions that stand in the way, the outermost that fits: the batch, if it
+    is large enough, because after it everything is local. Replicate only where none fits."""
+    cheapest, best = None, given
+    for choice in product(*(_choices(p, layout) for p in given)):
+        if viewed(choice, layout, shape) is None:
+            continue
+        changes = [after for before, after in zip(given, choice, strict=True) if before != after]
+        cuts = layout.placed(choice).cuts
+        idle = sum(layout.shape[dim] < prod(layout.mesh.size(m) for m in mesh_dims) for dim, mesh_dims in cuts.items())
+        twice = sum(len(mesh_dims) > 1 for mesh_dims in cuts.values())
+        price = (sum(not isinstance(after, Shard) for after in changes), len(changes), idle, twice)
+        if cheapest is None or price < cheapest:
+            cheapest, best = price, choice
+    return best
+
+
+def _choices(placement: Placement, layout: Layout) -> list[Placement]:
+    if not isinstance(placement, Shard):
+        return [placement]
+    return [placement, *(Shard(dim) for dim in range(len(layout.shape)) if layout.shape[dim] > 1), Replicate()]
+
+
+_came_from: dict[tuple[DeviceMesh, tuple[int, ...], tuple[int, ...], Placements], Placements] = {}
+
+
+@rule(aten.view.default, aten._unsafe_view.default, behaviour=VIEW)
+@_torch.view_rule
+def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, wanted = _torch.arguments(operator, args, kwargs)
+    if not any(type(p) is Shard for p in input.placements) or any(_strange(p) for p in input.placements):
+        return _torch.stock(operator, args, kwargs)
+    before = tuple(int(size) for size in input.shape)
+    shape = whole_shape(before, tuple(int(size) for size in wanted))
+    back = _came_from.get((input.device_mesh, before, shape, input.placements)) if _torch.in_backward() else None
+    plan = plan_view(_torch.spec_of(input), shape, back)
+    if plan is None:
+        return _torch.stock(operator, args, kwargs)
+    check_placed("view", (("input", input),))
+    if not _torch.in_backward():
+        _remember(input, shape, plan)
+    local = move(input, plan.source)
+    if local.dim() == len(before):  # else the rank is outside of the mesh
+        local = local.reshape(plan.output.local_shape)
+    result = _torch.wrap(local, plan.output.spec)
+    return result if plan.wanted is plan.output else _torch.wrap(move(result, plan.wanted), plan.wanted.spec)
+
+
+def _strange(placement: Placement) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _remember(input: DTensor, shape: tuple[int, ...], plan: ViewPlan) -> None:
+    """Where the gradient should go: any placement of it is exact, and this one spares moving it again."""
+    if len(_came_from) > 4096:
+        _came_from.clear()
+    before = tuple(settled(placement) for placement in input.placements)
+    _came_from[input.device_mesh, shape, plan.source.shape, plan.output.placements] = before

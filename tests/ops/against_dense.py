@@ -1,0 +1,89 @@
+"""Any differentiable function on sharded tensors, forward and backward, against the same function in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.debug import CommDebugMode
+
+import convmesh
+from tests.cases import letter, local_shape, place
+from tests.harness import assert_close
+
+Placed = tuple[tuple[int, ...], tuple[Any, ...]]
+"""A tensor's shape, and for every mesh dimension where it lies: 'R', 'P' or a tensor dimension."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A module-level function of tensors (and constants), and where its tensors lie."""
+
+    function: Callable[..., Any]
+    tensors: tuple[Placed, ...]
+    constants: tuple[Any, ...] = ()
+    gathers: bool = False  # whether an all-gather is allowed
+
+
+def numbers(case: Sharded) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape, _ in case.tensors]
+
+
+def results(value: Any) -> list[torch.Tensor]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def backward(outputs: list[torch.Tensor]) -> None:
+    """Give every output a gradient of numbers of its own, the same in one process and in many."""
+    gradients = []
+    for number, output in enumerate(outputs):
+        gradient = torch.arange(output.numel(), dtype=torch.float64).add(number).sin().view(output.shape)
+        if isinstance(output, DTensor):
+            gradient = place(gradient, output.device_mesh, tuple(map(letter, output.placements)))
+        gradients.append(gradient)
+    torch.autograd.backward(outputs, gradients)
+
+
+def check(mesh: DeviceMesh, case: Sharded) -> tuple[str, ...]:
+    """Equal to one process; returns the outputs' placements."""
+    dense = [tensor.clone().requires_grad_() for tensor in numbers(case)]
+    expected = results(case.function(*dense, *case.constants))
+    backward(expected)
+    with convmesh.enable():
+        placed = [
+            place(tensor, mesh, at).requires_grad_()
+            for tensor, (_, at) in zip(numbers(case), case.tensors, strict=True)
+        ]
+        with CommDebugMode() as traffic:
+            actual = results(case.function(*placed, *case.constants))
+            backward(actual)
+        outputs = [tensor.detach() for tensor in actual]
+        gradients = [tensor.grad for tensor in placed]
+        counts = {str(operator): count for operator, count in traffic.get_comm_counts().items() if count}
+        gathered = sum(count for operator, count in counts.items() if "all_gather" in operator)
+        assert case.gathers or not gathered, f"gathers: {counts}"
+        assert len(actual) == len(expected)
+        for output, wanted in zip(outputs, expected, strict=True):
+            compare("output", output, wanted.detach())
+        for number, (gradient, leaf) in enumerate(zip(gradients, dense, strict=True)):
+            assert (gradient is None) == (leaf.grad is None)
+            if gradient is not None:
+                compare(f"gradient {number}", gradient, leaf.grad)
+    return tuple(str(output.placements) for output in actual)
+
+
+def compare(name: str, actual: Any, expected: Any) -> None:
+    local = actual.to_local()
+    wanted = local_shape(actual)
+    assert local.shape == wanted, f"{name}: local shape {local.shape}, not {wanted}: {actual.placements}"
+    try:
+        assert_close(
+            actual.full_tensor(), expected, 1.0 if any(isinstance(p, Partial) for p in actual.placements) else None
+        )
+    except AssertionError as error:
+        raise AssertionError(f"{name} at {actual.placements}: {error}") from None

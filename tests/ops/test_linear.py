@@ -1,0 +1,105 @@
+"""Linear layers inside convolutional networks, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.harness import Pool
+from tests.ops.against_dense import Sharded, check
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w, b)
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
+def convnext(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor,
+    w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The block, without its depthwise convolution."""
+    y = F.layer_norm(x.permute(0, 2, 3, 1), (x.shape[1],), scale, shift)
+    return x + F.linear(F.gelu(F.linear(y, w1, b1)), w2, b2).permute(0, 3, 1, 2)
+
+
+def squeeze_excite(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    squeezed = x.mean((2, 3))
+    gate = F.linear(F.relu(F.linear(squeezed, w1)), w2).sigmoid()
+    return x * gate[:, :, None, None]
+
+
+def gate(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return x * F.conv2d(x, w, b).sigmoid()
+
+
+def head(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.linear(x.flatten(1), w, b)
+
+
+def blocks(at: tuple[Any, ...], height: int = 5, width: int = 6) -> list[Sharded]:
+    whole = ("R",) * len(at)
+    x = ((3, 4, height, width), at)
+    weights = tuple((shape, whole) for shape in ((4,), (4,), (8, 4), (8,), (4, 8), (4,)))
+    return [
+        Sharded(convnext, (x, *weights)),
+        Sharded(gate, (x, ((1, 4, 1, 1), whole), ((1,), whole))),
+        # What stock DTensor gathers there are N x C means, never the activation.
+        Sharded(squeeze_excite, (x, ((2, 4), whole), ((4, 2), whole)), gathers=True),
+    ]
+
+
+def layers(at: tuple[Any, ...], weight: tuple[Any, ...], bias: tuple[Any, ...]) -> list[Sharded]:
+    whole = ("R",) * len(at)
+    made = [Sharded(linear, ((shape, at), ((4, 6), weight), ((4,), bias)))
+            for shape in ((3, 5, 6), (3, 5, 2, 6), (2, 3, 5, 2, 6))]  # fmt: skip
+    return [*made, Sharded(product, (((3, 5, 6), at), ((6, 4), weight)), gathers=weight != whole)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "at"),
+    [((2,), (2,)), ((2,), (3,)), ((2,), (0,)), ((4,), (2,)), ((2, 2), (2, 3)), ((2, 2), (0, 3)), ((2, 2), (3, 3))],
+)
+def test_blocks_stay_sharded(pool: Pool, mesh: tuple[int, ...], at: tuple[Any, ...]) -> None:
+    pool.run_cases(check, blocks(at), mesh=mesh)
+
+
+def test_layers_of_any_rank(pool: Pool) -> None:
+    places = [((1,), ("R",), ("R",)), ((0,), ("R",), ("R",)), (("P",), ("R",), ("R",)), (("R",), (0,), (0,))]
+    pool.run_cases(check, [case for place in places for case in layers(*place)], mesh=(2,))
+    pool.run_cases(check, layers((0, 1), ("R", "R"), ("R", "R")), mesh=(2, 2))
+
+
+def heads(at: tuple[Any, ...]) -> list[Sharded]:
+    """Where features are cut, the weight's gradient is gathered, because the weight is replicated."""
+    whole = ("R",) * len(at)
+    weights = ((4, 72), whole), ((4,), whole)
+    shapes = ((3, 4, 3, 6), (2, 2, 6, 6), (3, 3, 4, 6), (1, 4, 3, 6))
+    return [Sharded(head, ((s, at), *weights), gathers=1 in (*at, s[0]) or len(at) > 1) for s in shapes]
+
+
+@pytest.mark.parametrize(("mesh", "at"), [((2,), (3,)), ((2,), (2,)), ((2,), (0,)), ((2,), (1,)), ((2, 2), (2, 3))])
+def test_heads_of_flattened_space(pool: Pool, mesh: tuple[int, ...], at: tuple[Any, ...]) -> None:
+    pool.run_cases(check, heads(at), mesh=mesh)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def attentions(queries: tuple[Any, ...], keys: tuple[Any, ...]) -> list[Sharded]:
+    """Keys and values are gathered."""
+    tensors = (((2, 4, 7, 3), queries), ((2, 4, 5, 3), keys), ((2, 4, 5, 3), keys))
+    return [Sharded(attention, tensors, (causal,), gathers=True) for causal in (False, True)]
+
+
+def test_attention_over_sharded_tokens(pool: Pool) -> None:
+    pool.run_cases(check, attentions((2,), (2,)) + attentions((2,), ("R",)) + attentions((1,), (1,)), mesh=(2,))
+    placements = pool.run_cases(check, attentions((0, 2), (0, 2)) + attentions((1, 2), (1, 2)), mesh=(2, 2))
+    assert all(outputs[0][0].endswith("Shard(dim=2))") for outputs in placements), placements
