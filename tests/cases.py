@@ -136,7 +136,7 @@ def check(mesh: DeviceMesh, case: Case) -> None:
         y = torch.convolution(x, w, b, *case.geometry)
         gradient = place(made["gradient"], mesh, case.gradient) if case.gradient else None
         if gradient is None:
-            gradient = place(made["gradient"], mesh, tuple(_letter(p) for p in y.placements))
+            gradient = place(made["gradient"], mesh, places_of(y))
         y.backward(gradient)
     scales = _scales(case)
     _compare("output", y.detach(), expected["output"], scales["output"])
@@ -188,5 +188,6 @@ def _check_placed(name: str, leaf: DTensor, case: Case) -> None:
         assert fits or name == "bias", f"{name} at {leaf.placements}, its gradient at {leaf.grad.placements}"
 
 
-def _letter(placement: Placement) -> Any:
-    return placement.dim if isinstance(placement, Shard) else "P" if isinstance(placement, Partial) else "R"
+def places_of(tensor: DTensor) -> tuple[Any, ...]:
+    """Where a tensor is, in the words of `place`."""
+    return tuple(p.dim if isinstance(p, Shard) else "P" if isinstance(p, Partial) else "R" for p in tensor.placements)

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,11 +34,13 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensorSpec, "is_default_device_order"),
     (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
     (collectives, "all_to_all_single"),
+    (collectives, "all_reduce"),
     (collectives, "AsyncCollectiveTensor"),
     (collectives, "_are_we_tracing"),
     (torch.ops.aten._convolution_double_backward.default, "decompose"),
     (torch.library.Library, "_destroy"),
     (torch.compiler.config, "cache_key_tag"),
+    (torch._C, "_storage_Use_Count"),
 )
 
 
@@ -120,6 +124,18 @@ def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return tensor
 
 
+def relocate(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Let a DTensor hold the same values in another placement from now on, whoever refers to it."""
+    tensor._local_tensor, tensor._spec = local, spec
+
+
+def owns_storage(local: torch.Tensor) -> bool:
+    """No other tensor looks at the same memory."""
+    storage = local.untyped_storage()
+    # One reference is the tensor's, and one is `storage` here.
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)
+
+
 def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     moved: torch.Tensor = redistribute_local_tensor(local, source, target)
     return wait(moved)
@@ -135,6 +151,12 @@ def all_to_all(
 ) -> torch.Tensor:
     """Start sending; the result is there after `wait`. A functional collective, so that compilers can trace it."""
     return collectives.all_to_all_single(buffer, list(receive_counts), list(send_counts), group)
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """Start combining `tensor` over the group; the result is there after `wait`."""
+    started: torch.Tensor = collectives.all_reduce(tensor, op, group)
+    return started
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,3 +176,31 @@ def arguments(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, An
         return args
     rest = (kwargs.get(argument.name, argument.default_value) for argument in schema[len(args) :])
     return (*args, *rest)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the schema of an operator on lists of tensors says about its arguments, by position."""
+
+    names: tuple[str, ...]
+    lists: tuple[int, ...]
+    written: frozenset[int]
+    by_name: int  # the arguments from here on are passed by name
+
+
+@lru_cache(maxsize=1024)
+def signature(operator: Operator) -> Signature:
+    schema = operator._schema.arguments
+    return Signature(
+        tuple(argument.name for argument in schema),
+        tuple(number for number, argument in enumerate(schema) if str(argument.type) == "List[Tensor]"),
+        frozenset(number for number, argument in enumerate(schema) if argument.alias_info and argument.is_write),
+        next((number for number, argument in enumerate(schema) if argument.kwarg_only), len(schema)),
+    )
+
+
+def call(operator: Operator, values: Sequence[Any]) -> Any:
+    """Call with all arguments in the order of the schema."""
+    known = signature(operator)
+    named = dict(zip(known.names[known.by_name :], values[known.by_name :], strict=True))
+    return operator(*values[: known.by_name], **named)

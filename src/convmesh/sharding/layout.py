@@ -32,6 +32,9 @@ class Layout:
     def placed(self, placements: tuple[Placement, ...]) -> Layout:
         return Layout(self.mesh, placements, self.shape, self.stride, self.dtype)
 
+    def with_dtype(self, dtype: torch.dtype) -> Layout:
+        return Layout(self.mesh, self.placements, self.shape, self.stride, dtype)
+
     @cached_property
     def spec(self) -> _torch.Spec:
         return _torch.make_spec(self.mesh, self.placements, self.shape, self.stride, self.dtype)
