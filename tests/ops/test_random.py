@@ -48,15 +48,13 @@ def in_inference_mode(x: torch.Tensor) -> torch.Tensor:
     return x * 0 + y.clone()
 
 
-def drawn(
-    operator: str, x: torch.Tensor, mesh: DeviceMesh | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def drawn(operator: str, x: torch.Tensor, mesh: DeviceMesh | None = None) -> tuple[torch.Tensor, ...]:
     """The result, the gradient, and what is drawn next."""
     torch.manual_seed(5)
     x = x.detach().requires_grad_()
     y = OPERATORS[operator](x)
-    weight = torch.ones_like(y) if mesh is None else place(torch.ones(SHAPE, dtype=y.dtype), mesh, places_of(y))
-    y.backward(weight)
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(SHAPE)
+    y.backward(weight if mesh is None else place(weight, mesh, places_of(y)))
     assert x.grad is not None
     return y.detach(), x.grad, torch.rand(2)
 
@@ -67,10 +65,10 @@ def check(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
     y, gradient, after = drawn(operator, value)
     with convmesh.enable(), CommDebugMode() as communication:
         mine = drawn(operator, place(value, mesh, at), mesh)
-    if "softmax" not in operator:
-        assert not any("gather" in str(kind) for kind in communication.get_comm_counts()), (
-            communication.get_comm_counts()
-        )
+    # torch's own product of uneven shards with a smaller tensor, its softmax, and its sigmoid of a pending sum gather.
+    if not any(word in operator for word in ("softmax", "tensor", "2d", "feature")):
+        counts = communication.get_comm_counts()
+        assert not any("gather" in str(kind) for kind in counts), counts
     assert_close(mine[0].full_tensor(), y)
     assert_close(mine[1].full_tensor(), gradient)
     assert torch.equal(mine[2], after), "the generator is where it is on one device"

@@ -87,6 +87,16 @@ def like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     return _torch.wrap(_draw(layout, tensor, values.get("generator"), draw), layout.spec)
 
 
+@rule(aten.bernoulli.p, behaviour=DRAWN)
+def bernoulli_like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    tensor, p, generator = _torch.arguments(operator, args, kwargs)
+    check_placed(operator._schema.name, (("self", tensor),))
+    layout = _layout(_torch.spec_of(tensor), None)
+    return _torch.wrap(
+        _draw(layout, tensor, generator, lambda e, source: e.bernoulli_(p, generator=source)), layout.spec
+    )
+
+
 @rule(aten.bernoulli.default, aten.bernoulli_.Tensor, behaviour=DRAWN)
 def bernoulli(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Each element with a probability of its own, which a uniform number is compared with, as one CPU does it."""
@@ -166,7 +176,7 @@ def _beside(tensor: DTensor, layout: Layout) -> torch.Tensor:
 
 
 def _write(tensor: DTensor, drawn: torch.Tensor) -> DTensor:
-    """In place. A pending sum becomes a tensor that is none; where that cannot be, one rank has all, and others zeros."""
+    """In place. A pending sum becomes a tensor that is none; where that cannot be, one rank has all of it."""
     spec, layout, local = _torch.spec_of(tensor), _layout(_torch.spec_of(tensor), None), _torch.local_of(tensor)
     if spec.placements != layout.placements and not _torch.tracing() and _torch.owns_storage(local):
         _torch.relocate(tensor, drawn, layout.spec)
