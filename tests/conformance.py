@@ -22,12 +22,12 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 import convmesh
 from convmesh.sharding.registry import declared
 from tests.cases import place, places_of
+from tests.gathers import Gathers
 from tests.harness import Pool, RankError, assert_close
 
 RANKS = (2, 4)
@@ -140,22 +140,6 @@ def cases(family: str, most: int) -> Iterator[Case]:
             for number in range(0, len(samples), max(1, -(-len(samples) // most))):
                 dims = max((t.dim() for t in tree_flatten(samples[number].input)[0] if torch.is_tensor(t)), default=0)
                 yield from (Case(operator, info.variant_test_name, number, dim) for dim in range(dims))
-
-
-class Gathers(TorchDispatchMode):
-    """The number of elements of the largest tensor that an all-gather puts together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does itself is seen here afterwards
-        result = func(*args, **(kwargs or {}))
-        if "all_gather" in str(func):
-            self.largest = max([self.largest, *(t.numel() for t in tree_flatten(result)[0])])
-        return result
 
 
 def _outputs(fn: Any, sample: Any, change: Any, gradients: Any) -> tuple[list[Any], list[Any]]:

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_module
-from torch.distributed.tensor.debug import CommDebugMode
 
 import convmesh
 from tests.cases import place
+from tests.gathers import Gathers
 from tests.harness import Pool, assert_close
 
 
@@ -83,16 +83,15 @@ def train(network: Network, mesh: DeviceMesh | None, at: tuple[Any, ...]) -> tup
 
 def check(mesh: DeviceMesh, name: str, at: tuple[Any, ...]) -> None:
     expected_loss, expected = train(NETWORKS[name], None, at)
-    with convmesh.enable(), CommDebugMode() as communication:
+    with convmesh.enable(), Gathers() as gathers:
         loss, model = train(NETWORKS[name], mesh, at)
-    counts = {str(kind): count for kind, count in communication.get_comm_counts().items()}
     assert_close(loss.full_tensor(), expected_loss)
     for (key, actual), value in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
         try:
             assert_close(actual.full_tensor() if isinstance(actual, DTensor) else actual, value)
         except AssertionError as error:
             raise AssertionError(f"{key}: {error}") from None
-    assert not any("all_gather" in kind for kind in counts), counts
+    assert gathers.count == 0, f"{gathers.count} all-gathers, of up to {gathers.largest} elements"
 
 
 @pytest.mark.parametrize(("mesh", "at"), PLACES)
