@@ -247,6 +247,22 @@ def check_norms(mesh: DeviceMesh, order: float) -> None:
         assert_close(a.full_tensor(), e)
 
 
+def check_nan(mesh: DeviceMesh, order: float) -> None:
+    """Wherever it is, and although backends lose it in a comparison."""
+    for index in range(8):
+        value = torch.arange(8.0)
+        value[index] = float("nan")
+        with convmesh.enable():
+            (norm,), (largest,) = (reduce([place(value, mesh, (0,))]) for reduce in (
+                lambda some: torch._foreach_norm(some, order), torch._foreach_max))  # fmt: skip
+        assert norm.full_tensor().isnan()
+        assert largest.full_tensor().isnan()
+
+
+def test_norms_of_what_is_not_a_number(pool: Pool) -> None:
+    pool.run_cases(check_nan, [1.0, 2.0, float("inf"), -float("inf")], mesh=(4,))
+
+
 def test_norms_of_lists(pool: Pool) -> None:
     for mesh in ((4,), (2, 2)):
         pool.run_cases(check_norms, [0.0, 1.0, 2.0, 3.0, -1.0, float("inf"), -float("inf")], mesh=mesh)
