@@ -75,6 +75,12 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return _settled(spec)
 
 
+def eager_spec_of(tensor: DTensor) -> DTensorSpec:
+    """The same where nothing is traced, which takes longer to find out than a short rule may take."""
+    spec: DTensorSpec = tensor._spec
+    return spec
+
+
 def _cache_tag() -> str:
     return f"convmesh-rank-{dist.get_rank()}"
 
@@ -105,7 +111,11 @@ def _settled(spec: DTensorSpec) -> DTensorSpec:
 
 def plain_order(spec: DTensorSpec) -> bool:
     """A dimension that is cut over several mesh dimensions is cut over the first of them first."""
-    return DTensorSpec.is_default_device_order(spec.shard_order)
+    return plain(spec.shard_order)
+
+
+def plain(shard_order: Any) -> bool:
+    return DTensorSpec.is_default_device_order(shard_order)
 
 
 def make_spec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -30,14 +31,27 @@ class Lists:
         self._known = _torch.signature(operator)
         self._lists = [number for number in self._known.lists if self.values[number]]
         self._check_lengths()
-        # What is refused is refused before anything is sent.
-        self.targets = [self._target(index, reduce) for index in range(len(self._first))]
-        self._reduced = reduce_once(self._dtensors()) if reduce else {}
+        self._reduce = reduce
+        self._reduced: dict[int, DTensor] = {}
+        self._aligned = not _torch.tracing() and self._lie_alike()
+        if not self._aligned:
+            assert self.targets is not None  # what is refused is refused before anything is sent
+            self._reduced = reduce_once(self._dtensors()) if reduce else {}
+
+    @cached_property
+    def targets(self) -> list[Layout | None]:
+        """Where the tensors of each number are brought to."""
+        return [self._target(index) for index in range(len(self._first))]
 
     def local(self) -> list[Any]:
         """All arguments for the call of the stock operator on this rank's parts."""
         local = [self._whole(value) for value in self.values]
         for number in self._lists:
+            if self._aligned:
+                local[number] = [
+                    _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in self.values[number]
+                ]
+                continue
             local[number] = [
                 self._move(tensor, target) for tensor, target in zip(self.values[number], self.targets, strict=True)
             ]
@@ -46,7 +60,7 @@ class Lists:
     def write_back(self, local: Sequence[Any]) -> None:
         """Bring what the operator wrote to where the tensors are that it had to work on copies of."""
         for number in self._known.written:
-            if number not in self._lists:
+            if self._aligned or number not in self._lists:
                 continue
             for tensor, result, target in zip(self.values[number], local[number], self.targets, strict=True):
                 if isinstance(tensor, DTensor) and target is not None and result is not _torch.local_of(tensor):
@@ -57,12 +71,44 @@ class Lists:
     def wrap(self, results: Sequence[torch.Tensor], number: int = 0) -> list[torch.Tensor]:
         """The DTensors of a list of results, which belong to the list number `number` of the arguments."""
         given = self.values[self._known.lists[number]]
+        if self._aligned and all(local.dtype == tensor.dtype for local, tensor in zip(results, given, strict=False)):
+            return [
+                _torch.wrap(local, _torch.eager_spec_of(tensor)) if isinstance(tensor, DTensor) else local
+                for local, tensor in zip(results, given, strict=False)
+            ]
         return [
             _torch.wrap(local, _with_dtype(target, local.dtype).spec)
             if isinstance(tensor, DTensor) and target is not None
             else local
             for local, tensor, target in zip(results, given, self.targets, strict=False)
         ]
+
+    def _lie_alike(self) -> bool:
+        """Nearly always nothing has to be moved. This sees it fast: an optimizer has hundreds of tensors."""
+        if not self._lists or any(isinstance(value, DTensor) for value in self.values):
+            return False
+        first, *others = (self.values[number] for number in self._lists)
+        specs = []
+        for tensor in first:
+            if not isinstance(tensor, DTensor):
+                return False
+            spec = _torch.eager_spec_of(tensor)
+            if not _settled(spec.placements, spec.shard_order):
+                return False
+            specs.append(spec)
+        for tensors in others:
+            for tensor, spec in zip(tensors, specs, strict=True):
+                if not isinstance(tensor, DTensor):
+                    if tensor.dim():
+                        return False
+                    continue
+                its = _torch.eager_spec_of(tensor)
+                if its is not spec and not (
+                    its.placements == spec.placements and its.shape == spec.shape and its.mesh is spec.mesh
+                    and its.shard_order == spec.shard_order
+                ):  # fmt: skip
+                    return False
+        return True
 
     def _dtensors(self) -> list[DTensor]:
         given = [tensor for number in self._lists for tensor in self.values[number]]
@@ -79,7 +125,7 @@ class Lists:
         if len({length for _, length in lengths}) > 1:
             raise refuse(self.operator._schema.name, "the lists differ in length", lengths, "give lists of one length")
 
-    def _target(self, index: int, reduce: bool) -> Layout | None:
+    def _target(self, index: int) -> Layout | None:
         """Where the tensors number `index` are brought to; None if they are plain tensors, which stay what they are."""
         named = [(self._known.names[number], self.values[number][index]) for number in self._lists]
         tensors = [(name, tensor) for name, tensor in named if tensor.dim() > 0]
@@ -89,7 +135,7 @@ class Lists:
             return None
         check_placed(self.operator._schema.name, tensors)
         specs = (_torch.spec_of(tensor) for _, tensor in tensors)
-        if not reduce:
+        if not self._reduce:
             return Layout.of(next(specs))
         return _common(self.operator._schema.name, 0 in self._known.written, *specs)
 
@@ -112,6 +158,12 @@ class Lists:
         value = self._reduced.get(id(value), value)
         layout = Layout.of(_torch.spec_of(value))
         return move(value, layout.placed((Replicate(),) * layout.mesh.ndim))
+
+
+@lru_cache(maxsize=1024)
+def _settled(placements: tuple[Placement, ...], shard_order: object) -> bool:
+    """No pending sums, and nothing out of the ordinary."""
+    return all(type(placement) in (Replicate, Shard) for placement in placements) and _torch.plain(shard_order)
 
 
 @planned
