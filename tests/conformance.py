@@ -34,7 +34,7 @@ RANKS = (2, 4)
 # From best to worst; a case is as bad as its worst rank.
 VERDICTS = ("not dense either", "right", "gathered", "refused", "error", "wrong")
 BATCH = 30
-ALONE_SECONDS = 20.0
+BATCH_SECONDS, ALONE_SECONDS = 45.0, 15.0
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def run(pool: Pool, chosen: list[Case], ranks: int) -> Iterator[tuple[Case, str,
     for start in range(0, len(chosen), BATCH):
         batch = chosen[start : start + BATCH]
         try:
-            results = pool.run_cases(judge, batch, mesh=(ranks,))
+            results = pool.run_cases(judge, batch, mesh=(ranks,), timeout=BATCH_SECONDS)
         except RankError:
             results = []
             for case in batch:
