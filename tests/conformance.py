@@ -212,15 +212,22 @@ def _or_zeros(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(like) if tensor is None else tensor
 
 
+def load(mesh: DeviceMesh) -> None:
+    """New processes take their time to import all samples, which is not to count against a case."""
+    _operators()
+
+
 def run(pool: Pool, chosen: list[Case], ranks: int) -> Iterator[tuple[Case, str, str]]:
     """Judge the cases in batches, and one by one where the ranks of a batch do not come to an end together."""
     for start in range(0, len(chosen), BATCH):
         batch = chosen[start : start + BATCH]
+        pool.run(load, mesh=(ranks,))
         try:
             results = pool.run_cases(judge, batch, mesh=(ranks,), timeout=BATCH_SECONDS)
         except RankError:
             results = []
             for case in batch:
+                pool.run(load, mesh=(ranks,))
                 try:
                     results += pool.run_cases(judge, [case], mesh=(ranks,), timeout=ALONE_SECONDS)
                 except RankError as error:
