@@ -136,7 +136,7 @@ def check(mesh: DeviceMesh, case: Case) -> None:
         y = torch.convolution(x, w, b, *case.geometry)
         gradient = place(made["gradient"], mesh, case.gradient) if case.gradient else None
         if gradient is None:
-            gradient = place(made["gradient"], mesh, tuple(letter(p) for p in y.placements))
+            gradient = place(made["gradient"], mesh, places_of(y))
         y.backward(gradient)
     scales = _scales(case)
     _compare("output", y.detach(), expected["output"], scales["output"])
@@ -193,3 +193,8 @@ def _check_placed(name: str, leaf: DTensor, case: Case) -> None:
 
 def letter(placement: Placement) -> Any:
     return placement.dim if isinstance(placement, Shard) else "P" if isinstance(placement, Partial) else "R"
+
+
+def places_of(tensor: DTensor) -> tuple[Any, ...]:
+    """Where a tensor is, in the words of `place`."""
+    return tuple(letter(p) for p in tensor.placements)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from dataclasses import dataclass
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch.library.Library, "_destroy"),
     (torch.compiler.config, "cache_key_tag"),
     (torch._C, "_current_graph_task_id"),
+    (torch._C, "_storage_Use_Count"),
 )
 
 
@@ -87,6 +89,12 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return _settled(spec)
 
 
+def eager_spec_of(tensor: DTensor) -> DTensorSpec:
+    """The same where nothing is traced, which takes longer to find out than a short rule may take."""
+    spec: DTensorSpec = tensor._spec
+    return spec
+
+
 def _cache_tag() -> str:
     return f"convmesh-rank-{dist.get_rank()}"
 
@@ -118,7 +126,11 @@ def _settled(spec: DTensorSpec) -> DTensorSpec:
 def plain_order(spec: DTensorSpec) -> bool:
     """A dimension that is cut over several mesh dimensions is cut over the first of them first."""
     strided = any(isinstance(placement, _StridedShard) for placement in spec.placements)
-    return not strided and DTensorSpec.is_default_device_order(spec.shard_order)
+    return not strided and plain(spec.shard_order)
+
+
+def plain(shard_order: Any) -> bool:
+    return DTensorSpec.is_default_device_order(shard_order)
 
 
 def in_rank_order(mesh: DeviceMesh) -> bool:
@@ -142,6 +154,18 @@ def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor below autograd, where the public constructor would record itself."""
     tensor: DTensor = DTensor(local, spec, requires_grad=False)
     return tensor
+
+
+def relocate(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Let a DTensor hold the same values in another placement from now on, whoever refers to it."""
+    tensor._local_tensor, tensor._spec = local, spec
+
+
+def owns_storage(local: torch.Tensor) -> bool:
+    """No other tensor looks at the same memory."""
+    storage = local.untyped_storage()
+    # One reference is the tensor's, and one is `storage` here.
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)
 
 
 def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
@@ -253,3 +277,31 @@ def arguments(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, An
         return args
     rest = (kwargs.get(argument.name, argument.default_value) for argument in schema[len(args) :])
     return (*args, *rest)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the schema of an operator on lists of tensors says about its arguments, by position."""
+
+    names: tuple[str, ...]
+    lists: tuple[int, ...]
+    written: frozenset[int]
+    by_name: int  # the arguments from here on are passed by name
+
+
+@lru_cache(maxsize=1024)
+def signature(operator: Operator) -> Signature:
+    schema = operator._schema.arguments
+    return Signature(
+        tuple(argument.name for argument in schema),
+        tuple(number for number, argument in enumerate(schema) if str(argument.type) == "List[Tensor]"),
+        frozenset(number for number, argument in enumerate(schema) if argument.alias_info and argument.is_write),
+        next((number for number, argument in enumerate(schema) if argument.kwarg_only), len(schema)),
+    )
+
+
+def call(operator: Operator, values: Sequence[Any]) -> Any:
+    """Call with all arguments in the order of the schema."""
+    known = signature(operator)
+    named = dict(zip(known.names[known.by_name :], values[known.by_name :], strict=True))
+    return operator(*values[: known.by_name], **named)

@@ -15,8 +15,10 @@ from . import linear as linear
 from . import loss as loss
 from . import moments as moments
 from . import nll_loss as nll_loss
+from . import optim as optim
 from . import pad as pad
 from . import parts as parts
+from . import random as random
 from . import reduce as reduce
 from . import rms_norm as rms_norm
 from . import scale as scale

@@ -26,6 +26,8 @@ _rules: dict[Operator, Handler] = {}
 _behaviour: dict[Operator, Behaviour] = {}
 _composites: dict[str, Callable[..., object]] = {}
 _replaced: dict[Operator, Handler | None] = {}
+_switches: list[Callable[[], Callable[[], None]]] = []
+_undo: list[Callable[[], None]] = []
 _library: torch.library.Library | None = None
 
 AnyHandler = TypeVar("AnyHandler", bound=Handler)
@@ -69,6 +71,11 @@ def composite(name: str) -> Callable[[AnyFunction], AnyFunction]:
     return declare
 
 
+def while_installed(start: Callable[[], Callable[[], None]]) -> None:
+    """Declare something else that is in force as long as the rules are: `start` begins it and returns what ends it."""
+    _switches.append(start)
+
+
 def installed() -> bool:
     return _library is not None
 
@@ -90,6 +97,7 @@ def install() -> None:
     table = _torch.handlers()
     _replaced.update({operator: table.get(operator) for operator in _rules})
     table.update(_rules)
+    _undo.extend(start() for start in _switches)
     _library = library
 
 
@@ -100,6 +108,8 @@ def uninstall() -> None:
         return
     _library._destroy()
     _library = None
+    while _undo:
+        _undo.pop()()
     _torch.compile_for_any_rank()
     table = _torch.handlers()
     for operator, before in _replaced.items():

@@ -1,0 +1,7 @@
+"""`python -m convmesh` is `convmesh`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,91 @@
+"""The command line: `convmesh <command>`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from . import ops as ops  # declares the rules
+from .sharding.registry import Behaviour, declared
+
+HEADINGS = ("operator", "stays sharded", "what travels", "refused")
+INTRODUCTION = """\
+# Operators
+
+What each operator does on sharded tensors after `convmesh.enable()`, forward and backward. Made from the rules
+themselves by `convmesh operators --markdown`. Operators that are not listed here run as torch's DTensor runs them.
+"""
+
+Row = tuple[str, Behaviour]
+
+
+def operator_rows() -> list[Row]:
+    """(operators that behave alike, how), in the order of families and names."""
+    alike: dict[tuple[str, Behaviour], set[str]] = {}
+    for operator, behaviour in declared().items():
+        name = operator._schema.name.removeprefix("aten::")
+        alike.setdefault((name, behaviour), set()).add(operator._overloadname)
+    by_behaviour: dict[Behaviour, list[str]] = {}
+    for name, behaviour in sorted(alike, key=lambda entry: entry[0]):
+        by_behaviour.setdefault(behaviour, []).append(name)
+    rows = [(", ".join(dict.fromkeys(names)), behaviour) for behaviour, names in by_behaviour.items()]
+    return sorted(rows, key=lambda row: (row[1].family, row[0]))
+
+
+def families(rows: Iterable[Row]) -> Iterable[tuple[str, list[Row]]]:
+    for family, members in groupby(rows, key=lambda row: row[1].family):
+        yield family, list(members)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    names, behaviour = row
+    return names, behaviour.stays, behaviour.travels, behaviour.refused
+
+
+def markdown() -> str:
+    """The page docs/operators.md."""
+    lines = [INTRODUCTION]
+    for family, rows in families(operator_rows()):
+        lines += [f"## {family.capitalize()}", "", _line(HEADINGS), _line(["---"] * len(HEADINGS))]
+        for row in rows:
+            names, *rest = (cell.replace("|", "\\|") for cell in cells(row))
+            lines.append(_line([", ".join(f"`{name}`" for name in names.split(", ")), *rest]))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _line(entries: Sequence[str]) -> str:
+    return "| " + " | ".join(entries) + " |"
+
+
+def show_operators(options: argparse.Namespace) -> int:
+    if options.markdown:
+        print(markdown(), end="")
+        return 0
+    console = Console()
+    for family, rows in families(operator_rows()):
+        table = Table(*HEADINGS, title=family.capitalize(), title_justify="left", show_lines=True)
+        for row in rows:
+            table.add_row(*cells(row))
+        console.print(table)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every command is a subparser with its function as `run`."""
+    main_parser = argparse.ArgumentParser(prog="convmesh", description="Convolutional networks on a device mesh.")
+    commands = main_parser.add_subparsers(title="commands", required=True, metavar="command")
+    operators = commands.add_parser("operators", help="what each operator does on sharded tensors")
+    operators.add_argument("--markdown", action="store_true", help="as the page of the documentation")
+    operators.set_defaults(run=show_operators)
+    return main_parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    status: int = options.run(options)
+    return status
