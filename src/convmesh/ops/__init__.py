@@ -1,3 +1,4 @@
 """The operators, one family a file. Importing this package declares their rules."""
 
 from . import conv as conv
+from . import pool as pool

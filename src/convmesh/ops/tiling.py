@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -80,10 +81,19 @@ class Tiling:
         return list(zip(self.splits, self.lines, strict=True))
 
 
+class Tiles(Protocol):
+    """What an exchange has to know of a tiled operator: which dimensions are split, and over which ranks."""
+
+    @property
+    def dims(self) -> tuple[int, ...]: ...
+    @property
+    def lines(self) -> tuple[Line, ...]: ...
+
+
 class Fetch:
     """The halos of one tensor on their way, a split dimension after the other, which brings the corners too."""
 
-    def __init__(self, tiling: Tiling, plans: list[HaloPlan], own_box: Box, own: torch.Tensor):
+    def __init__(self, tiling: Tiles, plans: list[HaloPlan], own_box: Box, own: torch.Tensor):
         self.own_box = own_box
         self.held = Held.own(own, tiling.dims, own_box)
         self.needed: Box = tuple(
