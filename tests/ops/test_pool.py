@@ -52,3 +52,20 @@ def test_max_pool(pool: Pool, mesh: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("mesh", PLACES)
 def test_avg_pool(pool: Pool, mesh: tuple[int, ...]) -> None:
     pool.run_cases(check_call, calls(mesh, "avg_pool", AVG_CASES), mesh=mesh)
+
+
+ADAPTIVE_SIZES = [(1, (4, 13, 5, 1, 20)), (2, ((7, 3), (3, 4), (1, 5), 2)), (3, (2, (5, 3, 1), (2, 9, 3)))]
+
+
+@pytest.mark.parametrize("mesh", PLACES)
+@pytest.mark.parametrize("kind", ["avg", "max"])
+def test_adaptive_pool(pool: Pool, mesh: tuple[int, ...], kind: str) -> None:
+    extra = (("return_indices", True),) if kind == "max" else ()
+    cases = [
+        Call(f"adaptive_{kind}_pool{d}d", SHAPES[d], at(d), (size,), extra)
+        for d, sizes in ADAPTIVE_SIZES
+        for size in sizes
+        if (kind, size) != ("avg", 1)  # torch makes this a mean, which is no pooling
+        for at in PLACES[mesh]
+    ]
+    pool.run_cases(check_call, cases, mesh=mesh)

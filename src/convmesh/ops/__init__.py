@@ -2,3 +2,4 @@
 
 from . import conv as conv
 from . import pool as pool
+from . import adaptive as adaptive
