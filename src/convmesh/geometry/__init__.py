@@ -10,6 +10,8 @@ from .reading import Cut as Cut
 from .reading import Reading as Reading
 from .reading import Repeat as Repeat
 from .reading import Runs as Runs
+from .resample import Taps as Taps
+from .resample import taps as taps
 from .slots import Slots as Slots
 from .split import Box as Box
 from .split import Split as Split

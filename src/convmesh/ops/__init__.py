@@ -3,3 +3,4 @@
 from . import conv as conv
 from . import pool as pool
 from . import adaptive as adaptive
+from . import resample as resample

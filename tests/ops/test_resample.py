@@ -1,0 +1,47 @@
+"""Resampling on DTensors against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import Pool
+from tests.ops.pooling import Call, check_call
+from tests.ops.test_pool import PLACES
+
+SHAPES = {1: (2, 3, 11), 2: (2, 3, 7, 9), 3: (2, 1, 5, 4, 7)}
+MODES = [
+    *[("nearest", d, {}) for d in (1, 2, 3)],
+    *[("nearest-exact", d, {}) for d in (1, 2, 3)],
+    *[(mode, d, dict(align_corners=align)) for d, mode in ((1, "linear"), (2, "bilinear"), (3, "trilinear"))
+      for align in (False, True)],
+    *[("bicubic", 2, dict(align_corners=align)) for align in (False, True)],
+    *[(mode, 2, dict(antialias=True)) for mode in ("bilinear", "bicubic")],
+    *[("area", d, {}) for d in (1, 2, 3)],
+]  # fmt: skip
+SIZES: list[dict[str, Any]] = [dict(scale_factor=2), dict(scale_factor=0.6), dict(scale_factor=1.7), dict(size=5)]
+
+
+def calls(mesh: tuple[int, ...], mode: str, d: int, options: dict[str, Any]) -> list[Call]:
+    return [
+        Call("interpolate", SHAPES[d], at(d), (), (("mode", mode), *options.items(), *size.items()))
+        for size in SIZES
+        for at in PLACES[mesh]
+    ]
+
+
+@pytest.mark.parametrize("mesh", PLACES)
+def test_interpolate(pool: Pool, mesh: tuple[int, ...]) -> None:
+    pool.run_cases(check_call, [call for mode in MODES for call in calls(mesh, *mode)], mesh=mesh)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes(pool: Pool, dtype: torch.dtype) -> None:
+    cases = [
+        Call("interpolate", (2, 8, 13, 6), (2,), (), (("mode", mode), ("scale_factor", 1.7)), dtype, channels_last=last)
+        for mode in ("nearest", "bilinear", "bicubic")
+        for last in (False, True)
+    ]
+    pool.run_cases(check_call, cases, mesh=(2,))
