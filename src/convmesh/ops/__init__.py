@@ -4,3 +4,5 @@ from . import conv as conv
 from . import pool as pool
 from . import adaptive as adaptive
 from . import resample as resample
+from . import grid as grid
+from . import shuffle as shuffle

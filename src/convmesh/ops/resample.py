@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..sharding.dispatch import check_placed, move
-from ..sharding.registry import Behaviour, rule
+from ..sharding.registry import Behaviour, keep_whole, rule
 from .pool import name_of
 from .resample_plan import Resampling, plan_resample
 
@@ -40,6 +40,8 @@ FORWARD = {getattr(aten, name).default: mode for name, mode in PACKETS.items()}
 BACKWARD = {getattr(aten, f"{name}_backward").default: mode for name, mode in PACKETS.items()}
 
 NAMED = {getattr(aten, name).vec: getattr(aten, name).default for name in PACKETS}
+
+keep_whole(*FORWARD, *NAMED)
 
 STAYS = "batch, channels, space, pending sums"
 

@@ -26,6 +26,8 @@ _rules: dict[Operator, Handler] = {}
 _behaviour: dict[Operator, Behaviour] = {}
 _composites: dict[str, Callable[..., object]] = {}
 _replaced: dict[Operator, Handler | None] = {}
+_whole: list[Operator] = []
+_undo: list[Callable[[], None]] = []
 _library: torch.library.Library | None = None
 
 AnyHandler = TypeVar("AnyHandler", bound=Handler)
@@ -58,6 +60,11 @@ def _take_apart(operator: Operator, args: tuple[object, ...], kwargs: dict[str, 
     return _torch.composite(operator, args, kwargs)
 
 
+def keep_whole(*operators: Operator) -> None:
+    """Declare operators that torch's compiler would take apart, into indexing, before their rule is asked."""
+    _whole.extend(operators)
+
+
 def composite(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Declare of which other operators the differentiable operator `name` is made, above autograd."""
 
@@ -88,6 +95,7 @@ def install() -> None:
     table = _torch.handlers()
     _replaced.update({operator: table.get(operator) for operator in _rules})
     table.update(_rules)
+    _undo.extend(_torch.keep_whole(operator) for operator in _whole)
     _library = library
 
 
@@ -108,3 +116,5 @@ def uninstall() -> None:
         else:
             table[operator] = before
     _replaced.clear()
+    while _undo:
+        _undo.pop()()
