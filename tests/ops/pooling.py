@@ -1,4 +1,4 @@
-"""Runs any differentiable function of one DTensor against one process: what the tests of pooling and resampling share."""
+"""Runs functions of one DTensor against one process: what the tests of pooling and resampling share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from tests.harness import assert_close
 
 @dataclass(frozen=True)
 class Call:
-    """torch.nn.functional's `function(x, *args, **kwargs)` for an `x` of `shape` that lies `at` its mesh: 'R', 'P' or a dimension."""
+    """torch.nn.functional's `function(x, *args, **kwargs)` for an `x` of `shape`.
+
+    It lies `at` its mesh: 'R', 'P' or a dimension.
+    """
 
     function: str
     shape: tuple[int, ...]
@@ -66,7 +69,8 @@ def check_call(mesh: DeviceMesh, call: Call) -> None:
             raise AssertionError(f"output {number}: {error}") from None
     for kept, wanted in zip(call.at, where, strict=True):
         assert call.gathers or not isinstance(kept, int) or kept == wanted, f"{call.at} became {where}"
-    assert placed.grad is not None and dense.grad is not None
+    assert placed.grad is not None
+    assert dense.grad is not None
     assert_close(placed.grad.full_tensor(), dense.grad)
     inference(mesh, call, x, expected)
 

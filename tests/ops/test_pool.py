@@ -17,21 +17,21 @@ PLACES: dict[tuple[int, ...], list[Any]] = {
 }
 
 MAX_CASES = [
-    (dict(kernel_size=2), (1, 2, 3)),
-    (dict(kernel_size=3, stride=2, padding=1), (1, 2, 3)),
-    (dict(kernel_size=3, stride=1, padding=1, dilation=2), (2,)),
-    (dict(kernel_size=2, stride=1), (2,)),
-    (dict(kernel_size=4, stride=2, padding=2, ceil_mode=True), (2,)),
-    (dict(kernel_size=3, stride=4, ceil_mode=True), (1, 2)),
-    (dict(kernel_size=5, stride=1, padding=2), (2,)),
+    ({"kernel_size": 2}, (1, 2, 3)),
+    ({"kernel_size": 3, "stride": 2, "padding": 1}, (1, 2, 3)),
+    ({"kernel_size": 3, "stride": 1, "padding": 1, "dilation": 2}, (2,)),
+    ({"kernel_size": 2, "stride": 1}, (2,)),
+    ({"kernel_size": 4, "stride": 2, "padding": 2, "ceil_mode": True}, (2,)),
+    ({"kernel_size": 3, "stride": 4, "ceil_mode": True}, (1, 2)),
+    ({"kernel_size": 5, "stride": 1, "padding": 2}, (2,)),
 ]
 AVG_CASES = [
-    (dict(kernel_size=2), (1, 2, 3)),
-    (dict(kernel_size=3, stride=2, padding=1), (1, 2, 3)),
-    (dict(kernel_size=3, stride=2, padding=1, ceil_mode=True), (1, 2, 3)),
-    (dict(kernel_size=3, stride=2, padding=1, ceil_mode=True, count_include_pad=False), (1, 2, 3)),
-    (dict(kernel_size=3, stride=1, padding=1, divisor_override=5), (2, 3)),
-    (dict(kernel_size=4, stride=3, padding=2, ceil_mode=True), (2,)),
+    ({"kernel_size": 2}, (1, 2, 3)),
+    ({"kernel_size": 3, "stride": 2, "padding": 1}, (1, 2, 3)),
+    ({"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True}, (1, 2, 3)),
+    ({"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True, "count_include_pad": False}, (1, 2, 3)),
+    ({"kernel_size": 3, "stride": 1, "padding": 1, "divisor_override": 5}, (2, 3)),
+    ({"kernel_size": 4, "stride": 3, "padding": 2, "ceil_mode": True}, (2,)),
 ]
 
 

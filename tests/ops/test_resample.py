@@ -15,13 +15,13 @@ SHAPES = {1: (2, 3, 11), 2: (2, 3, 7, 9), 3: (2, 1, 5, 4, 7)}
 MODES = [
     *[("nearest", d, {}) for d in (1, 2, 3)],
     *[("nearest-exact", d, {}) for d in (1, 2, 3)],
-    *[(mode, d, dict(align_corners=align)) for d, mode in ((1, "linear"), (2, "bilinear"), (3, "trilinear"))
+    *[(mode, d, {"align_corners": align}) for d, mode in ((1, "linear"), (2, "bilinear"), (3, "trilinear"))
       for align in (False, True)],
-    *[("bicubic", 2, dict(align_corners=align)) for align in (False, True)],
-    *[(mode, 2, dict(antialias=True)) for mode in ("bilinear", "bicubic")],
+    *[("bicubic", 2, {"align_corners": align}) for align in (False, True)],
+    *[(mode, 2, {"antialias": True}) for mode in ("bilinear", "bicubic")],
     *[("area", d, {}) for d in (1, 2, 3)],
 ]  # fmt: skip
-SIZES: list[dict[str, Any]] = [dict(scale_factor=2), dict(scale_factor=0.6), dict(scale_factor=1.7), dict(size=5)]
+SIZES: list[dict[str, Any]] = [{"scale_factor": 2}, {"scale_factor": 0.6}, {"scale_factor": 1.7}, {"size": 5}]
 
 
 def calls(mesh: tuple[int, ...], mode: str, d: int, options: dict[str, Any]) -> list[Call]:

@@ -1,4 +1,4 @@
-"""Windows of different lengths that overlap, laid side by side in slots of one length, where a plain pooling can run."""
+"""Windows of different lengths that overlap, laid side by side in slots of one length, for a plain pooling to run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Slots:
         """For windows of `targets`, of which only what lies in `sources` is there; positions count from its start."""
         windows = [runs.reads(Interval(t, t + 1)) & sources for t in range(targets.start, targets.stop)]
         width = max((len(window) for window in windows), default=1)
-        positions, spare = [], []
+        positions: list[int] = []
+        spare: list[int] = []
         for window in windows:
             for slot in range(width):
                 if slot >= len(window):

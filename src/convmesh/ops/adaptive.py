@@ -191,7 +191,6 @@ def _greatest(values: torch.Tensor, indices: torch.Tensor, plan: AdaptivePlan) -
         ]
         held = [mine.plus(pending.finish()[0]) for mine, pending in coming]
         wanted = cut.targets[line.rank]
-        best: list[torch.Tensor] = []
         shape = [*values.shape]
         shape[dim] = len(wanted)
         best = [values.new_empty(shape), indices.new_full(shape, -1)]
@@ -208,5 +207,5 @@ def _keep_better(best: torch.Tensor, at: torch.Tensor, value: torch.Tensor, inde
     """In place. As on one device, the first of equal numbers wins, and the last of what is not a number."""
     better = (at < 0) | (value > best) | ((value == best) & (index < at))
     better |= value.isnan() & (~best.isnan() | (index > at))
-    torch.where(better, value, best, out=best)
-    torch.where(better, index, at, out=at)
+    best.copy_(torch.where(better, value, best))
+    at.copy_(torch.where(better, index, at))

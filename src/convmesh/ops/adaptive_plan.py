@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .. import _torch
 from ..geometry import HaloPlan, Interval, Runs, Slots
@@ -98,9 +99,7 @@ def _sides(reach: Reach | None, source: Layout, sizes: tuple[int, ...]) -> tuple
     return tuple(Side.of(first + axis, source.shape[first + axis], size, reach) for axis, size in enumerate(sizes))
 
 
-def _check(
-    operator: str, tensors: Sequence[tuple[str, Layout]], source: Layout, sizes: tuple[int, ...]
-) -> None:
+def _check(operator: str, tensors: Sequence[tuple[str, Layout]], source: Layout, sizes: tuple[int, ...]) -> None:
     spatial = len(sizes)
     if len(source.shape) not in (spatial + 1, spatial + 2):
         raise refuse(operator, f"an input of {len(source.shape)} dimensions", tensors,
@@ -127,5 +126,5 @@ def contributions(plan: HaloPlan) -> tuple[HaloPlan, list[int]]:
         )
         for own in plan.owned
     )
-    owned = tuple(Interval(a, b) for a, b in zip(starts, starts[1:], strict=False))
+    owned = tuple(Interval(a, b) for a, b in pairwise(starts))
     return HaloPlan(starts[-1], owned, needed), starts

@@ -26,7 +26,7 @@ from .pool import name_of, spatial_of
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
 
-made_of_others(aten.grid_sampler.default, aten.affine_grid_generator_backward.default)
+made_of_others(aten.grid_sampler.default)
 
 STAYS = "batch, channels, space of the grid and so of the output"
 GATHERED = "an input that is sharded in space is made whole, because a grid may point anywhere"

@@ -101,9 +101,7 @@ def _localized(layouts: ReachPlan, source: Layout, pooling: Pooling) -> PoolPlan
     return PoolPlan(layouts, LocalPooling(pooling, sizes, pooling.target_size(sizes), first, layouts.reach))
 
 
-def _check(
-    operator: str, tensors: Sequence[tuple[str, Layout]], source: Layout, pooling: Pooling
-) -> tuple[int, ...]:
+def _check(operator: str, tensors: Sequence[tuple[str, Layout]], source: Layout, pooling: Pooling) -> tuple[int, ...]:
     """The sizes of the targets, if the arguments give any."""
     named = [*tensors, ("geometry", pooling)]
     spatial = len(pooling.windows)

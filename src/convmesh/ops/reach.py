@@ -120,9 +120,7 @@ def plan_targets(source: Layout, shape: tuple[int, ...], readings: Readings, lin
     return ReachPlan((moved,), target, target, _reach(moved, shape, readings))
 
 
-def plan_sources(
-    operator: str, named: Sequence[tuple[str, Layout]], source: Layout, readings: Readings
-) -> ReachPlan:
+def plan_sources(operator: str, named: Sequence[tuple[str, Layout]], source: Layout, readings: Readings) -> ReachPlan:
     """From the targets' gradient (and indices, if `named` has them) to the gradient of the sources, linear in it."""
     rank = len(source.shape)
     count = len(named)

@@ -5,7 +5,6 @@ Interpolation by area is adaptive pooling.
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -96,10 +95,11 @@ def _run(
         return layouts.outside(tensor)
     x = move(tensor, layouts.operands[0])
     shape = layouts.computed.local_shape
-    if not layouts.reach.dims and prod(shape):
+    empty = 0 in shape
+    if not layouts.reach.dims and not empty:
         return layouts.finish(operator(x, *stock))
     held = layouts.reach.fetch(x)
-    if not prod(shape):
+    if empty:
         return layouts.finish(x.new_empty(shape))
     y = held.read(layouts.reach.read)
     half = y.dtype in (torch.float16, torch.bfloat16)

@@ -70,6 +70,6 @@ def _plan(operator: str, input_spec: _torch.Spec, factor: int, up: bool) -> Reac
         readings = {-3: Repeat(factor**2), -2: merging, -1: merging}
     if not whole:
         raise refuse(operator, f"the factor {factor} does not divide the input's sizes", named,
-                     "use channels that are a multiple of factor ** 2 to shuffle, or space of factor to unshuffle")  # fmt: skip
+                     "pad channels to a multiple of factor ** 2, or space to one of factor")  # fmt: skip
     rank = len(source.shape)
     return plan_targets(source, (*batch, *shape), {rank + dim: reading for dim, reading in readings.items()}, True)

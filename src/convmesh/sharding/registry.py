@@ -24,7 +24,7 @@ class Behaviour:
 
 _rules: dict[Operator, Handler] = {}
 _behaviour: dict[Operator, Behaviour] = {}
-_composites: dict[str, Callable[..., object]] = {}
+_composites: dict[str, tuple[Callable[..., object], tuple[str, ...]]] = {}
 _replaced: dict[Operator, Handler | None] = {}
 _whole: list[Operator] = []
 _undo: list[Callable[[], None]] = []
@@ -65,11 +65,17 @@ def keep_whole(*operators: Operator) -> None:
     _whole.extend(operators)
 
 
-def composite(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+# torch prefers what an operator is made of to a rule for `Autograd` in general, but not to one for a device's.
+EACH_DEVICE = ("AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradHPU", "AutogradPrivateUse1")
+
+
+def composite(
+    name: str, keys: tuple[str, ...] = ("Autograd",)
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Declare of which other operators the differentiable operator `name` is made, above autograd."""
 
     def declare(function: Callable[..., object]) -> Callable[..., object]:
-        _composites[name] = function
+        _composites[name] = function, keys
         return function
 
     return declare
@@ -87,8 +93,9 @@ def install() -> None:
     _torch.check_version()
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, function in _composites.items():
-            library.impl(name, function, "Autograd")
+        for name, (function, keys) in _composites.items():
+            for key in keys:
+                library.impl(name, function, key)
     except Exception:
         library._destroy()
         raise
