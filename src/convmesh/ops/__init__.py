@@ -7,3 +7,4 @@ from . import grid as grid
 from . import pool as pool
 from . import resample as resample
 from . import shuffle as shuffle
+from . import unpool as unpool
