@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class Call:
 
     function: str
     shape: tuple[int, ...]
-    at: tuple[Any, ...]
+    at: tuple[Any, ...] = ()
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
     dtype: torch.dtype = torch.float64
@@ -37,6 +37,22 @@ class Call:
     def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
         result = getattr(F, self.function)(x, *self.args, **dict(self.kwargs))
         return list(result) if isinstance(result, tuple) else [result]
+
+
+PLACES: dict[tuple[int, ...], list[tuple[Any, ...]]] = {
+    (2,): [(2,), (-1,), (0,), ("P",), (1,)],
+    (4,): [(2,), (-1,)],
+    (2, 2): [(0, 2), (2, -1), (2, 2), ("P", -1)],
+}
+
+
+def placed_calls(mesh: tuple[int, ...], calls: Sequence[Call]) -> list[Call]:
+    """Every call at two places in turn, so that all kinds of calls meet all places; -1 is the last dimension."""
+    places, made = PLACES[mesh], []
+    for number, call in enumerate(calls):
+        for at in (places[number % len(places)], places[(number + 1) % len(places)]):
+            made.append(replace(call, at=tuple(len(call.shape) - 1 if p == -1 else p for p in at)))
+    return made
 
 
 def letters(tensor: DTensor) -> tuple[Any, ...]:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.harness import Pool
-from tests.ops.pooling import Call, check_call
-from tests.ops.test_pool import PLACES
+from tests.ops.pooling import PLACES, Call, check_call, placed_calls
 
 SHAPES = {1: (2, 3, 11), 2: (2, 3, 7, 9), 3: (2, 1, 5, 4, 7)}
 MODES = [
@@ -24,17 +23,17 @@ MODES = [
 SIZES: list[dict[str, Any]] = [{"scale_factor": 2}, {"scale_factor": 0.6}, {"scale_factor": 1.7}, {"size": 5}]
 
 
-def calls(mesh: tuple[int, ...], mode: str, d: int, options: dict[str, Any]) -> list[Call]:
+def calls() -> list[Call]:
     return [
-        Call("interpolate", SHAPES[d], at(d), (), (("mode", mode), *options.items(), *size.items()))
+        Call("interpolate", SHAPES[d], kwargs=(("mode", mode), *options.items(), *size.items()))
+        for mode, d, options in MODES
         for size in SIZES
-        for at in PLACES[mesh]
     ]
 
 
 @pytest.mark.parametrize("mesh", PLACES)
 def test_interpolate(pool: Pool, mesh: tuple[int, ...]) -> None:
-    pool.run_cases(check_call, [call for mode in MODES for call in calls(mesh, *mode)], mesh=mesh)
+    pool.run_cases(check_call, placed_calls(mesh, calls()), mesh=mesh)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
