@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -13,6 +14,13 @@ import convmesh
 from tests.cases import place
 from tests.harness import Pool, assert_close
 from tests.ops.pooling import letters
+
+
+def uneven(at: tuple[Any, ...], shape: tuple[int, ...], mesh: DeviceMesh) -> bool:
+    """Whether space of the output, or of the input that is about half as large, does not divide evenly."""
+    cuts = [prod(mesh.size(m) for m, p in enumerate(at) if p == dim) for dim in range(len(shape))]
+    return any(shape[dim] % cuts[dim] or -(-shape[dim] // 2) % cuts[dim] or shape[dim] // 2 % cuts[dim]
+               for dim in range(2, len(shape)))  # fmt: skip
 
 
 def check_unpool(mesh: DeviceMesh, case: tuple[Any, ...]) -> None:
@@ -29,13 +37,17 @@ def check_unpool(mesh: DeviceMesh, case: tuple[Any, ...]) -> None:
     expected = both(dense)
     expected.square().sum().backward()
     with convmesh.enable():
+        actual = both(place(x, mesh, at))
+        assert_close(actual.full_tensor(), expected)
+        assert letters(actual) == tuple("R" if p == "P" else p for p in at)
         placed = place(x, mesh, at).requires_grad_()
-        actual = both(placed)
-        actual.square().sum().backward()
-    assert_close(actual.full_tensor(), expected)
+        if uneven(at, shape, mesh):
+            with pytest.raises(convmesh.ShardingError, match="unevenly"):
+                both(placed)
+            return
+        both(placed).square().sum().backward()
     assert placed.grad is not None
     assert_close(placed.grad.full_tensor(), dense.grad)
-    assert letters(actual) == tuple("R" if p == "P" else p for p in at)
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])

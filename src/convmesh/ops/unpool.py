@@ -44,6 +44,7 @@ class UnpoolPlan:
         "batch, channels; the output also in space",
         "values and indices that are sharded in space are made whole, because an index may point anywhere; "
         "the gradient is torch's own view and gather, and likewise whole in space",
+        "with a gradient: space that is cut unevenly",
     ),
 )
 def max_unpool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -51,7 +52,8 @@ def max_unpool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     check_placed(name_of(operator), (("input", input), ("indices", indices)))
     sizes = tuple(map(int, sizes))
     specs = (_torch.spec_of(input), _torch.spec_of(indices))
-    plan = _plan(name_of(operator), *specs, sizes, spatial_of(operator))
+    differentiates = torch.is_grad_enabled() and input.requires_grad
+    plan = _plan(name_of(operator), *specs, sizes, spatial_of(operator), differentiates)
     values, at = (move(tensor, layout) for tensor, layout in zip((input, indices), plan.operands, strict=True))
     if plan.own is None:
         return _torch.wrap(values.new_empty(0), plan.output.spec)
@@ -84,7 +86,12 @@ def _write_own(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], pla
 
 @planned
 def _plan(
-    operator: str, input_spec: _torch.Spec, indices_spec: _torch.Spec, sizes: tuple[int, ...], spatial: int
+    operator: str,
+    input_spec: _torch.Spec,
+    indices_spec: _torch.Spec,
+    sizes: tuple[int, ...],
+    spatial: int,
+    differentiates: bool,
 ) -> UnpoolPlan:
     input, indices = Layout.of(input_spec), Layout.of(indices_spec)
     named = (("input", input), ("indices", indices))
@@ -97,6 +104,11 @@ def _plan(
     shape = (*input.shape[:first], *sizes)
     stride = dense_stride(shape, input.memory_format)
     output = Layout(input.mesh, tuple(kept), shape, stride, input.dtype)
+    # torch's gradient flattens space, which DTensor does only of equal shards.
+    spaces = [(layout, dim) for layout in (input, indices, output) for dim in layout.cuts if dim >= first]
+    if differentiates and any(len({len(part) for part in layout.shards(dim)}) > 1 for layout, dim in spaces):
+        raise refuse(operator, "its gradient does not work on spatial dimensions that are cut unevenly", named,
+                     "redistribute input and indices to Replicate along space, or do without its gradient")  # fmt: skip
     inside = input.mesh.get_coordinate() is not None
     own = tuple(output.own(first + axis) for axis in range(spatial)) if inside else None
     return UnpoolPlan((input.placed(before), indices.placed(before)), output, first, own)
