@@ -15,7 +15,6 @@ from tests.harness import Pool, assert_close
 
 FUNCTIONS: dict[str, Any] = {
     "max": lambda x: F.max_pool2d(x, 3, 2, 1),
-    "adaptive_max": lambda x: F.adaptive_max_pool2d(x, (5, 3)),
     "nearest": lambda x: F.interpolate(x, scale_factor=2),
     "bilinear": lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"),
 }
