@@ -51,6 +51,9 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._subclasses.fake_tensor, "unset_fake_temporarily"),
     (torch.ops.aten._convolution_double_backward.default, "decompose"),
     (torch.library.Library, "_destroy"),
+    (torch._C, "_DisablePythonDispatcher"),
+    (torch.ops.aten.upsample_nearest2d.default, "py_kernels"),
+    (torch.ops.aten.upsample_nearest2d.default, "_dispatch_cache"),
     (torch.compiler.config, "cache_key_tag"),
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_storage_Use_Count"),
@@ -268,6 +271,32 @@ def in_backward() -> bool:
 def composite(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What torch itself does for an operator that is made of others."""
     return operator.decompose(*args, **kwargs)
+
+
+def keep_whole(operator: Operator) -> Callable[[], None]:
+    """Keep torch.compile from taking an operator apart before DTensor sees it; returns what undoes that.
+
+    Tensors of other kinds are still treated as before.
+    """
+    kernels = operator.py_kernels
+    before = dict(kernels)
+
+    def replacement(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not isinstance(args[0], DTensor):
+                return kernel(*args, **kwargs)
+            with torch._C._DisablePythonDispatcher():
+                return operator(*args, **kwargs)
+
+        return run
+
+    def undo() -> None:
+        kernels.update(before)
+        operator._dispatch_cache.clear()
+
+    kernels.update({key: replacement(kernel) for key, kernel in before.items()})
+    operator._dispatch_cache.clear()
+    return undo
 
 
 def arguments(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

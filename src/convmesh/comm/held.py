@@ -20,7 +20,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Held:
-    """Disjoint blocks of one global tensor, of which any box can be read. What no block has reads as zero."""
+    """Disjoint blocks of one global tensor, of which any box can be read. What no block has reads as a fill value."""
 
     dims: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -32,8 +32,8 @@ class Held:
     def plus(self, blocks: Sequence[Block]) -> Held:
         return Held(self.dims, (*self.blocks, *blocks))
 
-    def read(self, box: Box, within: Box | None = None) -> torch.Tensor:
-        """The values in `box`; with `within`, only those that lie in that box too, and zeros for the rest.
+    def read(self, box: Box, within: Box | None = None, fill: float = 0) -> torch.Tensor:
+        """The values in `box`; with `within`, only those that lie in that box too, and `fill` for the rest.
 
         A view where one block has all of it, otherwise a new tensor in the memory format of the own block.
         """
@@ -42,7 +42,7 @@ class Held:
         parts = [(common, block) for common, block in parts if volume(common)]
         if len(parts) == 1 and parts[0][0] == box:
             return self._cut(parts[0][1], box)
-        result = self._allocate(box, complete=sum(volume(common) for common, _ in parts) == volume(box))
+        result = self._allocate(box, complete=sum(volume(common) for common, _ in parts) == volume(box), fill=fill)
         for common, block in parts:
             self._cut(Block(box, result), common).copy_(self._cut(block, common))
         return result
@@ -54,14 +54,14 @@ class Held:
                 data = data.narrow(dim, wanted.start - held.start, len(wanted))
         return data
 
-    def _allocate(self, box: Box, complete: bool) -> torch.Tensor:
+    def _allocate(self, box: Box, complete: bool, fill: float) -> torch.Tensor:
         model = self.blocks[0].data
         shape = list(model.shape)
         for dim, side in zip(self.dims, box, strict=True):
             shape[dim] = len(side)
-        # Zeroing costs a pass over memory, which a box that the blocks cover does not need.
-        empty = torch.empty if complete else torch.zeros
-        return empty(shape, dtype=model.dtype, device=model.device).contiguous(memory_format=memory_format(model))
+        result = torch.empty(shape, dtype=model.dtype, device=model.device, memory_format=memory_format(model))
+        # Filling costs a pass over memory, which a box that the blocks cover does not need.
+        return result if complete else result.fill_(fill)
 
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:

@@ -9,7 +9,15 @@ from .interval import Interval as Interval
 from .interval import hull as hull
 from .interval import shards as shards
 from .plan import HaloPlan as HaloPlan
+from .pooling import Pooling as Pooling
+from .reading import Cut as Cut
+from .reading import Reading as Reading
+from .reading import Repeat as Repeat
+from .reading import Runs as Runs
 from .regroup import where_cut as where_cut
+from .resample import Taps as Taps
+from .resample import taps as taps
+from .slots import Slots as Slots
 from .split import Box as Box
 from .split import Split as Split
 from .split import slabs as slabs

@@ -1,5 +1,7 @@
 """The operators, one family a file. Importing this package declares their rules."""
 
+from . import adaptive as adaptive
+from . import affine_grid as affine_grid
 from . import arg_reduce as arg_reduce
 from . import attention as attention
 from . import batch_norm as batch_norm
@@ -7,6 +9,7 @@ from . import batch_norm_backward as batch_norm_backward
 from . import conv as conv
 from . import cross_entropy as cross_entropy
 from . import gather_index as gather_index
+from . import grid as grid
 from . import group_norm as group_norm
 from . import instance_norm as instance_norm
 from . import join as join
@@ -18,13 +21,17 @@ from . import nll_loss as nll_loss
 from . import optim as optim
 from . import pad as pad
 from . import parts as parts
+from . import pool as pool
 from . import random as random
 from . import reduce as reduce
+from . import resample as resample
 from . import rms_norm as rms_norm
 from . import scale as scale
 from . import select as select
+from . import shuffle as shuffle
 from . import slicing as slicing
 from . import softmax as softmax
 from . import turn as turn
 from . import unfold as unfold
+from . import unpool as unpool
 from . import view as view

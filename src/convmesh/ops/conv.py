@@ -58,8 +58,8 @@ def _forward(local: LocalConvolution, x: torch.Tensor, w: torch.Tensor, b: torch
     fetch = tiling.fetch_coarse(x) if local.conv.transposed else tiling.fetch_fine(x)
     target, inner = (tiling.fine, tiling.inner_fine) if local.conv.transposed else (tiling.coarse, tiling.inner_coarse)
     if not tiling.computes_own:
-        return part(fetch.complete(), target)
-    return patch(local.own(x, w, b), fetch, target, inner, part)
+        return fetch.tie(part(fetch.complete(), target))
+    return fetch.tie(patch(local.own(x, w, b), fetch, target, inner, part))
 
 
 @rule(aten.convolution_backward.default, behaviour=BACKWARD)

@@ -53,8 +53,8 @@ def gradients(
     if not tiling.computes_own:
         held = fetch.complete()
         return (
-            input_gradient(held, target) if for_input else None,
-            weight_gradient(held, fetch.needed) if for_weight else None,
+            fetch.tie(input_gradient(held, target)) if for_input else None,
+            fetch.tie(weight_gradient(held, fetch.needed)) if for_weight else None,
             local.bias_gradient(gy) if for_bias else None,
         )
     gx, gw, gb = local.own_gradients(gy, x, w, mask)
@@ -66,7 +66,7 @@ def gradients(
         for strips in slabs(fetch.needed, inside):
             for strip in strips:
                 gw += weight_gradient(held, strip)
-    return gx, gw, gb
+    return None if gx is None else fetch.tie(gx), None if gw is None else fetch.tie(gw), gb
 
 
 def _cheaper_to_fetch_input(local: LocalConvolution, weight_shape: Sequence[int]) -> bool:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
+from .. import _torch
 from ..comm import Halo, Held, Line, Pending, start
 from ..geometry import Box, HaloPlan, Interval, Split, slabs, volume
 
@@ -80,16 +82,26 @@ class Tiling:
         return list(zip(self.splits, self.lines, strict=True))
 
 
+class Tiles(Protocol):
+    """What an exchange has to know of a tiled operator: which dimensions are split, and over which ranks."""
+
+    @property
+    def dims(self) -> tuple[int, ...]: ...
+    @property
+    def lines(self) -> tuple[Line, ...]: ...
+
+
 class Fetch:
     """The halos of one tensor on their way, a split dimension after the other, which brings the corners too."""
 
-    def __init__(self, tiling: Tiling, plans: list[HaloPlan], own_box: Box, own: torch.Tensor):
+    def __init__(self, tiling: Tiles, plans: list[HaloPlan], own_box: Box, own: torch.Tensor):
         self.own_box = own_box
         self.held = Held.own(own, tiling.dims, own_box)
         self.needed: Box = tuple(
             plan.needed[line.rank][0] & Interval(0, plan.size) for plan, line in zip(plans, tiling.lines, strict=True)
         )
         self._plans, self._lines = plans, tiling.lines
+        self._received: list[torch.Tensor | None] = []
         self._axis = -1
         self._pending: Pending | None = None
         self._begin_next()
@@ -98,6 +110,7 @@ class Fetch:
         """Wait for the dimension under way, and send off the next."""
         assert self._pending is not None
         (blocks,) = self._pending.finish()
+        self._received.append(self._pending.received)
         self.held = self.held.plus(blocks)
         self._begin_next()
 
@@ -105,6 +118,11 @@ class Fetch:
         while self._pending is not None:
             self.advance()
         return self.held
+
+    def tie(self, result: torch.Tensor) -> torch.Tensor:
+        """`result`, in a way that keeps the compiler from leaving out an exchange of which this rank uses nothing."""
+        self.complete()
+        return _torch.tie(result, self.held.blocks[0].data, *self._received)
 
     def _begin_next(self) -> None:
         self._axis += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -59,6 +60,12 @@ def made_of_others(*operators: Operator) -> None:
 
 def _take_apart(operator: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     return _torch.composite(operator, args, kwargs)
+
+
+def keep_whole(*operators: Operator) -> None:
+    """Declare operators that torch's compiler would take apart, into indexing, before their rule is asked."""
+    for operator in operators:
+        while_installed(partial(_torch.keep_whole, operator))
 
 
 def composite(name: str) -> Callable[[AnyFunction], AnyFunction]:

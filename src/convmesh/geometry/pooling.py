@@ -1,0 +1,50 @@
+"""The geometry of a pooling with a fixed window as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .interval import Interval
+from .window import Window
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """A window for each spatial dimension; with `ceil`, a last one may reach beyond the padded input."""
+
+    windows: tuple[Window, ...]
+    ceil: bool
+
+    @staticmethod
+    def of(
+        spatial: int,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        ceil: bool,
+    ) -> Pooling:
+        """From an operator's arguments, where one number may stand for all dimensions and no stride for the kernel."""
+
+        def each(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(map(int, values)) if len(values) != 1 else (int(values[0]),) * spatial
+
+        sizes = zip(each(kernel), each(stride or kernel), each(padding), each(dilation), strict=True)
+        return Pooling(tuple(Window(*numbers) for numbers in sizes), bool(ceil))
+
+    def target_size(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._targets(window, size) for window, size in zip(self.windows, sizes, strict=True))
+
+    def _targets(self, window: Window, size: int) -> int:
+        if not self.ceil:
+            return window.coarse_size(size)
+        count = -(-(size + 2 * window.padding - window.extent) // window.stride) + 1
+        # A window that would begin in the padding behind the input is left out.
+        return count - 1 if (count - 1) * window.stride >= size + window.padding else count
+
+    def counts(self, axis: int, size: int, targets: Interval, with_padding: bool) -> list[int]:
+        """Over how many indices each of `targets` averages along a dimension, with or without the padding."""
+        window = self.windows[axis]
+        bounds = Interval(-window.padding, size + window.padding) if with_padding else Interval(0, size)
+        return [len(window.reads(Interval(t, t + 1)) & bounds) for t in range(targets.start, targets.stop)]

@@ -1,0 +1,130 @@
+"""Planning an adaptive pooling: each rank pools the parts of windows that it owns, and the owners of the targets
+put them together. So a few numbers travel, however large a window is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .. import _torch
+from ..geometry import HaloPlan, Interval, Runs, Slots
+from ..sharding.cache import planned
+from ..sharding.errors import refuse
+from ..sharding.layout import Layout
+from .numbers import Numbers
+from .reach import Reach, ReachPlan, plan_sources, plan_targets
+
+
+@dataclass(frozen=True)
+class Side:
+    """One spatial dimension: this rank's sources, the targets that it has something to say about, and their slots."""
+
+    dim: int
+    sources: Interval
+    touched: Interval
+    source_size: int
+    slots: Slots
+    positions: Numbers
+    spare: Numbers
+    weights: Numbers  # a mean over slots, times this, is a share of the mean over the whole window
+
+    @staticmethod
+    def of(dim: int, source_size: int, target_size: int, reach: Reach) -> Side:
+        runs = Runs.adaptive(source_size, target_size)
+        sources = reach.side(reach.sources, dim, source_size)
+        touched = reach.side(reach.touched, dim, target_size)
+        slots = Slots.of(runs, sources, touched)
+        lengths = [runs.stops[t] - runs.starts[t] for t in range(touched.start, touched.stop)]
+        return Side(
+            dim, sources, touched, source_size, slots,
+            Numbers(slots.positions), Numbers(slots.spare), Numbers([slots.width / length for length in lengths]),
+        )  # fmt: skip
+
+    @property
+    def evenly_weighted(self) -> bool:
+        return all(weight == 1 for weight in self.weights.values)
+
+
+@dataclass(frozen=True)
+class AdaptivePlan:
+    layouts: ReachPlan
+    sides: tuple[Side, ...]  # none on a rank outside of the mesh
+    target_sizes: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        return len(self.layouts.computed.shape) - len(self.target_sizes)
+
+
+@planned
+def plan_adaptive(operator: str, input_spec: _torch.Spec, sizes: tuple[int, ...], linear: bool) -> AdaptivePlan:
+    source = Layout.of(input_spec)
+    _check(operator, (("input", source),), source, sizes)
+    first = len(source.shape) - len(sizes)
+    layouts = plan_targets(source, (*source.shape[:first], *sizes), _readings(source, sizes), linear)
+    return AdaptivePlan(layouts, _sides(layouts.reach, source, sizes), sizes)
+
+
+@planned
+def plan_adaptive_backward(
+    operator: str,
+    gradient_spec: _torch.Spec,
+    input_spec: _torch.Spec,
+    indices_spec: _torch.Spec | None,
+    spatial: int,
+) -> AdaptivePlan:
+    source = Layout.of(input_spec)
+    named = [("grad_output", Layout.of(gradient_spec))]
+    if indices_spec is not None:
+        named.append(("indices", Layout.of(indices_spec)))
+    sizes = named[0][1].shape[-spatial:]
+    _check(operator, [*named, ("input", source)], source, sizes)
+    if any(layout.shape != (*source.shape[:-spatial], *sizes) for _, layout in named):
+        raise refuse(operator, "the shapes do not belong together", [*named, ("input", source)],
+                     "give gradients and indices of the output's shape")  # fmt: skip
+    layouts = plan_sources(operator, named, source, _readings(source, sizes))
+    return AdaptivePlan(layouts, _sides(layouts.reach, source, sizes), sizes)
+
+
+def _readings(source: Layout, sizes: tuple[int, ...]) -> dict[int, Runs]:
+    first = len(source.shape) - len(sizes)
+    return {first + axis: Runs.adaptive(source.shape[first + axis], size) for axis, size in enumerate(sizes)}
+
+
+def _sides(reach: Reach | None, source: Layout, sizes: tuple[int, ...]) -> tuple[Side, ...]:
+    if reach is None:
+        return ()
+    first = len(source.shape) - len(sizes)
+    return tuple(Side.of(first + axis, source.shape[first + axis], size, reach) for axis, size in enumerate(sizes))
+
+
+def _check(operator: str, tensors: Sequence[tuple[str, Layout]], source: Layout, sizes: tuple[int, ...]) -> None:
+    spatial = len(sizes)
+    if len(source.shape) not in (spatial + 1, spatial + 2):
+        raise refuse(operator, f"an input of {len(source.shape)} dimensions", tensors,
+                     f"give {spatial} spatial dimensions after channels, or after batch and channels")  # fmt: skip
+    if min(sizes) < 0 or min(source.shape[-spatial:]) < 1:
+        raise refuse(operator, f"an output of size {sizes} of an input of size {source.shape[-spatial:]}", tensors,
+                     "use an input that has spatial indices, and a size that is not negative")  # fmt: skip
+
+
+def contributions(plan: HaloPlan) -> tuple[HaloPlan, list[int]]:
+    """What the ranks have for targets, numbered one rank after the other, all of it needed by who owns the target.
+
+    `plan` is of targets: owned, and touched by each rank. Also returns the number of each rank's first contribution.
+    """
+    touched = [parts[0] for parts in plan.needed]
+    starts = [0]
+    for part in touched:
+        starts.append(starts[-1] + len(part))
+    needed = tuple(
+        tuple(
+            common.shift(start - part.start)
+            for part, start in zip(touched, starts, strict=False)
+            if (common := part & own)
+        )
+        for own in plan.owned
+    )
+    owned = tuple(Interval(a, b) for a, b in pairwise(starts))
+    return HaloPlan(starts[-1], owned, needed), starts

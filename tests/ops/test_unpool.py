@@ -1,0 +1,65 @@
+"""Max unpooling of what max pooling gave, on DTensors against one process."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+import convmesh
+from tests.cases import place
+from tests.harness import Pool, assert_close
+from tests.ops.pooling import letters
+
+
+def uneven(at: tuple[Any, ...], shape: tuple[int, ...], mesh: DeviceMesh) -> bool:
+    """Whether space of the output, or of the input that is about half as large, does not divide evenly."""
+    cuts = [prod(mesh.size(m) for m, p in enumerate(at) if p == dim) for dim in range(len(shape))]
+    return any(shape[dim] % cuts[dim] or -(-shape[dim] // 2) % cuts[dim] or shape[dim] // 2 % cuts[dim]
+               for dim in range(2, len(shape)))  # fmt: skip
+
+
+def check_unpool(mesh: DeviceMesh, case: tuple[Any, ...]) -> None:
+    at, spatial, options = case
+    shape = {1: (2, 3, 12), 2: (2, 3, 8, 9), 3: (2, 1, 4, 6, 5)}[spatial]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        values, indices = getattr(F, f"max_pool{spatial}d")(x, **options, return_indices=True)
+        result: torch.Tensor = getattr(F, f"max_unpool{spatial}d")(values, indices, **options, output_size=shape[2:])
+        return result
+
+    dense = x.clone().requires_grad_()
+    expected = both(dense)
+    expected.square().sum().backward()
+    with convmesh.enable():
+        actual = both(place(x, mesh, at))
+        assert_close(actual.full_tensor(), expected)
+        assert letters(actual) == tuple("R" if p == "P" else p for p in at)
+        placed = place(x, mesh, at).requires_grad_()
+        if uneven(at, shape, mesh):
+            with pytest.raises(convmesh.ShardingError, match="unevenly"):
+                both(placed)
+            return
+        both(placed).square().sum().backward()
+    assert placed.grad is not None
+    assert_close(placed.grad.full_tensor(), dense.grad)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_max_unpool(pool: Pool, mesh: tuple[int, ...]) -> None:
+    places: dict[tuple[int, ...], list[tuple[Any, ...]]] = {
+        (2,): [(0,), (1,), (2,), (-1,), ("P",)],
+        (2, 2): [(0, 2), (2, -1), (2, 2)],
+    }
+    cases = [
+        (tuple(spatial + 1 if p == -1 else p for p in at), spatial, options)
+        for at in places[mesh]
+        for spatial in (1, 2, 3)
+        for options in ({"kernel_size": 2}, {"kernel_size": 3, "stride": 2, "padding": 1})
+    ]
+    pool.run_cases(check_unpool, cases, mesh=mesh)
