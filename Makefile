@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(TORCH)
 
-.PHONY: help demo test lint unit fuzz bench compat clean
+.PHONY: help demo test lint unit fuzz conformance bench compat clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -34,6 +34,9 @@ unit: $(READY)
 
 fuzz: $(READY)  ## N=... random convolutions against one process; prints the seed of a failure
 	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(SEED),--seed $(SEED))
+
+conformance: $(READY)  ## all of PyTorch's own operator samples, sharded along each dimension in turn
+	$(BIN)/python -m tests.conformance
 
 bench: $(READY)  ## what README claims about speed and memory, measured
 	$(BIN)/python -m benchmarks

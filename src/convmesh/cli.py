@@ -9,7 +9,9 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
+from . import demo
 from . import ops as ops  # declares the rules
+from .batching import calibrate
 from .sharding.registry import Behaviour, declared
 
 HEADINGS = ("operator", "stays sharded", "what travels", "refused")
@@ -75,6 +77,16 @@ def show_operators(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_demo(options: argparse.Namespace) -> int:
+    demo.main(options.ranks)
+    return 0
+
+
+def run_calibration(options: argparse.Namespace) -> int:
+    print(f"measured prices are in {calibrate()}")
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """Every command is a subparser with its function as `run`."""
     main_parser = argparse.ArgumentParser(prog="convmesh", description="Convolutional networks on a device mesh.")
@@ -82,6 +94,11 @@ def parser() -> argparse.ArgumentParser:
     operators = commands.add_parser("operators", help="what each operator does on sharded tensors")
     operators.add_argument("--markdown", action="store_true", help="as the page of the documentation")
     operators.set_defaults(run=show_operators)
+    show = commands.add_parser("demo", help="train on local ranks and on one process, and compare them")
+    show.add_argument("--ranks", type=int, default=2, help="how many local ranks (default: 2)")
+    show.set_defaults(run=run_demo)
+    measure = commands.add_parser("calibrate", help="measure what vmapped convolutions cost here (some minutes)")
+    measure.set_defaults(run=run_calibration)
     return main_parser
 
 

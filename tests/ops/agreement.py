@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import convmesh
-from tests.cases import _local_shape, place
+from tests.cases import local_shape, place
 from tests.harness import assert_close
 
 At = tuple[Any, ...]  # placements by mesh dimension: a dimension, "R" or "P"
@@ -79,7 +79,7 @@ def compare(name: str, actual: Any, expected: torch.Tensor, scale: float | None 
     assert isinstance(actual, DTensor), f"{name} is {type(actual)}"
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, expected {expected.dtype}"
     try:
-        shape = _local_shape(actual)
+        shape = local_shape(actual)
         assert actual.to_local().shape == shape, f"local shape {actual.to_local().shape}, expected {shape}"
         assert_close(actual.detach().full_tensor(), expected.detach(), scale)
     except AssertionError as error:

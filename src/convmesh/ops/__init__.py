@@ -22,6 +22,7 @@ from . import optim as optim
 from . import pad as pad
 from . import parts as parts
 from . import pool as pool
+from . import prelu as prelu
 from . import random as random
 from . import reduce as reduce
 from . import resample as resample
