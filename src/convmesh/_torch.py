@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -20,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._python_dispatch import _disable_current_modes, return_and_correct_aliasing
 
 Operator = torch._ops.OpOverload
 Handler = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
@@ -48,7 +47,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (collectives, "all_reduce"),
     (collectives, "AsyncCollectiveTensor"),
     (collectives, "_are_we_tracing"),
-    (torch._subclasses.fake_tensor, "unset_fake_temporarily"),
+    (torch.utils._python_dispatch, "_disable_current_modes"),
     (torch.ops.aten._convolution_double_backward.default, "decompose"),
     (torch.library.Library, "_destroy"),
     (torch._C, "_DisablePythonDispatcher"),
@@ -138,7 +137,7 @@ def plain(shard_order: Any) -> bool:
 
 def in_rank_order(mesh: DeviceMesh) -> bool:
     """Ranks ascend along every mesh dimension. A process group sorts its ranks, so else its order is not the mesh's."""
-    with unset_fake_temporarily():  # the mesh's own numbers are real, also while torch.compile traces
+    with _disable_current_modes():  # the mesh's own numbers are real, also while torch.compile traces
         ranks = mesh.mesh
         return all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.dim()))
 
