@@ -1,6 +1,7 @@
 """Convolutional networks on a device mesh, with exactly the results of one device."""
 
 from . import geometry as geometry
+from ._torch import VERSION
 from .api import disable as disable
 from .api import enable as enable
 from .batching import calibrate as calibrate
@@ -11,4 +12,4 @@ from .batching import per_sample_norms as per_sample_norms
 from .comm import count_traffic as count_traffic
 from .sharding.errors import ShardingError as ShardingError
 
-__version__ = "0.1.0"
+__version__ = VERSION

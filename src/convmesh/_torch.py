@@ -25,6 +25,7 @@ Operator = torch._ops.OpOverload
 Handler = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
 Spec = DTensorSpec
 
+VERSION = "0.1.0"  # of convmesh: it is part of the key of compiled code
 OLDEST, TOO_NEW = (2, 13), (2, 16)
 
 REQUIRED: tuple[tuple[object, str], ...] = (
@@ -98,7 +99,8 @@ def eager_spec_of(tensor: DTensor) -> DTensorSpec:
 
 
 def _cache_tag() -> str:
-    return f"convmesh-rank-{dist.get_rank()}"
+    """Compiled code is of this rank and of this release."""
+    return f"convmesh-{VERSION}-rank-{dist.get_rank()}"
 
 
 def _compile_for_this_rank() -> None:
@@ -193,17 +195,18 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch
     return started
 
 
-def tie(result: torch.Tensor, *used: torch.Tensor | None) -> torch.Tensor:
-    """Make the compiler believe that `result` depends on all of these, on every rank.
+def tie(result: torch.Tensor, *operands: torch.Tensor, tokens: Sequence[torch.Tensor | None] = ()) -> torch.Tensor:
+    """Make the compiler believe that `result` depends on its operands and on exchanges, on every rank.
 
-    It drops or delays a collective of which a rank uses nothing, and then the other ranks wait for the wrong one.
+    It drops or moves a collective of which a rank uses nothing, and then the other ranks wait for the wrong one.
+    A token is a number that came with an exchange.
     """
     if not tracing():
         return result
-    for tensor in used:
-        if tensor is not None and tensor is not result:
-            nothing = tensor.reshape(-1)[:0]
-            result = result | nothing.any() if result.dtype == torch.bool else result + nothing.sum().to(result.dtype)
+    never = [operand.reshape(-1)[:0].any() for operand in operands if operand is not result]
+    never += [((token == token) & (token != token)).any() for token in tokens if token is not None]
+    for false in never:
+        result = result | false if result.dtype == torch.bool else result + false.to(result.dtype)
     return result
 
 

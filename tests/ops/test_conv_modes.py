@@ -81,7 +81,7 @@ def test_gradients(pool: Pool, run: Any, mesh: tuple[int, ...], at: tuple[Any, .
 
 @pytest.mark.slow
 def test_inductor(pool: Pool) -> None:
-    pool.run_cases(same_gradients, [(compiled_inductor, (3,))], mesh=(2,), timeout=300)
+    pool.run_cases(same_gradients, [(compiled_inductor, (3,))], mesh=(2,), timeout=60)
 
 
 def without_gradients(mesh: DeviceMesh, case: tuple[Any, tuple[Any, ...]]) -> None:

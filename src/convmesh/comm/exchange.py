@@ -6,7 +6,7 @@ Everything that is sent along one line of ranks at one time travels in one messa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,52 +29,52 @@ class Halo:
     box: Box
 
 
+@dataclass(frozen=True)
 class Pending:
-    """An exchange under way."""
+    """An exchange under way. `layout` says what comes in, in its order: for which tensor, which box, of what shape."""
 
-    def __init__(self, received: torch.Tensor | None, layout: Sequence[tuple[int, Box, torch.Size]], jobs: int):
-        self._received, self._layout, self._jobs = received, layout, jobs
-
-    @property
-    def received(self) -> torch.Tensor | None:
-        """All that came in, for `_torch.tie`."""
-        return None if self._received is None else _torch.wait(self._received)
+    arriving: torch.Tensor | None
+    layout: Sequence[tuple[int, Box, torch.Size]]
+    jobs: int
+    token: slice
 
     def finish(self) -> list[list[Block]]:
         """For every tensor that was given to `start`, the blocks that came in for it."""
-        blocks: list[list[Block]] = [[] for _ in range(self._jobs)]
-        if self._received is None:
-            return blocks
-        parts = _torch.wait(self._received).split([shape.numel() for _, _, shape in self._layout])
-        for (job, box, shape), part in zip(self._layout, parts, strict=True):
-            blocks[job].append(Block(box, part.view(shape)))
+        blocks: list[list[Block]] = [[] for _ in range(self.jobs)]
+        at = 0
+        for job, box, shape in self.layout:
+            at += self.token.stop - self.token.start if at == self.token.start else 0
+            blocks[job].append(Block(box, self._received()[at : at + shape.numel()].view(shape)))
+            at += shape.numel()
         return blocks
+
+    @property
+    def received(self) -> torch.Tensor | None:
+        """Something that only a finished exchange has, for `_torch.tie`."""
+        return None if self.arriving is None else self._received()[self.token]
+
+    def _received(self) -> torch.Tensor:
+        assert self.arriving is not None
+        return _torch.wait(self.arriving)
 
 
 def start(held: Sequence[Held], halos: Sequence[Halo], line: Line) -> Pending:
     """Send along `line` what others need of each of `held`. All ranks of the line call this, or none does."""
     jobs = list(zip(held, halos, strict=True))
     if all(halo.plan.silent for halo in halos):
-        return Pending(None, (), len(jobs))
+        return Pending(None, (), len(jobs), slice(0, 0))
+
+    def boxes(src: int, dst: int) -> list[tuple[int, Box]]:
+        parts = ((job, halo, part) for job, halo in enumerate(halos) for part in halo.plan.transfer(src, dst))
+        return [(job, _slab(halo, part)) for job, halo, part in parts]
 
     def count(src: int, dst: int) -> int:
-        return sum(
-            _shape(own, _slab(halo, part)).numel() for own, halo in jobs for part in halo.plan.transfer(src, dst)
-        )
+        return sum(_shape(held[job], box).numel() for job, box in boxes(src, dst))
 
-    messages = [
-        _message(
-            [own.read(_slab(halo, part)) for own, halo in jobs for part in halo.plan.transfer(line.rank, dst)], held
-        )
-        for dst in range(line.size)
-    ]
-    layout = [
-        (job, _slab(halo, part), _shape(own, _slab(halo, part)))
-        for src in range(line.size)
-        for job, (own, halo) in enumerate(jobs)
-        for part in halo.plan.transfer(src, line.rank)
-    ]
-    return Pending(line.send(messages, count), layout, len(jobs))
+    messages = [_message([held[job].read(box) for job, box in boxes(line.rank, dst)], held) for dst in range(line.size)]
+    coming = [(job, box, _shape(held[job], box)) for src in range(line.size) for job, box in boxes(src, line.rank)]
+    arriving, token = _send(messages, count, line, held[0].blocks[0].data)
+    return Pending(arriving, coming, len(jobs), token)
 
 
 def give_back(gradients: Held, dim: int, plan: HaloPlan, line: Line) -> torch.Tensor:
@@ -94,11 +94,28 @@ def give_back(gradients: Held, dim: int, plan: HaloPlan, line: Line) -> torch.Te
         _message([gradients.read((part,)) for part in plan.transfer(owner, line.rank)], [gradients])
         for owner in range(line.size)
     ]
-    received = _torch.wait(line.send(messages, count))
-    places = [total.narrow(dim, part.start - own.start, len(part)) for _, part in plan.sends(line.rank)]
-    for place, part in zip(places, received.split([place.numel() for place in places]), strict=True):
-        place.add_(part.view(place.shape))
-    return _torch.tie(total, received, *(block.data for block in gradients.blocks))
+    arriving, token = _send(messages, count, line, gradients.blocks[0].data)
+    layout = [(0, (part,), _shape(gradients, (part,))) for _, part in plan.sends(line.rank)]
+    pending = Pending(arriving, layout, 1, token)
+    for block in pending.finish()[0]:
+        (part,) = block.box
+        total.narrow(dim, part.start - own.start, len(part)).add_(block.data)
+    return _torch.tie(total, *(block.data for block in gradients.blocks), tokens=[pending.received])
+
+
+def _send(
+    messages: list[torch.Tensor], count: Callable[[int, int], int], line: Line, data: torch.Tensor
+) -> tuple[torch.Tensor, slice]:
+    """What arrives, and where in it this rank's message to itself is.
+
+    That message is empty, but for the compiler: there it is a number of the tensor that travels. So every rank's
+    exchange depends on that tensor, and every rank's result can be tied to the exchange, whatever else they use of it.
+    """
+    own = 1 if _torch.tracing() else 0
+    if own:
+        messages[line.rank] = data.reshape(-1)[:1] if data.numel() else data.sum(dtype=data.dtype).reshape(1)
+    before = sum(count(src, line.rank) for src in range(line.rank))
+    return line.send(messages, lambda src, dst: own if src == dst else count(src, dst)), slice(before, before + own)
 
 
 def _message(parts: Sequence[torch.Tensor], like: Sequence[Held]) -> torch.Tensor:

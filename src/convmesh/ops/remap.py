@@ -78,7 +78,7 @@ class Remap:
             result.fill_(fill)
         for pieces in product(*(axis.map.within(axis.out) for axis in self.axes)):
             self._write(result, pieces, held[pieces[0].source])
-        return _torch.tie(result, *sources, *received)
+        return _torch.tie(result, *sources, tokens=received)
 
     def _fetch(self, sources: Sequence[torch.Tensor]) -> tuple[list[Held], list[torch.Tensor | None]]:
         """Along one dimension after the other, which brings the corners too; and all messages as they came."""

@@ -77,7 +77,7 @@ def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
         pending = start([held], [Halo(0, plan.halo, wanted)], plan.line)
         held, received = held.plus(pending.finish()[0]), pending.received
     one = held.read(wanted).squeeze(dim).clone(memory_format=torch.contiguous_format)
-    result = _torch.wrap(_torch.tie(one, x, received), plan.output.spec)
+    result = _torch.wrap(_torch.tie(one, x, tokens=[received]), plan.output.spec)
     return part_of(result, input, lambda whole, part: aten.select_scatter.default(whole, part, dim, index))
 
 

@@ -122,7 +122,7 @@ class Fetch:
     def tie(self, result: torch.Tensor) -> torch.Tensor:
         """`result`, in a way that keeps the compiler from leaving out an exchange of which this rank uses nothing."""
         self.complete()
-        return _torch.tie(result, self.held.blocks[0].data, *self._received)
+        return _torch.tie(result, self.held.blocks[0].data, tokens=self._received)
 
     def _begin_next(self) -> None:
         self._axis += 1

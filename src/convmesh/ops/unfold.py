@@ -128,7 +128,7 @@ def unfold(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
         y = made.narrow(-1, plan.own.start - plan.rows.start * plan.columns, len(plan.own)).contiguous()
     else:
         y = x.new_zeros(plan.output.local_shape)
-    return _torch.wrap(_torch.tie(y, x, received), plan.output.spec)
+    return _torch.wrap(_torch.tie(y, x, tokens=[received]), plan.output.spec)
 
 
 def _stock(plan: UnfoldPlan, local: torch.Tensor, run: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -169,4 +169,4 @@ def fold(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         y = Held.own(made, (made.dim() - 2,), (reach,)).read((plan.own,)).contiguous()
     else:
         y = x.new_zeros(plan.output.local_shape)
-    return _torch.wrap(_torch.tie(y, x, received), plan.output.spec)
+    return _torch.wrap(_torch.tie(y, x, tokens=[received]), plan.output.spec)
