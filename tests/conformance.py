@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 import convmesh
 from convmesh.sharding.registry import declared
 from tests.cases import place, places_of
+from tests.compare import assert_close
 from tests.gathers import Gathers
-from tests.harness import Pool, RankError, assert_close
+from tests.harness import Pool, RankError
 
 RANKS = (2, 4)
 # From best to worst; a case is as bad as its worst rank.

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.harness import Pool, RankDied, RankError, RankHung, assert_close, same_on_all_ranks
+from tests.compare import assert_close, same_on_all_ranks
+from tests.harness import Pool, RankDied, RankError, RankHung
 
 
 def rank_and_coordinate(mesh: DeviceMesh) -> tuple[int, tuple[int, ...]]:

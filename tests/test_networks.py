@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_module
 
 import convmesh
 from tests.cases import place
+from tests.compare import assert_close
 from tests.gathers import Gathers
-from tests.harness import Pool, assert_close
+from tests.harness import Pool
 
 
 def unet() -> torch.nn.Module:

@@ -13,7 +13,8 @@ from torch.func import grad, vmap
 
 import convmesh
 from tests.cases import place
-from tests.harness import Pool, assert_close, same_on_all_ranks
+from tests.compare import assert_close, same_on_all_ranks
+from tests.harness import Pool
 
 SAMPLES, BATCH = 8, 4
 GATHERS = {"all_gather_into_tensor", "all_gather_into_tensor_coalesced"}

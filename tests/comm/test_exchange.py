@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from convmesh.comm import Block, Halo, Held, count_traffic, give_back, line, start
 from convmesh.geometry import HaloPlan, Interval, shards
-from tests.harness import Pool, assert_close
+from tests.compare import assert_close
+from tests.harness import Pool
 
 LINES = [((2,), (0,)), ((4,), (0,)), ((2, 2), (0, 1)), ((2, 2), (1,)), ((4, 1), (0, 1)), ((1, 4), (0, 1))]
 

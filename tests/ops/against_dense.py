@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import convmesh
 from tests.cases import letter, local_shape, place
-from tests.harness import assert_close
+from tests.compare import assert_close
 
 Placed = tuple[tuple[int, ...], tuple[Any, ...]]
 """A tensor's shape, and for every mesh dimension where it lies: 'R', 'P' or a tensor dimension."""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import convmesh
 from tests.cases import local_shape, place
-from tests.harness import assert_close
+from tests.compare import assert_close
 
 At = tuple[Any, ...]  # placements by mesh dimension: a dimension, "R" or "P"
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import convmesh
 from tests.cases import place
-from tests.harness import assert_close
+from tests.compare import assert_close
 
 
 @dataclass(frozen=True)

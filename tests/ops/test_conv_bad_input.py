@@ -12,7 +12,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import convmesh
 from tests.cases import place
-from tests.harness import Pool, assert_close, same_on_all_ranks
+from tests.compare import assert_close, same_on_all_ranks
+from tests.harness import Pool
 
 
 def call(mesh: DeviceMesh, **change: Any) -> torch.Tensor:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import convmesh
 from tests.cases import place
-from tests.harness import Pool, assert_close
+from tests.compare import assert_close
+from tests.harness import Pool
 
 # Where a (2, 3, 9, 11) image lies on a mesh of these sizes.
 LAYOUTS = [((2,), (3,)), ((2, 2), (2, 3)), ((2, 2), (3, 3)), ((2, 2), (0, 3)), ((4,), (2,))]

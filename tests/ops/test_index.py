@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
 from tests.cases import place
-from tests.harness import Pool, assert_close
+from tests.compare import assert_close
+from tests.harness import Pool
 from tests.ops.against_dense import Sharded, check
 
 SHAPE = (2, 3, 5, 7)

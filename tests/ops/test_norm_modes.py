@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 import convmesh
 from tests.cases import place
-from tests.harness import Pool, assert_close, same_on_all_ranks
+from tests.compare import assert_close, same_on_all_ranks
+from tests.harness import Pool
 from tests.ops.agreement import compare
 
 aten = torch.ops.aten

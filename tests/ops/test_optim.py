@@ -17,7 +17,8 @@ from convmesh import _torch
 from convmesh.ops.optim import OPTIMIZERS, POINTWISE, _overloads
 from convmesh.sharding.registry import declared
 from tests.cases import place
-from tests.harness import Pool, RankError, assert_close
+from tests.compare import assert_close
+from tests.harness import Pool, RankError
 
 SHAPES = [(6, 5), (7,), (3, 2, 3, 3), (1, 4), (2, 9)]
 

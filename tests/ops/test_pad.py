@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
 from tests.cases import place
-from tests.harness import Pool, same_on_all_ranks
+from tests.compare import same_on_all_ranks
+from tests.harness import Pool
 from tests.ops.against_dense import Sharded, check
 
 

@@ -12,7 +12,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import convmesh
 from tests.cases import place
-from tests.harness import Pool, assert_close, same_on_all_ranks
+from tests.compare import assert_close, same_on_all_ranks
+from tests.harness import Pool
 from tests.ops.pooling import PLACES, Call, check_call, placed_calls
 
 SHAPES = {1: (3, 2, 13), 2: (3, 2, 7, 9), 3: (2, 2, 5, 7, 4)}

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
 from tests.cases import place
-from tests.harness import Pool, assert_close
+from tests.compare import assert_close
+from tests.harness import Pool
 
 FUNCTIONS: dict[str, Any] = {
     "max": lambda x: F.max_pool2d(x, 3, 2, 1),

@@ -14,7 +14,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 import convmesh
 from convmesh.ops import random as rules
 from tests.cases import place, places_of
-from tests.harness import Pool, assert_close, same_on_all_ranks
+from tests.compare import assert_close, same_on_all_ranks
+from tests.harness import Pool
 
 PLACES: dict[tuple[int, ...], list[tuple[Any, ...]]] = {
     (4,): [("R",), (0,), (1,), (2,), ("P",)],

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import convmesh
 from convmesh import _torch
 from tests.cases import place
-from tests.harness import Pool, assert_close
+from tests.compare import assert_close
+from tests.harness import Pool
 
 CONVOLUTION = torch.ops.aten.convolution.default
 
