@@ -53,6 +53,10 @@ class LocalConvolution:
         if mask[1] and pays(fine, weight, self.conv.groups):
             gx, _, gb = self.own_gradients(gradient, input, weight, (mask[0], False, mask[2]))
             return gx if mask[0] else None, _correlated(fine, coarse, weight, self._own), gb
+        if mask[2] and not mask[1]:
+            # Asked for the bias, the operator computes the weight's gradient all the same.
+            gx, _, _ = self.own_gradients(gradient, input, weight, (mask[0], False, False))
+            return gx, None, self.bias_gradient(gradient)
         results = aten.convolution_backward.default(
             gradient, input, weight, [gradient.shape[1]], *self._own.arguments, mask
         )
