@@ -38,7 +38,9 @@ def test_weights_are_torchs(mode: str) -> None:
         for index, some in enumerate(taps(mode, source, target, any(align), scale, False).of):
             for at, weight in some:
                 actual[index, at] = weight
-        assert (actual - expected).abs().max() < 2e-6, (source, target, scale, align)
+        # A weight is the fraction of a coordinate up to `source`, which torch rounds to float32, and how depends on the
+        # release: half a unit in the last place of that coordinate is what weights may differ by.
+        assert (actual - expected).abs().max() < max(2e-6, source * 2**-24), (source, target, scale, align)
 
 
 @pytest.mark.parametrize(("source", "target"), [(7, 3), (3, 7), (12, 4), (1, 5), (13, 13)])
