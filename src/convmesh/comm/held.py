@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..geometry import Box, Interval, volume
+from ..geometry import Box, volume
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,3 @@ def memory_format(tensor: torch.Tensor) -> torch.memory_format:
 
 def _common(one: Box, other: Box) -> Box:
     return tuple(a & b for a, b in zip(one, other, strict=True))
-
-
-def clip(box: Box, sizes: Sequence[int]) -> Box:
-    return tuple(side & Interval(0, size) for side, size in zip(box, sizes, strict=True))
