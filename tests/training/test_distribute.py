@@ -45,7 +45,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.norm(self.stem(x)))
         x = self.left(x) + self.right(x.flip(3))
-        x = x * self.scale
+        rows = torch.linspace(-1, 1, x.shape[2], dtype=x.dtype, device=x.device)
+        x = x * rows[:, None] + rows.square().view(1, 1, -1, 1) * self.scale
         order = torch.tensor([1, 0, 3, 2, 5, 4, 7, 6], device=x.device)
         return self.head(self.frozen(x)[:, order])
 
