@@ -9,7 +9,9 @@ from .batching import clipped_gradient as clipped_gradient
 from .batching import explain as explain
 from .batching import per_sample_gradients as per_sample_gradients
 from .batching import per_sample_norms as per_sample_norms
+from .comm import CommunicationError as CommunicationError
 from .comm import count_traffic as count_traffic
 from .sharding.errors import ShardingError as ShardingError
+from .sharding.rendezvous import MismatchError as MismatchError
 
 __version__ = VERSION
