@@ -13,5 +13,11 @@ from .comm import CommunicationError as CommunicationError
 from .comm import count_traffic as count_traffic
 from .sharding.errors import ShardingError as ShardingError
 from .sharding.rendezvous import MismatchError as MismatchError
+from .training import distribute as distribute
+from .training import from_region as from_region
+from .training import loader as loader
+from .training import no_sync as no_sync
+from .training import region as region
+from .training import shard as shard
 
 __version__ = VERSION

@@ -76,6 +76,8 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (dist.ProcessGroup, "_get_backend"),
     (dist.ProcessGroup, "_device_types"),
     *((torch.ops._c10d_functional, name) for name in COLLECTIVES),
+    (DTensor._op_dispatcher, "_allow_implicit_replication"),
+    (torch.autograd.Variable, "_execution_engine"),
 )
 
 
@@ -359,6 +361,20 @@ def view_rule(handler: Handler) -> Handler:
 def in_backward() -> bool:
     """Whether autograd is running: it makes plain zeros where a gradient is missing, and writes into no gradient."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Call back at the end of the backward pass that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def replicates_implicitly() -> bool:
+    """Whether DTensor's own operators take a plain tensor for one that is the same on every rank."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def replicate_implicitly(on: bool) -> None:
+    DTensor._op_dispatcher._allow_implicit_replication = on
 
 
 def composite(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -12,6 +12,7 @@ import torch
 from .. import _torch
 from .._torch import Handler, Operator
 from ..comm import keep_watch
+from .constants import with_constants
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ def rule(*operators: Operator, behaviour: Behaviour) -> Callable[[AnyHandler], A
     """Declare how `operators` run on DTensors, and what their users can expect."""
 
     def declare(handler: AnyHandler) -> AnyHandler:
+        tolerant = with_constants(handler)
         for operator in operators:
-            _rules[operator] = handler
+            _rules[operator] = tolerant
             _behaviour[operator] = behaviour
         return handler
 
