@@ -13,11 +13,15 @@ from .comm import CommunicationError as CommunicationError
 from .comm import count_traffic as count_traffic
 from .sharding.errors import ShardingError as ShardingError
 from .sharding.rendezvous import MismatchError as MismatchError
+from .training import CheckpointError as CheckpointError
 from .training import distribute as distribute
 from .training import from_region as from_region
+from .training import latest_checkpoint as latest_checkpoint
+from .training import load_checkpoint as load_checkpoint
 from .training import loader as loader
 from .training import no_sync as no_sync
 from .training import region as region
+from .training import save_checkpoint as save_checkpoint
 from .training import shard as shard
 
 __version__ = VERSION

