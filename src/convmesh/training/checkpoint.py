@@ -68,9 +68,7 @@ def save_checkpoint(
     process_group = _group(model, process_group)
     unfinished = folder / f"{_UNFINISHED}{step}"
     state = Contents({"model": model, "optimizer": optimizer, **extra}).collect(step)
-    with _explained(
-        f"checkpoint of step {step} in {folder}", "the last one before it is whole: load_checkpoint finds it"
-    ):
+    with _explained(f"saving step {step} in {folder}", "start again: load_checkpoint finds the last whole one"):
         _on_first_rank(process_group, lambda: _make_empty(unfinished))
         save(
             state,
@@ -103,8 +101,14 @@ def load_checkpoint(
         raise CheckpointError(problem)
     with _explained(f"loading {path}", _READ):
         metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    rest = _read({REST: None}, path, process_group)[REST]
     contents = Contents({"model": model, "optimizer": optimizer, **extra})
-    state = contents.template(metadata, path)
+    contents.apply(_read(contents.template(metadata, rest, path), path, process_group), rest, random_state)
+    return Checkpoint(path, rest["step"], rest["values"])
+
+
+def _read(state: dict[str, Any], path: Path, process_group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """`state` with the values of the checkpoint: its tensors are written to."""
     with _explained(f"loading {path}", _READ):
         load(
             state,
@@ -113,8 +117,7 @@ def load_checkpoint(
             process_group=process_group,
             no_dist=not dist.is_initialized(),
         )
-    contents.apply(state, random_state, path)
-    return Checkpoint(path, state[REST]["step"], state[REST]["values"])
+    return state
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:

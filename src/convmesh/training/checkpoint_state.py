@@ -51,30 +51,30 @@ class Contents:
             )
         return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)} | {REST: rest}
 
-    def template(self, metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        """Where to load each tensor to. Raises if the checkpoint has other tensors than the objects."""
+    def template(self, metadata: Mapping[str, Any], rest: dict[str, Any], path: Path) -> dict[str, Any]:
+        """Where to load each tensor to. Raises if the checkpoint is not one of these objects."""
+        self._check_present(rest, path)
         saved = {key: data for key, data in metadata.items() if isinstance(data, TensorStorageMetadata)}
-        state: dict[str, Any] = {REST: None}
+        state: dict[str, Any] = {}
         for name, module in self.modules.items():
             own = get_model_state_dict(module)
             wanted = {f"{name}/{key}": value for key, value in own.items() if isinstance(value, torch.Tensor)}
             _compare(wanted, {key: data.size for key, data in saved.items() if key.startswith(f"{name}/")}, path)
             state |= wanted
         for name, optimizer in self.optimizers.items():
-            state |= optimizer_state.template(name, optimizer, self.names, saved, path)
+            optimizer_state.check_groups(name, optimizer, self.names, rest["groups"][name], path)
+            state |= optimizer_state.template(name, optimizer, self.names, saved)
         return state
 
-    def apply(self, state: dict[str, Any], random_state: bool, path: Path) -> None:
+    def apply(self, state: dict[str, Any], rest: dict[str, Any], random_state: bool) -> None:
         """Give all objects what was loaded for them."""
-        rest = state[REST]
-        self._check_present(rest, path)
         loaded = rest["loose"] | state
         for name, module in self.modules.items():
             prefix = f"{name}/"
             own = {key.removeprefix(prefix): value for key, value in loaded.items() if key.startswith(prefix)}
             set_model_state_dict(module, own)
         for name, optimizer in self.optimizers.items():
-            optimizer_state.restore(name, optimizer, self.names, loaded, rest["groups"][name], path)
+            optimizer_state.restore(name, optimizer, loaded, rest["groups"][name])
         for name, value in self.others.items():
             value.load_state_dict(rest["states"][name])
         if random_state:

@@ -44,35 +44,32 @@ def groups(optimizer: Optimizer, names: Names) -> list[dict[str, Any]]:
     return [group | {"params": [_name(p, names) for p in group["params"]]} for group in optimizer.param_groups]
 
 
-def template(name: str, optimizer: Optimizer, names: Names, saved: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def check_groups(name: str, optimizer: Optimizer, names: Names, saved: list[dict[str, Any]], path: Path) -> None:
+    if [group["params"] for group in groups(optimizer, names)] != [group["params"] for group in saved]:
+        raise CheckpointError(
+            f"load_checkpoint: {name!r} has other parameters, or has them in other groups or in another order, than in "
+            f"{path}\n  remedy: make the optimizer as it was made before"
+        )
+
+
+def template(name: str, optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> dict[str, Any]:
     """A place for each tensor of state that was saved: beside its parameter where it is of its shape."""
     parameters = {_name(p, names): p for group in optimizer.param_groups for p in group["params"]}
     places: dict[str, Any] = {}
     for key, data in saved.items():
-        if not key.startswith(f"{name}/"):
-            continue
-        _, owner, what = key.split("/")
-        if owner not in parameters:
-            raise CheckpointError(f"load_checkpoint: {path} has state of {owner} for {name!r}, which has no such "
-                                  "parameter\n  remedy: make the optimizer as it was made before")  # fmt: skip
-        parameter, kind = parameters[owner].detach(), data.properties.dtype
-        # A count of steps may have the shape of its parameter by chance, and is never a part of it.
-        beside = what != "step" and data.size == parameter.shape
-        places[key] = torch.zeros_like(parameter, dtype=kind) if beside else torch.zeros(data.size, dtype=kind)
+        if key.startswith(f"{name}/"):
+            _, owner, what = key.split("/")
+            parameter, kind = parameters[owner].detach(), data.properties.dtype
+            # A count of steps may have the shape of its parameter by chance, and is never a part of it.
+            beside = what != "step" and data.size == parameter.shape
+            places[key] = torch.zeros_like(parameter, dtype=kind) if beside else torch.zeros(data.size, dtype=kind)
     return places
 
 
-def restore(
-    name: str, optimizer: Optimizer, names: Names, loaded: Mapping[str, Any], saved: list[dict[str, Any]], path: Path
-) -> None:
-    own = groups(optimizer, names)
-    if [group["params"] for group in own] != [group["params"] for group in saved]:
-        raise CheckpointError(
-            f"load_checkpoint: {name!r} has its parameters in other groups, or in another order, than in {path}\n"
-            "  remedy: make the optimizer as it was made before"
-        )
+def restore(name: str, optimizer: Optimizer, loaded: Mapping[str, Any], saved: list[dict[str, Any]]) -> None:
+    """Give the optimizer its state and settings back."""
+    numbers = {owner: number for number, owner in enumerate(owner for group in saved for owner in group["params"])}
     state: dict[int, dict[str, Any]] = {}
-    numbers = {owner: number for number, owner in enumerate(owner for group in own for owner in group["params"])}
     for key, value in loaded.items():
         if key.startswith(f"{name}/"):
             _, owner, what = key.split("/")
