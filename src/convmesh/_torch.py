@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -71,7 +72,6 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._C, "_dispatch_keyset_full_after"),
     (torch._C._distributed_c10d, "_resolve_process_group"),
     (dist.distributed_c10d, "_get_default_store"),
-    (dist.distributed_c10d, "_get_default_timeout"),
     (dist.distributed_c10d, "_set_pg_timeout"),
     (dist.ProcessGroup, "_get_backend"),
     (dist.ProcessGroup, "_device_types"),
@@ -288,11 +288,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of this group may take; torch's default where its backend does not say."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     said: timedelta | None = getattr(options, "_timeout", None)
-    return _default_timeout(group) if said is None else said
-
-
-def _default_timeout(group: dist.ProcessGroup) -> timedelta:
-    return dist.distributed_c10d._get_default_timeout(dist.distributed_c10d.Backend(dist.get_backend(group)))
+    return default_pg_timeout if said is None else said
 
 
 def inherit_timeout(group: dist.ProcessGroup) -> None:
@@ -303,7 +299,7 @@ def inherit_timeout(group: dist.ProcessGroup) -> None:
     world = dist.group.WORLD
     assert world is not None, "a group is part of an initialised world"
     wanted = timeout_of(world)
-    if wanted != timeout_of(group) == _default_timeout(group):
+    if timeout_of(group) in (default_pg_timeout, default_pg_nccl_timeout) and timeout_of(group) != wanted:
         dist.distributed_c10d._set_pg_timeout(wanted, group)
 
 

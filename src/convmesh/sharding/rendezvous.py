@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,9 +19,11 @@ from .errors import ShardingError
 
 # What is waited for is mostly there at once; later a rank need not ask so often.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
-# Who waits for longer than this says where it is, and looks whether another rank has failed.
+# Who waits for longer than this says where it is, and looks where the others are: in seconds.
 _PATIENCE = 1.0
 _SHOWN = 5
+
+Keys = dict[int, str]  # by rank, what it writes when it comes
 
 
 class MismatchError(ShardingError):
@@ -85,46 +88,74 @@ def disagreement(prints: Sequence[Fingerprint]) -> str | None:
     return None
 
 
-def _await(
-    store: _torch.Store,
-    keys: dict[int, str],
-    mine: Fingerprint,
-    group: dist.ProcessGroup,
-    timeout: float,
-) -> None:
-    begun, pause, waiting = time.monotonic(), _FIRST_PAUSE, f"convmesh/check/waiting/{dist.get_rank()}"
-    said = False
+def _await(store: _torch.Store, keys: Keys, mine: Fingerprint, group: dist.ProcessGroup, timeout: float) -> None:
+    begun = time.monotonic()
+    pause, look = _FIRST_PAUSE, _PATIENCE
     while not store.check(list(keys.values())):
         waited = time.monotonic() - begun
-        if waited > _PATIENCE and not said:
-            store.set(waiting, f"{mine}, for {comm.describe(group)}")
-            said = True
-        if said and (failure := comm.posted()) is not None:
-            raise _stop(f"another rank has stopped: {failure}", {dist.get_rank(): mine})
-        if waited > timeout:
-            raise _missing(store, keys, mine, group, timeout)
+        if waited > min(look, timeout):
+            look += _PATIENCE
+            _say(store, {"text": f"{mine}, for {comm.describe(group)}", "keys": keys})
+            problem = _problem(store, keys, comm.describe(group))
+            if problem is None and waited > timeout:
+                problem = f"not all of {comm.describe(group)} came within {timeout:g} seconds: {_absent(store, keys)}"
+            if problem is not None:
+                raise _stop(problem, {dist.get_rank(): mine})
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
-    if said:
-        store.delete_key(waiting)
+    if look > _PATIENCE:
+        _say(store, None)
 
 
-def _missing(
-    store: _torch.Store,
-    keys: dict[int, str],
-    mine: Fingerprint,
-    group: dist.ProcessGroup,
-    timeout: float,
-) -> MismatchError:
-    absent = [rank for rank, key in keys.items() if not store.check([key])]
-    elsewhere = {rank: f"convmesh/check/waiting/{rank}" for rank in absent}
-    places = [
-        f"rank {rank} waits in {store.get(key).decode()}" if store.check([key]) else f"rank {rank} is not heard of"
-        for rank, key in elsewhere.items()
-    ]
-    return _stop(
-        f"not all of {comm.describe(group)} came within {timeout:g} seconds: {'; '.join(places)}",
-        {dist.get_rank(): mine},
+def _problem(store: _torch.Store, keys: Keys, group: str) -> str | None:
+    """Why there is no point in waiting any longer."""
+    if (failure := comm.posted()) is not None:
+        return f"another rank has stopped: {failure}"
+    return f"{group} wait for each other: {_absent(store, keys)}" if _in_a_circle(store, keys) else None
+
+
+def _say(store: _torch.Store, note: object) -> None:
+    """Where this rank waits, or None. It is overwritten and never deleted: to get what is gone is to wait for it."""
+    store.set(_waiting(dist.get_rank()), json.dumps(note))
+
+
+def _waiting(rank: int) -> str:
+    return f"convmesh/check/waiting/{rank}"
+
+
+def _note(store: _torch.Store, rank: int) -> Any:
+    """Where another rank has been waiting for a while, None if it has not."""
+    return json.loads(store.get(_waiting(rank))) if store.check([_waiting(rank)]) else None
+
+
+def _missing(store: _torch.Store, keys: Keys) -> list[int]:
+    return [int(rank) for rank, key in keys.items() if not store.check([key])]
+
+
+def _in_a_circle(store: _torch.Store, keys: Keys) -> bool:
+    """Whether someone that this rank waits for waits for this rank, or for one that does.
+
+    Who waits for a key that is not there goes on waiting until it is, so what is found here will not change.
+    """
+    seen: set[int] = set()
+    ahead = _missing(store, keys)
+    while ahead:
+        rank = ahead.pop()
+        if rank == dist.get_rank():
+            return True
+        if rank not in seen and (note := _note(store, rank)) is not None:
+            missing = _missing(store, note["keys"])
+            # If it has moved on in between, a key may be gone because all have read it.
+            ahead += missing if _note(store, rank) == note else []
+        seen.add(rank)
+    return False
+
+
+def _absent(store: _torch.Store, keys: Keys) -> str:
+    notes = {rank: _note(store, rank) for rank in _missing(store, keys)}
+    return "; ".join(
+        f"rank {rank} is not heard of" if note is None else f"rank {rank} waits in {note['text']}"
+        for rank, note in notes.items()
     )
 
 
