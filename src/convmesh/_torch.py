@@ -31,12 +31,12 @@ Store = dist.distributed_c10d.Store
 VERSION = "0.1.0"  # of convmesh: it is part of the key of compiled code
 OLDEST, TOO_NEW = (2, 13), (2, 16)
 
-# Everything that starts a communication in eager and in compiled code, and what awaits it.
+# Everything that starts a communication, in eager and in compiled code.
 COLLECTIVES = (
     "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_",
     "all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced",
     "reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced",
-    "all_to_all_single", "broadcast", "broadcast_", "wait_tensor",
+    "all_to_all_single", "broadcast", "broadcast_",
 )  # fmt: skip
 
 REQUIRED: tuple[tuple[object, str], ...] = (
@@ -247,27 +247,39 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
-def intercept_collectives(around: Callable[[Operator, tuple[Any, ...], Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Let `around(operator, args, run)` run every functional collective and every wait; returns what undoes that.
+def intercept_collectives(
+    around: Callable[[Operator, tuple[Any, ...], Callable[[], Any]], Any],
+    failed: Callable[[torch.Tensor, RuntimeError], Exception],
+) -> Callable[[], None]:
+    """Let `around(operator, args, run)` run every functional collective, and raise `failed(tensor, error)` where a wait
+    for one raises `error`; returns what undoes that.
 
     The place is the last one before the backend, so compiled code comes by as well, and what a compiler only traces
     is known by its device. Collectives of `torch.distributed` itself (`dist.all_reduce`) do not pass here.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")
     beyond = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    await_it = torch.ops._c10d_functional.wait_tensor.default.redispatch
 
-    def kernel(operator: Operator) -> Callable[..., Any]:
+    def starting(operator: Operator) -> Callable[..., Any]:
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
             first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
-            if first.device.type == "meta":
+            if first.is_meta:
                 return operator.redispatch(keys & beyond, *args, **kwargs)
             return around(operator, args, lambda: operator.redispatch(keys & beyond, *args, **kwargs))
 
         return run
 
+    def waiting(keys: Any, tensor: torch.Tensor) -> Any:
+        try:
+            return await_it(keys & beyond, tensor)
+        except RuntimeError as error:
+            raise failed(tensor, error) from error
+
     for name in COLLECTIVES:
-        operator = getattr(torch.ops._c10d_functional, name).default
-        library.impl(name, kernel(operator), "BackendSelect", with_keyset=True)
+        kernel = starting(getattr(torch.ops._c10d_functional, name).default)
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)
+    library.impl("wait_tensor", waiting, "BackendSelect", with_keyset=True)
     return library._destroy
 
 

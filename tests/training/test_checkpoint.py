@@ -198,6 +198,18 @@ def test_another_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> N
         convmesh.save_checkpoint(tmp_path, nn.Linear(1, 1), optimizer, step=1)
 
 
+def test_a_compiled_model_has_the_names_of_its_own(tmp_path: Path) -> None:
+    model, again = nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3)
+    compiled = torch.compile(model, backend="eager")
+    optimizer, fresh = (torch.optim.SGD(m.parameters(), 0.5, momentum=0.9) for m in (compiled, again))
+    compiled(torch.ones(1, 1, 4, 4)).sum().backward()
+    optimizer.step()
+    convmesh.save_checkpoint(tmp_path, compiled, optimizer, step=1)
+    convmesh.load_checkpoint(tmp_path, again, fresh)
+    assert torch.equal(again.weight, model.weight)
+    assert torch.equal(fresh.state[again.weight]["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
+
+
 def refuses(mesh: DeviceMesh, folder: Path) -> None:
     model = convmesh.distribute(nn.Conv2d(1, 1, 1), mesh)
     with pytest.raises(convmesh.CheckpointError, match=r"remedy: give the module .* or tensor.full_tensor\(\)"):

@@ -6,6 +6,7 @@ That holds for the exchanges of this library, for what DTensor itself sends, and
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -24,8 +25,8 @@ Observer = Callable[[Operator, tuple[Any, ...], dist.ProcessGroup], None]
 
 _observers: list[Observer] = []
 _known: WeakSet[dist.ProcessGroup] = WeakSet()
-# What was started and is not yet awaited, by the memory of its result.
-_under_way: dict[int, tuple[str, dist.ProcessGroup]] = {}
+# The last communications: the memory of the result, the collective, and its group or the name of that.
+_started: deque[tuple[int, Operator, dist.ProcessGroup | str]] = deque(maxlen=1024)
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 
 
@@ -35,13 +36,7 @@ class CommunicationError(RuntimeError):
 
 def keep_watch() -> Callable[[], None]:
     """Begin; returns what ends it."""
-    undo = _torch.intercept_collectives(_around)
-
-    def end() -> None:
-        undo()
-        _under_way.clear()
-
-    return end
+    return _torch.intercept_collectives(_start, _failed_wait)
 
 
 def observe(observer: Observer) -> Callable[[], None]:
@@ -50,10 +45,8 @@ def observe(observer: Observer) -> Callable[[], None]:
     return lambda: _observers.remove(observer)
 
 
-def _around(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-    if len(args) == 1:
-        return _wait(args[0], run)
-    name, group = _torch.name_of(operator), _torch.group_called(args[-1])
+def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+    group = _torch.group_called(args[-1])
     if group not in _known:
         _torch.inherit_timeout(group)
         _known.add(group)
@@ -62,18 +55,17 @@ def _around(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) -
     try:
         result = run()
     except dist.DistError as error:
-        raise _failure(name, group, error) from error
+        raise _failure(_torch.name_of(operator), group, error) from error
     for tensor in (result,) if isinstance(result, torch.Tensor) else result:
-        _under_way[_torch.memory_of(tensor)] = (name, group)
+        _started.append((_torch.memory_of(tensor), operator, args[-1]))
     return result
 
 
-def _wait(tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
-    name, group = _under_way.pop(_torch.memory_of(tensor), ("a collective", None))
-    try:
-        return run()
-    except RuntimeError as error:
-        raise _failure(name, group, error) from error
+def _failed_wait(tensor: torch.Tensor, error: RuntimeError) -> CommunicationError:
+    for memory, operator, group in reversed(_started):
+        if memory == _torch.memory_of(tensor):
+            return _failure(_torch.name_of(operator), _torch.group_called(group), error)
+    return _failure("a collective", None, error)
 
 
 def _failure(collective: str, group: dist.ProcessGroup | None, error: RuntimeError) -> CommunicationError:
