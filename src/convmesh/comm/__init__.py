@@ -15,6 +15,8 @@ from .line import Line as Line
 from .line import line as line
 from .notice import post as post
 from .notice import posted as posted
+from .owner import from_owner as from_owner
+from .owner import owner_plan as owner_plan
 from .recut import swap as swap
 from .reduce import all_reduce as all_reduce
 from .reduce import side_by_side as side_by_side
