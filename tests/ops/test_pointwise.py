@@ -125,16 +125,12 @@ def blocks(at: tuple[Any, ...]) -> list[Sharded]:
     w = [((4, 4, 1, 1), whole), ((1, 4, 1, 1), whole)]
     gates = [Sharded(squeeze_excite, (x, w[0], w[0])), Sharded(attention_gate, (x, x, *w)), Sharded(dropouts, (x,))]
     y = (SHAPE, at)
-    made = [Sharded(similar, (y, y), (dim,)) for dim in (1, 2, 3)] + [
-        Sharded(normalized, (y,), (dim,)) for dim in (1, 2)
-    ]
+    made = [Sharded(similar, (y, y), (dim,)) for dim in (1, 2, 3)] + [Sharded(normalized, (y,), (dim,)) for dim in (1, 2)]
     made += [Sharded(expanded, (y,), (dim,)) for dim in (1, 2)]
     return [*gates, *made, Sharded(response, (((2, 5, 3, 7), at),)), Sharded(powers_pooled, (((2, 4, 6, 7), at),))]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "places"), [((2,), [(2,), (3,), (0,)]), ((4,), [(2,)]), ((2, 2), [(0, 2), (2, 3), (2, 2)])]
-)
+@pytest.mark.parametrize(("mesh", "places"), [((2,), [(2,), (3,), (0,)]), ((4,), [(2,)]), ((2, 2), [(0, 2), (2, 3), (2, 2)])])
 def test_blocks_of_networks(pool: Pool, mesh: tuple[int, ...], places: list[Any]) -> None:
     pool.run_cases(check, [case for at in places for case in blocks(at)], mesh=mesh)
 
@@ -220,9 +216,7 @@ def outside(mesh: DeviceMesh) -> None:
     with convmesh.enable(), torch.inference_mode():
         x = place(torch.arange(6.0).view(2, 3), mesh, (1,))
         y = place(torch.ones(3), mesh, ("R",))
-        assert_close(
-            (x * y + 1).square().clip(0, 9).full_tensor(), (torch.arange(6.0).view(2, 3) + 1).square().clip(0, 9)
-        )
+        assert_close((x * y + 1).square().clip(0, 9).full_tensor(), (torch.arange(6.0).view(2, 3) + 1).square().clip(0, 9))
 
 
 def test_inference_on_part_of_the_ranks(pool: Pool) -> None:

@@ -23,6 +23,8 @@ from tests.harness import Pool
 from tests.launch import launch
 
 KERNELS = (3, 5, 1)
+RELU = 3
+LAYERS = (0, 1, RELU, 2)
 THE_ODD_ONE = 1
 
 
@@ -33,13 +35,13 @@ def operands() -> tuple[torch.Tensor, list[torch.Tensor]]:
     return x, weights
 
 
-def network(x: torch.Tensor, weights: list[torch.Tensor], layers: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+def network(x: torch.Tensor, weights: list[torch.Tensor], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
     for layer in layers:
-        x = F.conv2d(x, weights[layer], padding=KERNELS[layer] // 2)
+        x = torch.relu(x) if layer == RELU else F.conv2d(x, weights[layer], padding=KERNELS[layer] // 2)
     return x.square().mean()
 
 
-def step(mesh: DeviceMesh, layers: tuple[int, ...] = (0, 1, 2), compiled: bool = False) -> list[torch.Tensor]:
+def step(mesh: DeviceMesh, layers: tuple[int, ...] = LAYERS, compiled: bool = False) -> list[torch.Tensor]:
     """Loss and gradients."""
     x, weights = operands()
     placed = [place(weight, mesh, ("R", "R")).requires_grad_() for weight in weights]
@@ -109,14 +111,17 @@ def test_uneven_work_is_no_difference(pool: Pool) -> None:
 def odd_layers(mesh: DeviceMesh, layers: tuple[int, ...], compiled: bool = False) -> None:
     convmesh.enable(check=True)
     step(mesh, compiled=compiled)
-    step(mesh, layers if dist.get_rank() == THE_ODD_ONE else (0, 1, 2), compiled)
+    step(mesh, layers if dist.get_rank() == THE_ODD_ONE else LAYERS, compiled)
 
 
 @pytest.mark.parametrize(
     ("layers", "compiled"),
-    [((0, 2), False), ((0, 1), False), ((1, 0, 2), False), ((0, 0, 2), False), ((0, 2), True)],
-    ids=["skips a layer", "skips one that sends nothing", "another order", "another kernel", "compiled"],
-)
+    [
+        ((0, RELU, 2), False), ((0, 1, 2), False), ((0, 1, RELU), False),
+        ((1, 0, RELU, 2), False), ((0, 0, RELU, 2), False), ((0, RELU, 2), True),
+    ],
+    ids=["skips a layer", "skips a relu", "skips one that sends nothing", "another order", "another kernel", "compiled"],
+)  # fmt: skip
 def test_a_rank_with_other_layers_is_an_error_on_every_rank(layers: tuple[int, ...], compiled: bool) -> None:
     outcomes = launch(odd_layers, layers, compiled)
     for outcome in outcomes:

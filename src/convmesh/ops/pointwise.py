@@ -114,7 +114,9 @@ def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     if isinstance(tensor, DTensor) or tensor.numel() != 1:
         return tensor
     placements = (Replicate(),) * mesh.ndim
-    return _torch.wrap(tensor, _torch.make_spec(mesh, placements, tuple(tensor.shape), tensor.stride(), tensor.dtype))
+    return _torch.wrap(
+        tensor, _torch.make_spec(mesh, placements, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    )
 
 
 def _moved(

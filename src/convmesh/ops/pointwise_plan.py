@@ -95,9 +95,7 @@ def _result(
     """Shape and strides of the result on one device; torch itself complains about what does not fit together."""
     with _torch.no_modes():
         models = [
-            arg
-            if layout is None
-            else torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+            arg if layout is None else torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
             for arg, layout in zip(args, operands, strict=True)
         ]
         options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
