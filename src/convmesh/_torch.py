@@ -71,6 +71,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_storage_Use_Count"),
     (torch._C, "_dispatch_keyset_full_after"),
+    (torch._ops.OpOverload, "redispatch"),
     (torch._C._distributed_c10d, "_resolve_process_group"),
     (dist.distributed_c10d, "_get_default_store"),
     (dist.distributed_c10d, "_set_pg_timeout"),

@@ -120,7 +120,7 @@ def odd_layers(mesh: DeviceMesh, layers: tuple[int, ...], compiled: bool = False
         ((0, RELU, 2), False), ((0, 1, 2), False), ((0, 1, RELU), False),
         ((1, 0, RELU, 2), False), ((0, 0, RELU, 2), False), ((0, RELU, 2), True),
     ],
-    ids=["skips a layer", "skips a relu", "skips one that sends nothing", "another order", "another kernel", "compiled"],
+    ids=["skips a layer", "skips a relu", "skips a 1x1", "another order", "another kernel", "compiled"],
 )  # fmt: skip
 def test_a_rank_with_other_layers_is_an_error_on_every_rank(layers: tuple[int, ...], compiled: bool) -> None:
     outcomes = launch(odd_layers, layers, compiled)
@@ -178,6 +178,21 @@ def test_a_rank_that_does_not_come_is_missed_by_name() -> None:
     outcomes = launch(one_stays_away)
     assert outcomes[0].error == "MismatchError"
     assert "not all of ranks 0, 1 (mesh dimension 'w') came within 2 seconds: rank 1" in outcomes[0].message
+
+
+def without_a_store(mesh: DeviceMesh) -> None:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    del host
+    with pytest.MonkeyPatch.context() as patch, convmesh.enable(check=True):
+        patch.setattr(_torch, "store", lambda: client)
+        place(torch.ones(2), mesh, ("P",)).full_tensor()
+
+
+def test_a_store_that_is_gone_is_a_failed_communication() -> None:
+    for outcome in launch(without_a_store, mesh=(2,), names=("w",)):
+        assert outcome.error == "CommunicationError"
+        assert "the store through which ranks compare what they do" in outcome.message
 
 
 def alone(mesh: DeviceMesh) -> None:

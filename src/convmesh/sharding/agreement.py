@@ -105,4 +105,12 @@ def _compare(operator: Operator, args: tuple[Any, ...], group: dist.ProcessGroup
         what = f"{name} of {shapes}{''.join(f', {value}' for value in args[1:-1])}"
     mine = Fingerprint(what, tuple(path.operators), tuple(sends), tuple(receives), comm.caller())
     number, path.communications, path.operators = path.communications, path.communications + 1, []
-    agree(mine, group, number, _timeout if _timeout is not None else _torch.timeout_of(group).total_seconds())
+    timeout = _timeout if _timeout is not None else _torch.timeout_of(group).total_seconds()
+    try:
+        agree(mine, group, number, timeout)
+    except dist.DistError as error:
+        raise comm.CommunicationError(
+            f"the store through which ranks compare what they do cannot be reached from rank {dist.get_rank()}\n"
+            f"  reason: {error}\n"
+            f"  remedy: see whether its host still runs (the first rank, or the launcher), and start again"
+        ) from error
