@@ -19,9 +19,11 @@ class Curve:
     dashes: str = ""
 
 
-def legend(entries: Sequence[tuple[str, str]], css: str = "") -> str:
+def legend(entries: Sequence[tuple[str, str, str]]) -> str:
+    """(name, color, look): the look is a line if it is empty, else a box."""
     marks = (
-        f'<span><i class="{css}" style="border-color: {color}"></i>{escape(name)}</span>' for name, color in entries
+        f'<span><i class="{look}" style="border-color: {color}; --color: {color}"></i>{escape(name)}</span>'
+        for name, color, look in entries
     )
     return f'<div class="legend">{"".join(marks)}</div>'
 
@@ -73,7 +75,7 @@ def _ticks(low: float, high: float) -> list[float]:
 def _steps(steps: int) -> list[int]:
     between = max(1, round(steps / 6))
     chosen = list(range(0, steps, between))
-    return [step for step in chosen if steps - 1 - step >= between / 2] + [steps - 1]
+    return [step for step in chosen if steps - 1 - step >= between] + [steps - 1]
 
 
 def _short(number: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -14,14 +13,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .launch import DemoError, join, joins_torchrun, spawn
-from .page import Report, Runs, kilobytes, page
+from .machine import command
+from .page import page
+from .report import Report, Runs, size
 from .settings import PICTURES, Settings, Shape, mesh_name, mesh_shape
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     usual = Settings()
-    parser.add_argument("--mesh", type=_shape, nargs="+", default=[(1, 2), (2, 2)], metavar="HxW",
-                        help="ranks along the height x along the width; several are trained in turn (default: 1x2 2x2)")  # fmt: skip
+    parser.add_argument(
+        "--mesh",
+        type=_shape,
+        nargs="+",
+        default=[(1, 2), (2, 2)],
+        metavar="HxW",
+        help="ranks along the height x ranks along the width, one mesh or several (default: 1x2 2x2)",
+    )
     parser.add_argument("--steps", type=_positive, default=usual.steps, help=f"default: {usual.steps}")
     parser.add_argument("--picture", choices=PICTURES, default=usual.picture, help=f"default: {usual.picture}")
     parser.add_argument("--crop", type=_positive, help="only a square of this side, from the middle of the picture")
@@ -56,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if runs is None:  # of torchrun's ranks, the first one writes the page
         return 0
-    report = Report(settings, runs, _command(), time.perf_counter() - began)
+    report = Report(settings, runs, command(), time.perf_counter() - began)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(page(report), encoding="utf-8")
     console.print(summary(report))
@@ -101,14 +108,7 @@ def summary(report: Report) -> Table:
     for shape, runs in report.runs.items():
         apart = "" if shape is None or report.one is None else f"{max(report.differences(shape)):.1e}"
         sent, least = (0, 0) if shape is None else report.totals(shape)
-        traffic = "" if shape is None else f"{kilobytes(sent)} / {kilobytes(least)}"
-        memory, seconds = f"{report.memory(shape) / 1e6:.0f} MB", f"{report.step_seconds(shape):.2f} s"
+        traffic = "" if shape is None else f"{size(sent)} / {size(least)}"
+        memory, seconds = size(report.memory(shape)), f"{report.step_seconds(shape):.2f} s"
         table.add_row(mesh_name(shape), f"{runs[0].losses[-1]:.6f}", apart, memory, traffic, seconds)
     return table
-
-
-def _command() -> str:
-    options = " ".join(sys.argv[1:])
-    if not joins_torchrun():
-        return f"convmesh {options}"
-    return f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', 1)} -m convmesh {options}"

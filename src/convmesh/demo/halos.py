@@ -31,7 +31,7 @@ def shard_map(picture: torch.Tensor, mesh: Shape) -> str:
             f'<rect x="{columns.start}" y="{rows.start}" width="{len(columns)}" height="{len(rows)}" '
             f'fill="{color(rank)}" fill-opacity=".13" stroke="{color(rank)}" stroke-width="2"/>'
         )
-        words = f"rank {rank} · {len(rows)} × {len(columns)}"
+        words = f"rank {rank} · {len(rows)} &times; {len(columns)}"
         tags.append(
             f'<span class="tag" style="top: {rows.start / height:.2%}; left: {columns.start / width:.2%}; '
             f'color: {color(rank)}">{words}</span>'
@@ -63,10 +63,11 @@ def loupes(picture: torch.Tensor, mesh: Shape, layers: list[Layer]) -> str:
         )
         figures.append(
             f'<figure><div class="over pixels"><img src="{address}" alt=""><svg viewBox="{left} {top} {side} {side}">'
-            f"{drawn}</svg></div><figcaption><b>{escape(layer.name)}</b><br>{_words(layer, pairs[0][1])}"
+            f"{drawn}</svg></div><figcaption><b>{escape(layer.name)}</b><br>{_words(layer)}"
             "</figcaption></figure>"
         )
-    keys = legend([(f"rank {rank} owns", color(rank)) for rank, _ in pairs], "box")
+    owned = [(f"rank {rank} owns", color(rank), "box") for rank, _ in pairs]
+    keys = legend(owned + [(f"rank {rank} reads", color(rank), "box dashed") for rank, _ in pairs])
     return f'{keys}<div class="loupes">{"".join(figures)}</div>'
 
 
@@ -79,7 +80,7 @@ def _box(box: Box, scale: float, stroke: str, reads: bool) -> str:
     )
 
 
-def _words(layer: Layer, place: tuple[int, int]) -> str:
+def _words(layer: Layer) -> str:
     assert layer.sides is not None
     shape = layer.sides.input
-    return f"reads {shape[1]} channels of {shape[2]} × {shape[3]}"
+    return f"{escape(layer.kind)}<br>of {shape[1]} channels, {shape[2]} &times; {shape[3]}"

@@ -42,17 +42,17 @@ def spawn(settings: Settings, shape: Shape | None, progress: Progress) -> list[R
             for rank in range(ranks):
                 pipe, far_end = context.Pipe()
                 arguments = (settings, shape, rank, str(Path(folder) / "store"), far_end)
-                process = context.Process(target=_work, args=arguments, daemon=True)
+                process: BaseProcess = context.Process(target=_work, args=arguments, daemon=True)
                 process.start()
                 far_end.close()  # else the pipe would outlive the process, and its death would not show
                 workers.append((process, pipe))
             progress(shape, None)
             return _collect(workers, mesh_name(shape), lambda loss: progress(shape, loss))
         finally:
-            for process, pipe in workers:
-                process.kill()
-                process.join()
-                pipe.close()
+            for worker, near_end in workers:
+                worker.kill()
+                worker.join()
+                near_end.close()
 
 
 def _collect(workers: list[tuple[BaseProcess, Connection]], name: str, step: Callable[[float], None]) -> list[Run]:
@@ -81,7 +81,7 @@ def _collect(workers: list[tuple[BaseProcess, Connection]], name: str, step: Cal
 
 
 def _work(settings: Settings, shape: Shape | None, rank: int, store: str, pipe: Connection) -> None:
-    """The life of a process: it sends ("step", loss) for each step, and at the end ("done", its run) or ("failed", why)."""
+    """A process: sends ("step", loss) after each step, and at the end ("done", its run) or ("failed", why)."""
 
     def send(kind: str, value: Any) -> None:
         pipe.send_bytes(pickle.dumps((kind, value)))  # and not as multiprocessing sends tensors, by shared memory

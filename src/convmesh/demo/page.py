@@ -2,77 +2,25 @@
 
 from __future__ import annotations
 
-import platform
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
-from pathlib import Path
-from statistics import median
 
 import torch
 
-from .. import _torch
 from . import picture
 from .charts import Curve, bars, curves, legend
 from .halos import loupes, shard_map
-from .settings import PICTURES, Settings, Shape, mesh_name
-from .training import Run
-from .traffic import Layer
+from .machine import cores, facts
+from .report import Report, size
+from .settings import PICTURES, Shape, mesh_name
 
 COLORS = ("var(--two)", "var(--four)", "var(--six)")
 ONE = "var(--one)"
-Runs = dict[Shape | None, list[Run]]
+CODE = "model = convmesh.distribute(model, mesh)\nclean = convmesh.shard(clean, mesh, h=2, w=3)"
 
 
-@dataclass(frozen=True)
-class Report:
-    """All that the page tells. `runs` has the single process, if there was one, before the meshes."""
-
-    settings: Settings
-    runs: Runs
-    command: str
-    seconds: float
-
-    @property
-    def meshes(self) -> list[Shape]:
-        return [shape for shape in self.runs if shape is not None]
-
-    @property
-    def largest(self) -> Shape:
-        return max(self.meshes, key=lambda shape: shape[0] * shape[1])
-
-    @property
-    def one(self) -> Run | None:
-        return self.runs[None][0] if None in self.runs else None
-
-    def color(self, shape: Shape | None) -> str:
-        return ONE if shape is None else COLORS[self.meshes.index(shape) % len(COLORS)]
-
-    def differences(self, shape: Shape) -> list[float]:
-        """Of each step's loss from that of one process, relative to it."""
-        assert self.one is not None
-        pairs = zip(self.runs[shape][0].losses, self.one.losses, strict=True)
-        return [abs(loss - expected) / abs(expected) for loss, expected in pairs]
-
-    def traffic(self, shape: Shape) -> list[tuple[Layer, int, int]]:
-        """(layer, bytes of halos that all ranks sent for it in a step, the least possible)"""
-        element = 8 if self.settings.double else 4
-        rows = []
-        for ranks in zip(*(run.layers for run in self.runs[shape]), strict=True):
-            sides = ranks[0].sides
-            rows.append((ranks[0], sum(layer.halo for layer in ranks), sides.least_bytes(element) if sides else 0))
-        return rows
-
-    def totals(self, shape: Shape) -> tuple[int, int]:
-        rows = self.traffic(shape)
-        return sum(sent for _, sent, _ in rows), sum(least for _, _, least in rows)
-
-    def memory(self, shape: Shape | None) -> int:
-        return max(run.memory for run in self.runs[shape])
-
-    def step_seconds(self, shape: Shape | None) -> float:
-        """A mesh is as slow as its slowest rank."""
-        return max(median(run.seconds) for run in self.runs[shape])
+def _color(report: Report, shape: Shape | None) -> str:
+    return ONE if shape is None else COLORS[report.meshes.index(shape) % len(COLORS)]
 
 
 def page(report: Report) -> str:
@@ -94,21 +42,23 @@ def _head(report: Report) -> str:
     cards = []
     if report.one is not None:
         worst = max(max(report.differences(shape)) for shape in report.meshes)
-        cards.append((f"{worst:.1e}", "greatest relative difference between a mesh's loss and one process's, any step"))
+        cards.append((_scientific(worst), "greatest relative difference of a mesh's loss from one process's"))
         share = report.memory(report.largest) / report.memory(None)
-        cards.append((f"{share:.2f} ×", f"peak memory of a rank on {name}, against one process"))
+        cards.append((f"{share:.2f} &times;", f"peak memory of a rank on {name}, against one process"))
     sent, least = report.totals(report.largest)
-    cards.append((f"{sent / least:.2f} ×" if least else "0", "halo bytes sent in a step, against the least possible"))
+    cards.append(
+        (f"{sent / least:.2f} &times;" if least else "0 B", "halos sent in a step, against the least possible")
+    )
     gathered = sum(layer.other for run in report.runs[report.largest] for layer in run.layers)
-    cards.append((kilobytes(gathered), "gathered: no activation is ever put together on one rank"))
+    cards.append((size(gathered), "gathered in a step, by any rank, of any activation"))
     shown = "".join(f'<div class="card"><b class="num">{a}</b><span>{b}</span></div>' for a, b in cards)
-    many = ", ".join(mesh_name(shape) for shape in report.meshes)
+    many = " and ".join(f"{shape[0]}x{shape[1]}" for shape in report.meshes)
     return (
         '<p class="eyebrow">convmesh demo</p><h1>One U-Net, one picture, the same losses on any mesh</h1>'
-        f'<p class="lead">{escape(PICTURES[report.settings.picture])}, {height} × {width} pixels: '
+        f'<p class="lead">{escape(PICTURES[report.settings.picture])}, {height} &times; {width} pixels: '
         f"a small U-Net learns to take noise away, in {len(first.losses)} steps from the same seed, on "
-        f"{'one process and on ' if report.one else ''}{many}. The model is plain PyTorch and knows nothing of ranks.</p>"
-        f'<div class="cards">{shown}</div>'
+        f"{'one process and on ' if report.one else ''}{many} ranks. "
+        f'The model is plain PyTorch and knows nothing of ranks.</p><div class="cards">{shown}</div>'
     )
 
 
@@ -116,15 +66,16 @@ def _shards(report: Report) -> str:
     clean = picture.to_bytes(picture.load(report.settings))
     layers = report.runs[report.largest][0].layers
     return (
-        "<h2>Who has what of the picture</h2><p>Every rank reads only its own shard, and keeps the activations of that "
-        "part alone. To compute the part of a layer's output that it owns, it reads a little more than it owns of the "
-        f'input: the halo.</p><div class="panel"><div class="shards">{shard_map(clean, report.largest)}<div>'
+        "<h2>Who has what of the picture</h2><p>Every rank has its own shard of the picture, and of every activation. "
+        "To compute its part of a layer's output it reads a little more of the input than it owns: the halo.</p>"
+        f'<div class="panel"><div class="shards">{shard_map(clean, report.largest)}<div>'
         f"<h3>{mesh_name(report.largest).capitalize()}</h3><p class='soft'>Height is cut over the mesh dimension "
-        "<code>h</code>, width over <code>w</code>, as <code>torch.chunk</code> cuts. The halos are drawn below to "
-        f"scale, where the cuts meet: there one square is one pixel of the picture.</p></div></div></div>"
-        '<div class="panel"><h3>What each layer reads across the cuts</h3><p class="soft">The shaded area is what a '
-        "rank reads to compute its part. The layers with stride 2 need a halo on one side only; a pixel in the lower "
-        f"levels is 2 or 4 pixels of the picture wide.</p>{loupes(clean, report.largest, layers)}</div>"
+        "<code>h</code>, width over <code>w</code>, as <code>torch.chunk</code> cuts. Two lines of the training "
+        f"know of it:</p><pre>{CODE}</pre></div></div></div>"
+        '<div class="panel"><h3>What each layer reads across the cuts</h3><p class="soft">To scale, where the cuts '
+        "meet: one square is one pixel of the picture. Shaded is what a rank reads to compute its part. Layers with a "
+        "stride need a halo on one side only. On the lower levels a pixel is 2 or 4 pixels of the picture wide.</p>"
+        f"{loupes(clean, report.largest, layers)}</div>"
     )
 
 
@@ -152,27 +103,27 @@ def _results(report: Report) -> str:
     return (
         f"<h2>What it learned</h2><p>Noise that the network has not seen in training, and what the network that "
         f"{mesh_name(report.largest)} trained makes of it. No seam shows where the shards meet, because there is none."
-        f'</p><div class="panel"><div class="three">{whole}</div><div class="three" style="margin: 0">{near}</div></div>'
+        f'</p><div class="panel"><div class="three">{whole}</div><div class="three last">{near}</div></div>'
     )
 
 
 def _losses(report: Report) -> str:
-    looks = [(8.0, ""), (4.0, ""), (1.8, "6 5"), (1.2, "2 4")]
+    looks = [(11.0, ""), (5.0, ""), (2.4, "8 8"), (1.2, "2 4")]
     lines = []
     for shape, (thick, dashes) in zip(report.runs, looks, strict=False):
-        lines.append(Curve(mesh_name(shape), report.runs[shape][0].losses, report.color(shape), thick, dashes))
-    keys = legend([(line.name, line.color) for line in lines])
+        lines.append(Curve(mesh_name(shape), report.runs[shape][0].losses, _color(report, shape), thick, dashes))
+    keys = legend([(line.name, line.color, "") for line in lines])
     body = f'<div class="title">Mean squared error of each step</div>{curves(lines)}'
     told = "The losses of the meshes."
     if report.one is not None:
-        apart = [Curve(mesh_name(s), report.differences(s), report.color(s), 2) for s in report.meshes]
+        apart = [Curve(mesh_name(s), report.differences(s), _color(report, s), 2) for s in report.meshes]
         body += f'<div class="title">Relative difference from one process</div>{curves(apart, "low")}'
         worst = {shape: max(report.differences(shape)) for shape in report.meshes}
-        said = " and ".join(f"{value:.1e} ({mesh_name(shape)})" for shape, value in worst.items())
+        said = " and ".join(f"{_scientific(value)} ({mesh_name(shape)})" for shape, value in worst.items())
         ulp = torch.finfo(torch.float64 if report.settings.double else torch.float32).eps
         told = (
-            f"The curves lie on each other. They differ by at most {said}, where {ulp:.0e} is the rounding of a single "
-            "operation: sums over the picture are added up in another order when it is cut, and training carries that on."
+            f"The curves lie on each other. They differ by at most {said}, where {_scientific(ulp)} is the rounding of "
+            "one operation: sums over a picture that is cut are added up in another order, and training carries it on."
         )
     return f'<h2>The same losses</h2><p>{told}</p><div class="panel">{keys}{body}</div>'
 
@@ -182,28 +133,28 @@ def _costs(report: Report) -> str:
     for shape, runs in report.runs.items():
         for rank, run in enumerate(runs):
             name = mesh_name(shape) if shape is None else f"{shape[0]}x{shape[1]} · rank {rank}"
-            memory.append((name, float(run.memory), f"{run.memory / 1e6:.0f} MB", report.color(shape)))
+            memory.append((name, float(run.memory), f"{size(run.memory)}", _color(report, shape)))
         seconds = report.step_seconds(shape)
         threads = f"{runs[0].threads} thread{'s' * (runs[0].threads > 1)}"
         name = f"{mesh_name(shape)}, {threads}{' each' * (shape is not None)}"
-        times.append((name, seconds, f"{seconds:.2f} s", report.color(shape)))
+        times.append((name, seconds, f"{seconds:.2f} s", _color(report, shape)))
     return (
         '<h2>Memory and time</h2><div class="columns"><div class="panel"><h3>Peak memory of each process</h3>'
-        f'{bars(memory)}<p class="soft" style="margin: 16px 0 0"><small>By how much it grew at most while it trained.'
+        f'{bars(memory)}<p class="note"><small>By how much it grew at most while it trained.'
         '</small></p></div><div class="panel"><h3>Time of a step</h3>'
-        f'{bars(times)}<p class="soft" style="margin: 16px 0 0"><small>The median, of the slowest rank. '
+        f'{bars(times)}<p class="note"><small>The median, of the slowest rank. '
         f"{_sharing(report)}</small></p></div></div>"
     )
 
 
 def _sharing(report: Report) -> str:
     run = report.runs[report.largest][0]
-    cores, ranks = _cores(), len(report.runs[report.largest])
+    here, ranks = cores(), len(report.runs[report.largest])
     if run.device != "cpu":
         return "Each rank has a GPU."
-    if ranks > cores:
-        return f"All processes share the same {cores} cores, so {ranks} ranks can save memory here, but no time."
-    return f"All processes share the same {cores} cores."
+    if ranks > here:
+        return f"All processes share the same {here} cores, so {ranks} ranks can save memory here, but no time."
+    return f"All processes share the same {here} cores."
 
 
 def _traffic(report: Report) -> str:
@@ -217,52 +168,31 @@ def _traffic(report: Report) -> str:
         f'<td class="meter"><i style="width: {halo / longest:.2%}"></i></td><td>{_or_dash(layer.sums)}</td></tr>'
         for layer, halo, least in rows
     )
-    others = [f"{mesh_name(s)} sent {kilobytes(a)} of {kilobytes(b)}" for s in report.meshes if s != shape
-              for a, b in [report.totals(s)]]  # fmt: skip
+    others = [(mesh_name(other), *report.totals(other)) for other in report.meshes if other != shape]
+    also = "".join(f" {name.capitalize()} sent {size(a)}, the least being {size(b)}." for name, a, b in others)
     return (
         f"<h2>What travels in a step</h2><p>On {mesh_name(shape)}, forward and backward. The least possible is what a "
         "rank's results depend on and others own: of the input forward, of the output's gradient backward, each "
-        f'once.{" " + escape("; ".join(others)) + "." if others else ""}</p><div class="panel scroll"><table><thead>'
-        "<tr><th>layer</th><th>halos sent, all ranks</th><th>least possible</th><th></th><th>sums, a rank</th></tr>"
-        f"</thead><tbody>{lines}<tr class='total'><td>all</td><td>{kilobytes(sent)}</td><td>{kilobytes(least)}</td>"
-        f"<td></td><td>{kilobytes(sums)}</td></tr></tbody></table></div>"
-        '<p class="soft" style="margin-top: 12px"><small>Sums are what a rank puts into all-reduces: the statistics of '
-        "norms, the loss, and the gradients of the weights, which travel while backward still runs.</small></p>"
+        f'once, for all ranks together.{also}</p><div class="panel scroll"><table><thead>'
+        '<tr><th>layer</th><th>halos sent</th><th>least possible</th><th class="meter"></th><th>sums</th></tr>'
+        f"</thead><tbody>{lines}<tr class='total'><td>all</td><td>{size(sent)}</td><td>{size(least)}</td>"
+        f"<td class='meter'></td><td>{size(sums)}</td></tr></tbody></table></div>"
+        '<p class="note"><small>Sums are what one rank puts into all-reduces: the statistics of norms, the loss, and '
+        "the gradients of the weights.</small></p>"
     )
 
 
 def _made(report: Report) -> str:
-    run = report.runs[report.largest][0]
-    facts = {
-        "Machine": f"{_processor()}, {_cores()} cores, {platform.system()} {platform.machine()}",
-        "Versions": f"convmesh {_torch.VERSION}, torch {torch.__version__}, Python {platform.python_version()}",
-        "Ranks": f"{run.device}, {'gloo' if run.device == 'cpu' else 'nccl'}",
-        "Network": f"U-Net of {' · '.join(map(str, report.settings.channels))} channels, "
-        f"{0 if run.weights is None else run.weights.numel():,} weights, "
-        f"{'float64' if report.settings.double else 'float32'}, Adam",
-        "All runs took": f"{report.seconds:.0f} s",
-    }
-    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts(report).items())
     return (
         f'<h2>How this page was made</h2><div class="panel"><pre>{escape(report.command)}</pre><dl>{listed}</dl></div>'
     )
 
 
-def kilobytes(size: int) -> str:
-    return f"{size / 1e3:,.0f} kB" if size >= 1e4 or not size else f"{size / 1e3:,.1f} kB"
+def _or_dash(count: int) -> str:
+    return size(count) if count else "&ndash;"
 
 
-def _or_dash(size: int) -> str:
-    return kilobytes(size) if size else "–"
-
-
-def _cores() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0))
-
-
-def _processor() -> str:
-    with Path("/proc/cpuinfo").open() as lines:
-        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+def _scientific(number: float) -> str:
+    digits, power = f"{number:.1e}".split("e")
+    return f"{digits}&middot;10<sup>{int(power)}</sup>" if number else "0"

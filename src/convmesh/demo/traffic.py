@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from .layers import Sides, sides_of
+from .layers import CONVOLUTIONS, TRANSPOSED, Sides, sides_of
 from .settings import Shape
 
 LOSS, WEIGHTS = "loss", "weight gradients"
@@ -27,6 +27,14 @@ class Layer:
     sums: int = 0
     other: int = 0
     sides: Sides | None = None
+
+
+def _kind(module: nn.Module) -> str:
+    """`Conv2d 3x3, stride 2`; of other layers their name."""
+    if not isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+        return type(module).__name__
+    kernel, stride = "x".join(map(str, module.kernel_size)), module.stride[0]
+    return f"{type(module).__name__} {kernel}{f', stride {stride}' if stride > 1 else ''}"
 
 
 class Watch(_torch.TorchDispatchMode):
@@ -62,7 +70,7 @@ class _Labels:
         self.known: set[Any] = set()
 
     def attach(self, name: str, module: nn.Module) -> list[Any]:
-        layer = self.watch.layer(name, type(module).__name__)
+        layer = self.watch.layer(name, _kind(module))
 
         def enter(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             self.watch.at_work = layer

@@ -84,7 +84,7 @@ def train(settings: Settings, mesh: DeviceMesh | None, device: str, report: Call
     with torch.no_grad():
         noisy, output = (picture.to_bytes(_whole(part)) for part in corrected())
     weights = torch.cat([_whole(parameter.detach()).reshape(-1).cpu() for parameter in model.parameters()])
-    layers = [] if mesh is None else watch_step(model, forward, tuple(mesh.shape))
+    layers = [] if mesh is None else watch_step(model, forward, (mesh.size(0), mesh.size(1)))
     first = mesh is None or mesh.get_rank() == 0
     shown = (noisy, output, weights) if first else (None, None, None)
     return Run(losses, seconds, memory, torch.get_num_threads(), device, layers, *shown)
