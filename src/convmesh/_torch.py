@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any
@@ -62,6 +63,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._C, "_storage_Use_Count"),
     (DTensor._op_dispatcher, "_allow_implicit_replication"),
     (torch.autograd.Variable, "_execution_engine"),
+    (torch._C, "_dispatch_get_all_op_names"),
 )
 
 
@@ -85,6 +87,12 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     """This rank's part, without recording the access for autograd as `to_local` does."""
     local: torch.Tensor = tensor._local_tensor
     return wait(local)  # a redistribution may hand on a tensor whose collective is still under way
+
+
+def part_in_memory(tensor: Any) -> torch.Tensor | None:
+    """This rank's part if it is there, in plain memory: not while tracing, and not while a collective is under way."""
+    local = getattr(tensor, "_local_tensor", None)
+    return local if type(local) is torch.Tensor else None
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
@@ -142,9 +150,14 @@ def plain(shard_order: Any) -> bool:
     return DTensorSpec.is_default_device_order(shard_order)
 
 
+def no_modes() -> AbstractContextManager[Any]:
+    """For real numbers and meta tensors of one's own, also while torch.compile traces."""
+    return _disable_current_modes()
+
+
 def in_rank_order(mesh: DeviceMesh) -> bool:
     """Ranks ascend along every mesh dimension. A process group sorts its ranks, so else its order is not the mesh's."""
-    with _disable_current_modes():  # the mesh's own numbers are real, also while torch.compile traces
+    with no_modes():  # the mesh's own numbers are real, also while torch.compile traces
         ranks = mesh.mesh
         return all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.dim()))
 
@@ -157,6 +170,28 @@ def make_spec(
     dtype: torch.dtype,
 ) -> DTensorSpec:
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[Any]] | None:
+    """Where each argument lies, and this rank's part of it; None and the argument itself for what is no tensor.
+
+    None for calls that need a closer look: while tracing, where a collective is under way, beside plain tensors.
+    """
+    specs: list[DTensorSpec | None] = []
+    values: list[Any] = []
+    for argument in args:
+        if type(argument) is DTensor:
+            local = argument._local_tensor
+            if type(local) is not torch.Tensor:
+                return None
+            specs.append(argument._spec)
+            values.append(local)
+        elif isinstance(argument, torch.Tensor):
+            return None
+        else:
+            specs.append(None)
+            values.append(argument)
+    return tuple(specs), values
 
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -241,8 +276,9 @@ def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     info.output_sharding = found
     results = dispatcher._dispatch_get_local_results_slow_path(operator, args, info)
     if operator._schema.is_mutable:
+        out = signature(operator).has_out
         return dispatcher._dispatch_fast_path_python_tail(
-            operator, args, kwargs, info.compute_mesh, found, results, True, True, False
+            operator, args, kwargs, info.compute_mesh, found, results, True, not out, out
         )
     result = dispatcher.wrap(results, found.output_spec)
     return as_view(operator, args, kwargs, result) if operator._schema._is_view_op() else result
@@ -339,6 +375,11 @@ class Signature:
     written: frozenset[int]
     by_name: int  # the arguments from here on are passed by name
 
+    @property
+    def has_out(self) -> bool:
+        """It writes into tensors that are given by name, for its results."""
+        return any(number >= self.by_name for number in self.written)
+
 
 @lru_cache(maxsize=1024)
 def signature(operator: Operator) -> Signature:
@@ -349,6 +390,38 @@ def signature(operator: Operator) -> Signature:
         frozenset(number for number, argument in enumerate(schema) if argument.alias_info and argument.is_write),
         next((number for number, argument in enumerate(schema) if argument.kwarg_only), len(schema)),
     )
+
+
+@lru_cache(maxsize=1)
+def writing_operators() -> tuple[Operator, ...]:
+    """All of torch's own operators that write into an argument."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if space == "aten" and (packet.endswith("_") or overload):
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            if operator._schema.is_mutable:
+                found.append(operator)
+    return tuple(found)
+
+
+def takes_tensors(operator: Operator) -> bool:
+    """Not one of those on numbers, strings or lists, of which torch.jit has many."""
+    return str(operator._schema.arguments[0].type) in ("Tensor", "List[Tensor]") or any(
+        str(argument.type) == "Tensor" for argument in operator._schema.arguments
+    )
+
+
+def elementwise(operator: Operator) -> bool:
+    """Made of nothing else, and with one tensor as its result."""
+    returned = [str(result.type) for result in operator._schema.returns]
+    return returned == ["Tensor"] and (not is_composite(operator) or operator is torch.ops.aten.silu_backward.default)
+
+
+def is_composite(operator: Operator) -> bool:
+    """Whether it is made of other operators before DTensor sees it, but in inference mode."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
 
 
 def call(operator: Operator, values: Sequence[Any]) -> Any:

@@ -160,32 +160,6 @@ def test_putting_one_index_back(pool: Pool) -> None:
     pool.run_cases(check, put_index((3, 2), (0, 2)), mesh=(2, 2))
 
 
-def write(mesh: DeviceMesh, at: tuple[Any, ...]) -> None:
-    """Writing into parts reaches the whole, or is refused."""
-
-    def steps(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        x[:, :, 1:3, 2:6:2] = 0
-        x[..., 4] = values
-        x[:, 1, 3:, 1:] += 2
-        x.narrow(3, 5, 2).mul_(3)
-        x[0] = 7
-        return x
-
-    x, values = torch.arange(210, dtype=torch.float64).view(SHAPE), torch.ones(2, 3, 5, dtype=torch.float64)
-    expected = steps(x.clone(), values)
-    for mode in (torch.no_grad, torch.enable_grad):
-        with convmesh.enable(), mode():
-            actual = steps(place(x, mesh, at), place(values, mesh, ("R",) * len(at)))
-            assert_close(actual.full_tensor(), expected)
-    with convmesh.enable(), pytest.raises(convmesh.ShardingError, match="copy of part"):
-        place(x, mesh, (3,) * len(at))[..., 1:3].transpose(0, 1).zero_()
-
-
-def test_writing_into_parts(pool: Pool) -> None:
-    pool.run_cases(write, [(3,), (2,), (0,), (1,)], mesh=(2,))
-    pool.run_cases(write, [(2, 3), (3, 3)], mesh=(2, 2))
-
-
 def infer(mesh: DeviceMesh, at: tuple[Any, ...]) -> None:
     """In inference mode operators come whole, and views of other tensors are views."""
 

@@ -13,6 +13,8 @@ from .held import Held as Held
 from .held import memory_format as memory_format
 from .line import Line as Line
 from .line import line as line
+from .owner import from_owner as from_owner
+from .owner import owner_plan as owner_plan
 from .recut import swap as swap
 from .reduce import all_reduce as all_reduce
 from .reduce import side_by_side as side_by_side

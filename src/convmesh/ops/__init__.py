@@ -8,6 +8,7 @@ from . import batch_norm as batch_norm
 from . import batch_norm_backward as batch_norm_backward
 from . import conv as conv
 from . import cross_entropy as cross_entropy
+from . import expand as expand
 from . import gather_index as gather_index
 from . import grid as grid
 from . import group_norm as group_norm
@@ -21,6 +22,7 @@ from . import nll_loss as nll_loss
 from . import optim as optim
 from . import pad as pad
 from . import parts as parts
+from . import pointwise as pointwise
 from . import pool as pool
 from . import prelu as prelu
 from . import random as random

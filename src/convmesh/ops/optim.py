@@ -16,7 +16,7 @@ from .. import _torch
 from ..comm import all_reduce
 from ..sharding.layout import Layout
 from ..sharding.pending import is_pending, reduce_once
-from ..sharding.registry import Behaviour, rule, while_installed
+from ..sharding.registry import Behaviour, overloads, rule, while_installed
 from .lists import Lists
 
 aten = torch.ops.aten
@@ -32,18 +32,6 @@ POINTWISE = (
 OPTIMIZERS = ("adam", "adamw", "sgd", "adagrad")
 
 
-def _overloads(*names: str) -> list[_torch.Operator]:
-    """In place and not, without those that write to an `out`, which DTensor never sees."""
-    packets = [getattr(aten, spelt, None) for name in names for spelt in (name, f"{name}_")]
-    return [
-        getattr(packet, overload)
-        for packet in packets
-        if packet is not None
-        for overload in packet.overloads()
-        if not overload.endswith("out")
-    ]
-
-
 FOREACH = Behaviour(
     "optimizers", "all", "a pending sum: one all-reduce for all tensors of a call, once for all uses",
     "lists with plain tensors beside DTensors, shapes that differ",
@@ -56,8 +44,8 @@ NORM = Behaviour("optimizers", "all", "one all-reduce of a number for each tenso
 UNSCALE = Behaviour("optimizers", "all", "one all-reduce of one number; pending sums before", "nothing")
 
 
-@rule(*_overloads(*(f"_foreach_{name}" for name in POINTWISE)), behaviour=FOREACH)
-@rule(*_overloads(*(f"_fused_{name}" for name in OPTIMIZERS)), behaviour=FUSED)
+@rule(*overloads(*(f"_foreach_{name}" for name in POINTWISE)), behaviour=FOREACH)
+@rule(*overloads(*(f"_fused_{name}" for name in OPTIMIZERS)), behaviour=FUSED)
 def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lists = Lists(operator, args, kwargs)
     local = lists.local()
@@ -75,7 +63,7 @@ def zero(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     _torch.call(operator, Lists(operator, args, kwargs, reduce=False).local())
 
 
-@rule(*_overloads("_foreach_norm", "_foreach_max"), behaviour=NORM)
+@rule(*overloads("_foreach_norm", "_foreach_max"), behaviour=NORM)
 def reduction(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Of each tensor one number: every rank reduces its parts, and the numbers of all tensors travel together."""
     lists = Lists(operator, args, kwargs)

@@ -23,7 +23,7 @@ from ..geometry import Box, Interval, shards
 from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout
-from ..sharding.pending import reduce_once
+from ..sharding.pending import can_relocate, reduce_once
 from ..sharding.registry import Behaviour, made_of_others, rule
 
 aten = torch.ops.aten
@@ -178,7 +178,7 @@ def _beside(tensor: DTensor, layout: Layout) -> torch.Tensor:
 def _write(tensor: DTensor, drawn: torch.Tensor) -> DTensor:
     """In place. A pending sum becomes a tensor that is none; where that cannot be, one rank has all of it."""
     spec, layout, local = _torch.spec_of(tensor), _layout(_torch.spec_of(tensor), None), _torch.local_of(tensor)
-    if spec.placements != layout.placements and not _torch.tracing() and _torch.owns_storage(local):
+    if spec.placements != layout.placements and can_relocate(tensor):
         _torch.relocate(tensor, drawn, layout.spec)
     elif spec.mesh.get_coordinate() is not None:
         local.copy_(_torch.redistribute(drawn, layout.spec, spec))

@@ -8,7 +8,6 @@ what a sum cannot carry (bools, the sign of zero).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -17,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
-from ..comm import Halo, Held, Line, line, start
-from ..geometry import HaloPlan, Interval, shards
+from ..comm import Line, from_owner, line, owner_plan
+from ..geometry import HaloPlan
 from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
-from .parts import part_of
+from .parts import copy_of
 from .remap_plan import settled
 from .slicing import sharded, without
 
@@ -50,8 +49,7 @@ def plan_select(spec: _torch.Spec, dim: int, index: int) -> SelectPlan:
     whole = tuple(Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in source.placements)
     mesh_dims = tuple(m for m in source.cuts.get(dim, ()) if source.mesh.size(m) > 1)
     mesh_sizes = tuple(source.mesh.size(m) for m in mesh_dims)
-    one = Interval(index % size, index % size + 1)
-    halo = HaloPlan(size, shards(size, mesh_sizes), ((one,),) * prod(mesh_sizes))
+    halo = owner_plan(size, index % size, mesh_sizes)
     here = source.mesh.get_coordinate() is not None
     along = line(source.mesh, mesh_dims) if here and mesh_dims else None
     return SelectPlan(source, without(source.placed(whole), dim), halo, along, here)
@@ -63,22 +61,20 @@ def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     input, dim, index = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
     if not sharded(input, dim):
-        return part_of(_torch.stock(operator, args, kwargs), input, None)
+        return _torch.stock(operator, args, kwargs)
     check_placed("select", (("input", input),))
     plan = plan_select(_torch.spec_of(input), dim, int(index))
     _remember(input, dim)
     if not plan.here:
         return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
     x = move(input, plan.source)
-    own = plan.halo.owned[0 if plan.line is None else plan.line.rank]
-    held = Held.own(x, (dim,), (own,))
-    wanted, received = plan.halo.needed[0], None
-    if plan.line is not None:
-        pending = start([held], [Halo(0, plan.halo, wanted)], plan.line)
-        held, received = held.plus(pending.finish()[0]), pending.received
-    one = held.read(wanted).squeeze(dim).clone(memory_format=torch.contiguous_format)
+    one, received = from_owner(x, dim, plan.halo, plan.line)
+    one = one.squeeze(dim).clone(memory_format=torch.contiguous_format)
     result = _torch.wrap(_torch.tie(one, x, tokens=[received]), plan.output.spec)
-    return part_of(result, input, lambda whole, part: aten.select_scatter.default(whole, part, dim, index))
+    return copy_of(
+        result, input, lambda whole: aten.select.int(whole, dim, index),
+        lambda whole, part: aten.select_scatter.default(whole, part, dim, index),
+    )  # fmt: skip
 
 
 _cut_before: dict[tuple[DeviceMesh, tuple[int, ...], int], tuple[Placement, ...]] = {}

@@ -1,7 +1,7 @@
 """Parts of a dimension on DTensors: slice, split, select, and putting such parts back.
 
 Where the dimension is whole on every rank, all of these stay torch's own views. Along a dimension that is cut they
-make new tensors, which lie in the layout of their own size: writing into such a part does not reach the whole.
+make new tensors, which lie in the layout of their own size; what is written into them is put back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, made_of_others, rule
-from .parts import part_of
+from .parts import copy_of
 from .remap_plan import Maps, copy, settled
 
 aten = torch.ops.aten
@@ -62,10 +62,10 @@ def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     input, dim, start, stop, step = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
     if not sharded(input, dim):
-        return part_of(_torch.stock(operator, args, kwargs), input, None)
+        return _torch.stock(operator, args, kwargs)
     size = int(input.shape[dim])
     if step == 1 and bounds(size, start, stop, 1) == (size, 0):
-        return part_of(_torch.as_view(operator, args, kwargs, _alias(input)), input, None)
+        return _torch.as_view(operator, args, kwargs, _alias(input))
     return part(input, dim, start, stop, step)
 
 
@@ -77,10 +77,10 @@ def part(input: DTensor, dim: int, start: int | None, stop: int | None, step: in
         return result
 
     result = copy("slice", input, slice_maps, (dim, start, stop, step), stock)
-    placed: DTensor = part_of(
-        result, input, lambda whole, part: aten.slice_scatter.default(whole, part, dim, start, stop, step)
-    )
-    return placed
+    return copy_of(
+        result, input, lambda whole: part(whole, dim, start, stop, step),
+        lambda whole, part: aten.slice_scatter.default(whole, part, dim, start, stop, step),
+    )  # fmt: skip
 
 
 def _alias(input: DTensor) -> DTensor:
@@ -144,7 +144,12 @@ def unbind(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     x = move(input, target)
     if x.dim() != input.dim():  # a rank outside of the mesh
         return [_torch.wrap(x.new_empty(0), results.spec) for _ in range(input.shape[dim])]
-    return [_torch.wrap(one.contiguous(), results.spec) for one in aten.unbind.int(x, dim)]
+    return [
+        copy_of(_torch.wrap(one.clone(memory_format=torch.contiguous_format), results.spec), input,
+                lambda whole, at=at: aten.select.int(whole, dim, at),
+                lambda whole, part, at=at: aten.select_scatter.default(whole, part, dim, at))
+        for at, one in enumerate(aten.unbind.int(x, dim))
+    ]  # fmt: skip
 
 
 @planned

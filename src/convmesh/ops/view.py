@@ -23,6 +23,7 @@ from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, made_of_others, rule
+from .parts import copy_of
 from .remap_plan import settled
 
 aten = torch.ops.aten
@@ -126,7 +127,11 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if local.dim() == len(before):  # else the rank is outside of the mesh
         local = local.reshape(plan.output.local_shape)
     result = _torch.wrap(local, plan.output.spec)
-    return result if plan.wanted is plan.output else _torch.wrap(move(result, plan.wanted), plan.wanted.spec)
+    if plan.wanted is not plan.output:
+        result = _torch.wrap(move(result, plan.wanted), plan.wanted.spec)
+    return copy_of(
+        result, input, lambda whole: aten.view.default(whole, shape), lambda whole, part: aten.view.default(part, before)
+    )
 
 
 def _strange(placement: Placement) -> bool:

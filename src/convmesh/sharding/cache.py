@@ -4,25 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
-from typing import TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
+from weakref import ref
 
 import torch.distributed as dist
 
 Plan = TypeVar("Plan")
 
+LARGEST = 4096
+
+
+class Kept:
+    """Something that holds for as long as the process group lives: plans know its groups, and a new one has others."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+        self._world: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self._value: Any = None
+
+    def get(self) -> Any:
+        world = dist.group.WORLD
+        if self._world() is not world or world is None:
+            assert world is not None, "a DTensor's mesh lives in an initialised process group"
+            self._world, self._value = ref(world), self._make()
+        return self._value
+
 
 def planned(make: Callable[..., Plan]) -> Callable[..., Plan]:
-    """Cache `make` for as long as the process group lives: plans know its groups, and a new one has others."""
-    caches: WeakKeyDictionary[dist.ProcessGroup, Callable[..., Plan]] = WeakKeyDictionary()
+    """Cache `make` for as long as the process group lives."""
+    cache = Kept(lambda: lru_cache(maxsize=LARGEST)(make))
 
     @wraps(make)
     def look_up(*key: Hashable) -> Plan:
-        world = dist.group.WORLD
-        assert world is not None, "a DTensor's mesh lives in an initialised process group"
-        cache = caches.get(world)
-        if cache is None:
-            cache = caches[world] = lru_cache(maxsize=4096)(make)
-        return cache(*key)
+        plan: Plan = cache.get()(*key)
+        return plan
 
     return look_up
+
+
+class Table:
+    """Plans by keys of one's own, for where not all that a plan is made from tells it from others."""
+
+    def __init__(self) -> None:
+        self._kept = Kept(dict)
+
+    def plans(self) -> dict[Hashable, Any]:
+        found: dict[Hashable, Any] = self._kept.get()
+        return found
+
+    def look_up(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
+        plans = self.plans()
+        found: Plan | None = plans.get(key)
+        if found is None:
+            if len(plans) >= LARGEST:
+                plans.clear()
+            found = plans[key] = make()
+        return found

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from .. import _torch
-from ..comm import line, swap
+from ..comm import from_owner, line, owner_plan, swap
 from .cache import planned
 from .errors import PlainTensor, refuse
 from .layout import Layout
@@ -77,7 +77,21 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
             local = swap(local, before, source.shape[before], after, line(source.mesh, (mesh_dim,)))
             changed = (*source.placements[:mesh_dim], target.placements[mesh_dim], *source.placements[mesh_dim + 1 :])
             source = source.placed(changed)
+    for dim in list(source.cuts):
+        if source.shape[dim] == 1 and source.mesh.get_coordinate() is not None:
+            local, source = _shared(local, source, target, dim)
     return local if source.placements == target.placements else _torch.redistribute(local, source.spec, target.spec)
+
+
+def _shared(local: torch.Tensor, source: Layout, target: Layout, dim: int) -> tuple[torch.Tensor, Layout]:
+    """The only index of a cut dimension goes to all ranks, where the target has it so: gathering would send padding."""
+    mesh_dims = source.cuts[dim]
+    if not all(isinstance(target.placements[m], Replicate) for m in mesh_dims):
+        return local, source
+    ranks = tuple(source.mesh.size(m) for m in mesh_dims)
+    local, received = from_owner(local, dim, owner_plan(1, 0, ranks), line(source.mesh, mesh_dims))
+    placements = tuple(Replicate() if m in mesh_dims else p for m, p in enumerate(source.placements))
+    return _torch.tie(local, tokens=[received]), source.placed(placements)
 
 
 def swaps(source: Layout, target: Layout, mesh_dim: int) -> bool:

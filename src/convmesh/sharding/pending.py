@@ -12,6 +12,7 @@ from .. import _torch
 from ..comm import Term, sum_in_buckets
 from .cache import planned
 from .layout import Layout, is_sum
+from .parts import is_copy
 
 Placements = tuple[Placement, ...]
 
@@ -83,8 +84,14 @@ def _reduced(tensors: list[DTensor]) -> list[tuple[torch.Tensor, Layout]]:
     return results
 
 
+def can_relocate(tensor: DTensor) -> bool:
+    """Whether a tensor may get other memory: no other shares it, none has to see what is written into it."""
+    local = _torch.local_of(tensor)
+    return not _torch.tracing() and _torch.owns_storage(local) and not is_copy(local)
+
+
 def _keep(tensor: DTensor, local: torch.Tensor, target: Layout) -> DTensor:
-    if _torch.tracing() or not _torch.owns_storage(_torch.local_of(tensor)):
+    if not can_relocate(tensor):
         return _torch.wrap(local, target.spec)
     _torch.relocate(tensor, local, target.spec)
     return tensor

@@ -11,6 +11,7 @@ import torch
 
 from .. import _torch
 from .._torch import Handler, Operator
+from . import parts
 from .constants import with_constants
 
 
@@ -27,6 +28,7 @@ class Behaviour:
 _rules: dict[Operator, Handler] = {}
 _behaviour: dict[Operator, Behaviour] = {}
 _composites: dict[str, Callable[..., object]] = {}
+_guards: dict[Operator, Handler] = {}
 _replaced: dict[Operator, Handler | None] = {}
 _switches: list[Callable[[], Callable[[], None]]] = []
 _undo: list[Callable[[], None]] = []
@@ -42,11 +44,18 @@ def rule(*operators: Operator, behaviour: Behaviour) -> Callable[[AnyHandler], A
     def declare(handler: AnyHandler) -> AnyHandler:
         tolerant = with_constants(handler)
         for operator in operators:
-            _rules[operator] = tolerant
+            _rules[operator] = parts.tracked(operator, tolerant) if operator._schema.is_mutable else tolerant
             _behaviour[operator] = behaviour
         return handler
 
     return declare
+
+
+def overloads(*names: str) -> list[Operator]:
+    """Of operators by name, in place and not, those on tensors that do not write to an `out`."""
+    packets = [getattr(torch.ops.aten, spelt, None) for name in names for spelt in (name, f"{name}_")]
+    found = [getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()]
+    return [operator for operator in found if _torch.takes_tensors(operator) and not _torch.signature(operator).has_out]
 
 
 def declared() -> dict[Operator, Behaviour]:
@@ -78,6 +87,17 @@ def composite(name: str) -> Callable[[AnyFunction], AnyFunction]:
         return function
 
     return declare
+
+
+def guard_writes() -> None:
+    """From the first copy on that torch takes for a view, see every operator that writes, also those without a rule."""
+    if _guards or not installed():
+        return
+    table = _torch.handlers()
+    for operator in _torch.writing_operators():
+        if operator not in table:
+            stock = _take_apart if _torch.is_composite(operator) else _torch.stock
+            _guards[operator] = table[operator] = parts.tracked(operator, stock)
 
 
 def while_installed(start: Callable[[], Callable[[], None]]) -> None:
@@ -129,3 +149,7 @@ def uninstall() -> None:
         else:
             table[operator] = before
     _replaced.clear()
+    for operator, guard in _guards.items():
+        if table.get(operator) is guard:
+            del table[operator]
+    _guards.clear()

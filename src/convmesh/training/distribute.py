@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_iter
 
@@ -84,13 +85,21 @@ class Distributed:
                     "  remedy: convmesh.shard(tensor, mesh, data=0, ...) if every rank has all of it (replicated where "
                     "no dimension is named), convmesh.from_region(part, shape, mesh, ...) if each rank has its part"
                 )
-        self.gradients.watch(list(module.parameters()))
+        self.gradients.watch(_own_parameters(module))
         self._entered.append(constants_allowed())
         self._entered[-1].__enter__()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and self._entered:
             self._entered.pop().__exit__(None, None, None)
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Those whose gradients nobody else looks after: FSDP reduces the ones that it has sharded, also over our mesh."""
+    sharded = {
+        id(parameter) for part in module.modules() if isinstance(part, FSDPModule) for parameter in part.parameters()
+    }
+    return [parameter for parameter in module.parameters() if id(parameter) not in sharded]
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Gradients:
         """A copy belongs to a copy of the model, and watches nothing yet."""
         return Gradients, (self.bucket_bytes,)
 
-    def watch(self, parameters: list[torch.Tensor]) -> None:
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Also those that have been unfrozen since the last time. Before a forward pass, so nothing is under way."""
         if self._waiting and not _torch.in_backward():
             self._forget()  # an earlier backward pass has failed
@@ -68,8 +69,8 @@ class Gradients:
         self._forget()
         sums = summation.finish()
         for parameter, number in waiting:
-            assert isinstance(parameter, DTensor)
-            assert isinstance(parameter.grad, DTensor)
+            if not isinstance(parameter, DTensor) or not isinstance(parameter.grad, DTensor):
+                continue  # someone has taken the gradient, an optimizer that steps during backward for example
             local = _torch.local_of(parameter.grad) if number is None else sums[number]
             parameter.grad = _settled(parameter, parameter.grad, local)
 

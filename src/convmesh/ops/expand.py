@@ -1,0 +1,66 @@
+"""Repeating size-1 dimensions, and summing a gradient back over them, which the reductions do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from .. import _torch
+from ..sharding.cache import planned
+from ..sharding.dispatch import move
+from ..sharding.errors import refuse
+from ..sharding.layout import Layout
+from ..sharding.registry import Behaviour, rule
+
+aten = torch.ops.aten
+
+EXPAND = Behaviour(
+    "elementwise", "all dimensions but those that are repeated; pending sums",
+    "nothing; the one index of a sharded dimension that is repeated, from its owner to all",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpandPlan:
+    source: Layout
+    output: Layout
+
+
+@planned
+def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...]) -> ExpandPlan | None:
+    """None where only torch's DTensor knows what to do."""
+    layout = Layout.of(spec)
+    new = len(sizes) - len(layout.shape)
+    if not _torch.plain_order(spec) or any(type(p) not in (Replicate, Shard, Partial) for p in layout.placements):
+        return None
+    fitting = new >= 0 and all(
+        wanted in (-1, size) or (size == 1 and wanted >= 0)
+        for size, wanted in zip(layout.shape, sizes[new:], strict=True)
+    )
+    if not fitting or any(size < 0 for size in sizes[: max(new, 0)]):
+        raise refuse("expand", f"cannot become {list(sizes)}", [("input", layout)],
+                     "give -1 or the size itself for each dimension that is not of size 1")  # fmt: skip
+    shape = (*sizes[:new], *(s if w == -1 else w for s, w in zip(layout.shape, sizes[new:], strict=True)))
+    repeated = {dim for dim, size in enumerate(layout.shape) if size != shape[dim + new]}
+    placements = tuple(Replicate() if isinstance(p, Shard) and p.dim in repeated else p for p in layout.placements)
+    source = layout.placed(placements)
+    stride = (*(0,) * new, *(0 if dim in repeated else step for dim, step in enumerate(layout.stride)))
+    outputs = tuple(Shard(p.dim + new) if isinstance(p, Shard) else p for p in placements)
+    return ExpandPlan(source, Layout(layout.mesh, outputs, shape, stride, layout.dtype))
+
+
+@rule(aten.expand.default, behaviour=EXPAND)
+@_torch.view_rule
+def expand(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, sizes, _ = _torch.arguments(operator, args, kwargs)
+    plan = plan_expand(_torch.spec_of(input), tuple(int(size) for size in sizes))
+    if plan is None:
+        return _torch.stock(operator, args, kwargs)
+    local = move(input, plan.source)
+    if plan.output.mesh.get_coordinate() is not None:
+        local = local.expand(plan.output.local_shape)
+    result = _torch.wrap(local, plan.output.spec)
+    return _torch.as_view(operator, args, kwargs, result) if plan.source.placements == input.placements else result

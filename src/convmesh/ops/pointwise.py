@@ -1,0 +1,157 @@
+"""Elementwise operators on DTensors: each rank works on its own part, however uneven the parts are.
+
+torch's DTensor gathers where a dimension has fewer indices than the mesh has ranks, and where uneven parts meet a tensor
+that is broadcast along them. A network has hundreds of these calls, so the common case does as little as it can.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
+
+from .. import _torch
+from ..sharding.cache import Table
+from ..sharding.dispatch import move, specs_of
+from ..sharding.pending import reduce_once
+from ..sharding.registry import Behaviour, made_of_others, overloads, rule
+from .pointwise_plan import Step, plan_pointwise
+
+aten = torch.ops.aten
+
+# fmt: off
+UNARY = (
+    "abs", "acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "celu", "cos", "cosh",
+    "deg2rad", "digamma", "elu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "gelu",
+    "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "i0", "isinf", "isnan", "isneginf", "isposinf",
+    "leaky_relu", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "logit", "mish", "nan_to_num", "neg",
+    "rad2deg", "reciprocal", "relu", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh",
+    "softplus", "softshrink", "sqrt", "tan", "tanh", "threshold", "trunc",
+)
+SEVERAL = (
+    "add", "addcdiv", "addcmul", "atan2", "bitwise_and", "bitwise_or", "bitwise_xor", "clamp", "clamp_max",
+    "clamp_min", "copysign", "div", "eq", "floor_divide", "fmax", "fmin", "fmod", "ge", "gt", "heaviside", "hypot", "le",
+    "lerp", "logaddexp", "logical_and", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul",
+    "ne", "pow", "remainder", "rsub", "sub", "where", "xlogy",
+)
+BACKWARD = (
+    "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log_sigmoid", "logit", "mish",
+    "native_dropout", "sigmoid", "silu", "softplus", "softshrink", "tanh", "threshold",
+)
+# fmt: on
+# These have a rule of their own, in `scale`.
+APART = (aten.div.Scalar, aten.mul.Scalar, aten.neg.default)
+
+POINTWISE = Behaviour(
+    "elementwise", "all dimensions; pending sums where the operator is linear in them",
+    "nothing; operands that lie differently, pending sums elsewhere",
+)  # fmt: skip
+IN_PLACE = Behaviour(
+    "elementwise", "all dimensions; pending sums where the operator is linear in them",
+    "operands that lie differently; a part of a sharded dimension, back to its owners",
+)  # fmt: skip
+COPIED = ("clone", "_to_copy")
+OPERATORS = [
+    operator
+    for operator in overloads(*UNARY, *SEVERAL, *(f"{name}_backward" for name in BACKWARD), *COPIED)
+    if operator not in APART and _torch.elementwise(operator)
+] + [aten.copy_.default]
+
+made_of_others(
+    *overloads("clip", "divide", "multiply", "negative", "positive", "relu6", "selu", "square", "subtract", "true_divide"),
+    aten.isfinite.default, aten.max.other, aten.min.other,
+    aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
+)  # fmt: skip
+
+_table = Table()
+
+
+def _key(operator: _torch.Operator, specs: tuple[_torch.Spec | None, ...], kwargs: dict[str, Any]) -> Any:
+    """What a plan depends on. Numbers, which change from step to step, are not among it."""
+    return (operator, specs, kwargs.get("dtype"), kwargs.get("memory_format")) if kwargs else (operator, specs)
+
+
+@rule(*(operator for operator in OPERATORS if not operator._schema.is_mutable), behaviour=POINTWISE)
+def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    opened = _torch.opened(args)
+    if opened is None:
+        return _with_care(operator, args, kwargs)
+    specs, values = opened
+    plan = _table.plans().get(_key(operator, specs, kwargs))
+    if plan is None or not plan.ready:
+        return _moved(operator, args, kwargs, specs, values)
+    result = operator(*values, **kwargs)
+    return _torch.wrap(result, plan.specs.get(result.dtype) or plan.spec(result.dtype))
+
+
+@rule(*(operator for operator in OPERATORS if operator._schema.is_mutable), behaviour=IN_PLACE)
+def in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    opened = _torch.opened(args)
+    if opened is None:
+        return _with_care(operator, args, kwargs)
+    specs, values = opened
+    plan = _table.plans().get(_key(operator, specs, kwargs))
+    if plan is None or not plan.ready:
+        return _moved(operator, args, kwargs, specs, values)
+    operator(*values, **kwargs)
+    return args[0]
+
+
+def _with_care(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """While tracing, where a collective is under way, or beside plain tensors: those of one element are replicated."""
+    mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
+    placed = tuple(_replicated(arg, mesh) if isinstance(arg, torch.Tensor) else arg for arg in args)
+    tensors = [arg if isinstance(arg, torch.Tensor) else None for arg in placed]
+    specs = tuple(specs_of(operator._schema.name, [(f"operand {n}", tensor) for n, tensor in enumerate(tensors)]))
+    values = [_torch.local_of(arg) if isinstance(arg, DTensor) else arg for arg in placed]
+    return _moved(operator, placed, kwargs, specs, values)
+
+
+def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    if isinstance(tensor, DTensor) or tensor.numel() != 1:
+        return tensor
+    placements = (Replicate(),) * mesh.ndim
+    return _torch.wrap(
+        tensor, _torch.make_spec(mesh, placements, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    )
+
+
+def _moved(
+    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any],
+    specs: tuple[_torch.Spec | None, ...], values: list[Any],
+) -> Any:  # fmt: skip
+    """Where operands may have to be moved or cut before they are used."""
+    plan = _table.look_up(_key(operator, specs, kwargs), lambda: plan_pointwise(operator, args, kwargs, specs))
+    if plan.leaves:
+        return _torch.stock(operator, args, kwargs)
+    if plan.reduces:
+        return _reduced(operator, args, kwargs)
+    if plan.output.mesh.get_coordinate() is not None:
+        values = [_brought(arg, value, step) for arg, value, step in zip(args, values, plan.steps, strict=True)]
+    result = operator(*values, **kwargs)
+    return args[0] if operator._schema.is_mutable else _torch.wrap(result, plan.spec(result.dtype))
+
+
+def _brought(tensor: Any, local: Any, step: Step | None) -> Any:
+    if step is None:
+        return local
+    if step.travels is not None:
+        local = move(tensor, step.travels)
+    for dim, start, length in step.cuts:
+        local = local.narrow(dim, start, length)
+    return local
+
+
+def _reduced(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Write into a pending sum what cannot be written term by term: it is added up, and stays so where it can."""
+    target: DTensor = args[0]
+    whole = reduce_once([target])[id(target)]
+    in_place(operator, (whole, *args[1:]), kwargs)
+    if whole is not target and target.device_mesh.get_coordinate() is not None:
+        # Another tensor shares its memory: then one rank has all of the sum, and the others zeros.
+        moved = _torch.redistribute(_torch.local_of(whole), _torch.spec_of(whole), _torch.spec_of(target))
+        _torch.local_of(target).copy_(moved)
+    return target
