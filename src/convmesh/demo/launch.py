@@ -8,8 +8,8 @@ import pickle
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -25,6 +25,9 @@ from .training import Run, train
 
 Progress = Callable[[Shape | None, float | None], None]  # is told that a run begins, then the loss of every step
 SILENCE = 300  # seconds without a step after which a run is given up
+# By glibc's own rules freed blocks below 32 MB stay with the process, in a heap with holes: a rank's activations, but
+# not those of one process, which are larger. With this, what is freed is given back in both, and peaks can be compared.
+ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 WAIT_FOR_ONE = timedelta(hours=1)  # while the first rank trains alone, the others wait for it
 
 
@@ -43,7 +46,8 @@ def spawn(settings: Settings, shape: Shape | None, progress: Progress) -> list[R
                 pipe, far_end = context.Pipe()
                 arguments = (settings, shape, rank, str(Path(folder) / "store"), far_end)
                 process: BaseProcess = context.Process(target=_work, args=arguments, daemon=True)
-                process.start()
+                with _environment(ALLOCATION):
+                    process.start()
                 far_end.close()  # else the pipe would outlive the process, and its death would not show
                 workers.append((process, pipe))
             progress(shape, None)
@@ -53,6 +57,21 @@ def spawn(settings: Settings, shape: Shape | None, progress: Progress) -> list[R
                 worker.kill()
                 worker.join()
                 near_end.close()
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """For processes that start within the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _collect(workers: list[tuple[BaseProcess, Connection]], name: str, step: Callable[[float], None]) -> list[Run]:
