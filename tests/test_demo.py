@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import re
 import subprocess
@@ -14,10 +15,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from convmesh.cli import main
-from convmesh.demo import picture
+from convmesh.demo import launch, picture
 from convmesh.demo.page import page
-from convmesh.demo.report import Report, Runs
-from convmesh.demo.settings import PICTURES, Settings, mesh_shape
+from convmesh.demo.report import Report, Runs, size
+from convmesh.demo.settings import PICTURES, DemoError, Settings, mesh_shape
 from convmesh.demo.training import Run, train
 from tests.harness import Pool
 
@@ -115,6 +116,13 @@ def test_a_report_without_one_process(runs: Runs) -> None:
     assert "The losses of the meshes" in page(alone)
 
 
+def test_sizes_have_three_digits() -> None:
+    counts = (0, 4, 999, 1000, 12_345, 963_000, 2_094_000, 1_039_000_000)
+    assert [size(count) for count in counts] == [
+        "0 B", "4 B", "999 B", "1.00 kB", "12.3 kB", "963 kB", "2.09 MB", "1.04 GB"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures_lie_inside_the_package(name: str) -> None:
     loaded = picture.load(Settings(picture=name))
@@ -149,6 +157,16 @@ def test_a_rank_that_fails_ends_the_demo(tmp_path: Path, capsys: pytest.CaptureF
     assert "The demo failed" in shown
     assert "1x2 ranks: rank" in shown
     assert not (tmp_path / "x").exists()
+
+
+def test_a_rank_that_dies_ends_the_run() -> None:
+    context = mp.get_context("spawn")
+    pipe, far_end = context.Pipe()
+    process = context.Process(target=os._exit, args=(3,))
+    process.start()
+    far_end.close()
+    with pytest.raises(DemoError, match="1x2 ranks: rank 0 died, exit code 3"):
+        launch._collect([(process, pipe)], "1x2 ranks", lambda loss: None)
 
 
 def test_torchrun(tmp_path: Path) -> None:

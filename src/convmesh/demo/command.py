@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .launch import DemoError, join, joins_torchrun, spawn
+from .launch import join, joins_torchrun, spawn
 from .machine import command
 from .page import page
+from .picture import load
 from .report import Report, Runs, size
-from .settings import PICTURES, Settings, Shape, mesh_name, mesh_shape
+from .settings import PICTURES, DemoError, Settings, Shape, mesh_name, mesh_shape
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +58,9 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(**{f.name: getattr(options, f.name) for f in fields(Settings) if hasattr(options, f.name)})
     began = time.perf_counter()
     try:
+        load(settings)  # if there is no picture, it is known before any process starts
         runs = _joined(settings, options, console) if joins_torchrun() else _spawned(settings, options, console)
-    except (DemoError, RuntimeError) as error:
+    except DemoError as error:
         console.print(f"[bold red]The demo failed.[/] {error}", highlight=False)
         return 1
     if runs is None:  # of torchrun's ranks, the first one writes the page

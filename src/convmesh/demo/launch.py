@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from .settings import AXES, Settings, Shape, mesh_name
+from .settings import AXES, DemoError, Settings, Shape, mesh_name
 from .training import Run, train
 
 Progress = Callable[[Shape | None, float | None], None]  # is told that a run begins, then the loss of every step
@@ -29,10 +29,6 @@ SILENCE = 300  # seconds without a step after which a run is given up
 # not those of one process, which are larger. With this, what is freed is given back in both, and peaks can be compared.
 ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 WAIT_FOR_ONE = timedelta(hours=1)  # while the first rank trains alone, the others wait for it
-
-
-class DemoError(RuntimeError):
-    """A rank failed; the message tells which, and why."""
 
 
 def spawn(settings: Settings, shape: Shape | None, progress: Progress) -> list[Run]:
@@ -132,23 +128,28 @@ def join(settings: Settings, shape: Shape, alone: bool, progress: Progress) -> d
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl" if gpu else "gloo", timeout=WAIT_FOR_ONE)
-    try:
-        ranks = dist.get_world_size()
-        if shape[0] * shape[1] != ranks:
-            raise DemoError(f"--mesh {shape[0]}x{shape[1]} needs {shape[0] * shape[1]} ranks, and torchrun has {ranks}")
-        device = "cuda" if gpu else "cpu"
-        mesh = init_device_mesh(device, shape, mesh_dim_names=tuple(AXES))
-        first = dist.get_rank() == 0
-        if first:
-            progress(shape, None)
-        run = train(settings, mesh, device, (lambda loss: progress(shape, loss)) if first else lambda loss: None)
-        runs: list[Any] = [None] * ranks
-        dist.gather_object(run, runs if first else None)
-        results: dict[Shape | None, list[Run]] = {shape: runs}
-        if alone and first:
-            progress(None, None)
-            results = {None: [train(settings, None, device, lambda loss: progress(None, loss))], **results}
-        dist.barrier()
-        return results if first else None
-    finally:
-        dist.destroy_process_group()
+    ranks = dist.get_world_size()
+    if shape[0] * shape[1] != ranks:
+        raise DemoError(f"--mesh {shape[0]}x{shape[1]} needs {shape[0] * shape[1]} ranks, and torchrun has {ranks}")
+    device = "cuda" if gpu else "cpu"
+    mesh = init_device_mesh(device, shape, mesh_dim_names=tuple(AXES))
+    first = dist.get_rank() == 0
+
+    def run_on(place: Shape | None) -> Run:
+        told = progress if first else _nobody
+        told(place, None)
+        return train(settings, None if place is None else mesh, device, lambda loss: told(place, loss))
+
+    runs: list[Any] = [None] * ranks
+    dist.gather_object(run_on(shape), runs if first else None)
+    results: dict[Shape | None, list[Run]] = {shape: runs}
+    if alone and first:
+        results = {None: [run_on(None)], **results}
+    dist.barrier()
+    # Only if all went well: a rank that fails must end at once, so that torchrun ends the others.
+    dist.destroy_process_group()
+    return results if first else None
+
+
+def _nobody(shape: Shape | None, loss: float | None) -> None:
+    """Watches."""

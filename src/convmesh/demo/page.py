@@ -16,7 +16,7 @@ from .settings import PICTURES, Shape, mesh_name
 
 COLORS = ("var(--two)", "var(--four)", "var(--six)")
 ONE = "var(--one)"
-CODE = "model = convmesh.distribute(model, mesh)\nclean = convmesh.shard(clean, mesh, h=2, w=3)"
+CODE = "model = convmesh.distribute(model, mesh)\nx = convmesh.shard(x, mesh, h=2, w=3)"
 
 
 def _color(report: Report, shape: Shape | None) -> str:
@@ -71,10 +71,10 @@ def _shards(report: Report) -> str:
         f'<div class="panel"><div class="shards">{shard_map(clean, report.largest)}<div>'
         f"<h3>{mesh_name(report.largest).capitalize()}</h3><p class='soft'>Height is cut over the mesh dimension "
         "<code>h</code>, width over <code>w</code>, as <code>torch.chunk</code> cuts. Two lines of the training "
-        f"know of it:</p><pre>{CODE}</pre></div></div></div>"
+        f"know of it:</p><pre class='code'>{CODE}</pre></div></div></div>"
         '<div class="panel"><h3>What each layer reads across the cuts</h3><p class="soft">To scale, where the cuts '
-        "meet: one square is one pixel of the picture. Shaded is what a rank reads to compute its part. Layers with a "
-        "stride need a halo on one side only. On the lower levels a pixel is 2 or 4 pixels of the picture wide.</p>"
+        "meet: one square is one pixel of the picture. Shaded is what a rank reads to compute its part. With a stride "
+        "the halo may be on one side only. On the lower levels a pixel is 2 or 4 pixels of the picture wide.</p>"
         f"{loupes(clean, report.largest, layers)}</div>"
     )
 
@@ -175,7 +175,7 @@ def _traffic(report: Report) -> str:
         f"<h2>What travels in a step</h2><p>On {mesh_name(shape)}, forward and backward. The least possible is what a "
         "rank's results depend on and others own: of the input forward, of the output's gradient backward, each "
         f'once, for all ranks together.{also}</p><div class="panel scroll"><table><thead>'
-        '<tr><th>layer</th><th>halos sent</th><th>least possible</th><th class="meter"></th><th>sums</th></tr>'
+        '<tr><th>layer</th><th>halos sent</th><th>the least</th><th class="meter"></th><th>sums</th></tr>'
         f"</thead><tbody>{lines}<tr class='total'><td>all</td><td>{size(sent)}</td><td>{size(least)}</td>"
         f"<td class='meter'></td><td>{size(sums)}</td></tr></tbody></table></div>"
         '<p class="note"><small>Sums are what one rank puts into all-reduces: the statistics of norms, the loss, and '

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .settings import Settings
+from .settings import DemoError, Settings
 
 
 def load(settings: Settings) -> torch.Tensor:
@@ -16,7 +16,7 @@ def load(settings: Settings) -> torch.Tensor:
     try:
         from skimage import data
     except ImportError as error:
-        raise RuntimeError("the demo's picture comes with scikit-image: pip install 'convmesh[demo]'") from error
+        raise DemoError("the demo's picture comes with scikit-image: pip install 'convmesh[demo]'") from error
     picture = torch.from_numpy(getattr(data, settings.picture)()[..., :3].copy())
     if settings.crop is not None:
         starts = [max(0, (size - settings.crop) // 2) for size in picture.shape[:2]]

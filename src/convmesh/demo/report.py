@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log10
 from statistics import median
 
 from .settings import Settings, Shape
@@ -66,4 +67,5 @@ def size(count: float) -> str:
     while count >= 1000 and len(units) > 1:
         count /= 1000
         units.pop(0)
-    return f"{count:.1f} {units[0]}" if count < 10 and units[0] != "B" else f"{count:.0f} {units[0]}"
+    digits = 0 if units[0] == "B" else max(0, 2 - int(log10(count)))  # three that matter
+    return f"{count:.{digits}f} {units[0]}"

@@ -15,13 +15,17 @@ PICTURES = {
 }
 
 
+class DemoError(RuntimeError):
+    """The demo cannot go on; the message tells the user why."""
+
+
 @dataclass(frozen=True)
 class Settings:
     picture: str = "hubble_deep_field"
     crop: int | None = None  # the side of a square in the middle of the picture; all of it by default
-    steps: int = 24
+    steps: int = 20
     noise: float = 0.1  # its standard deviation, where white is 1
-    channels: tuple[int, ...] = (16, 24, 32)
+    channels: tuple[int, ...] = (12, 20, 28)
     strides: tuple[int, ...] = (2, 2)
     rate: float = 0.02
     seed: int = 0
