@@ -49,7 +49,7 @@ def build(settings: Settings) -> UNet:
 def train(settings: Settings, mesh: DeviceMesh | None, device: str, report: Callable[[float], None]) -> Run:
     """Adam on a picture with new noise in every step; `report` gets each step's loss.
 
-    What a mesh changes are the two lines that have the word in them.
+    All that a mesh changes of the training is that the model is distributed and the picture sharded.
     """
     torch.manual_seed(settings.seed)
     dtype = torch.float64 if settings.double else torch.float32
