@@ -22,6 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, return_and_correct_aliasing
 
 Operator = torch._ops.OpOverload
@@ -54,6 +55,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensor._op_dispatcher, "_dispatch_fast_path_python_tail"),
     (DTensor._op_dispatcher, "wrap"),
     (torch.utils._python_dispatch, "return_and_correct_aliasing"),
+    (torch.utils._python_dispatch, "TorchDispatchMode"),
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
     (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
