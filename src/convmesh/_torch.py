@@ -395,15 +395,17 @@ def takes_tensors(operator: Operator) -> bool:
     )
 
 
-def elementwise(operator: Operator) -> bool:
-    """Made of nothing else, and with one tensor as its result."""
-    returned = [str(result.type) for result in operator._schema.returns]
-    return returned == ["Tensor"] and (not is_composite(operator) or operator is torch.ops.aten.silu_backward.default)
+def gives_one_tensor(operator: Operator) -> bool:
+    return [str(result.type) for result in operator._schema.returns] == ["Tensor"]
 
 
 def is_composite(operator: Operator) -> bool:
     """Whether it is made of other operators before DTensor sees it, but in inference mode."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
+    made, own = (
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+        for key in ("CompositeImplicitAutograd", "CPU")
+    )
+    return bool(made and not own)
 
 
 def call(operator: Operator, values: Sequence[Any]) -> Any:

@@ -32,13 +32,13 @@ UNARY = (
     "softplus", "softshrink", "sqrt", "tan", "tanh", "threshold", "trunc",
 )
 SEVERAL = (
-    "add", "addcdiv", "addcmul", "atan2", "bitwise_and", "bitwise_or", "bitwise_xor", "clamp", "clamp_max",
-    "clamp_min", "copysign", "div", "eq", "floor_divide", "fmax", "fmin", "fmod", "ge", "gt", "heaviside", "hypot", "le",
+    "_prelu_kernel", "add", "addcdiv", "addcmul", "atan2", "bitwise_and", "bitwise_or", "bitwise_xor", "clamp",
+    "clamp_max", "clamp_min", "copysign", "div", "eq", "floor_divide", "fmax", "fmin", "fmod", "ge", "gt", "heaviside", "hypot", "le",
     "lerp", "logaddexp", "logical_and", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul",
     "ne", "pow", "remainder", "rsub", "sub", "where", "xlogy",
 )
 BACKWARD = (
-    "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log_sigmoid", "logit", "mish",
+    "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logit", "mish",
     "native_dropout", "sigmoid", "silu", "softplus", "softshrink", "tanh", "threshold",
 )
 # fmt: on
@@ -57,7 +57,7 @@ COPIED = ("clone", "_to_copy")
 OPERATORS = [
     operator
     for operator in overloads(*UNARY, *SEVERAL, *(f"{name}_backward" for name in BACKWARD), *COPIED)
-    if operator not in APART and _torch.elementwise(operator)
+    if operator not in APART and _torch.gives_one_tensor(operator) and not _torch.is_composite(operator)
 ] + [aten.copy_.default]
 
 made_of_others(
