@@ -341,11 +341,15 @@ def keep_whole(operator: Operator) -> Callable[[], None]:
 
 def arguments(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """All arguments of a call in the order of the operator's schema."""
-    schema = operator._schema.arguments
-    if not kwargs and len(args) == len(schema):
-        return args
-    rest = (kwargs.get(argument.name, argument.default_value) for argument in schema[len(args) :])
-    return (*args, *rest)
+    defaults = _defaults(operator)
+    if not kwargs:
+        return args + tuple([default for _, default in defaults[len(args) :]])
+    return args + tuple([kwargs.get(name, default) for name, default in defaults[len(args) :]])
+
+
+@lru_cache(maxsize=4096)
+def _defaults(operator: Operator) -> tuple[tuple[str, Any], ...]:
+    return tuple((argument.name, argument.default_value) for argument in operator._schema.arguments)
 
 
 @dataclass(frozen=True)

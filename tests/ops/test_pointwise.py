@@ -62,7 +62,9 @@ PAIRS: dict[tuple[int, ...], list[tuple[Any, ...]]] = {
         ((2,), ROW, (2,)), ((2,), SHAPE, (3,)), (("P",), SHAPE, (2,)), (("P",), GATE, ("R",)), (("P",), SHAPE, ("P",)),
         ((1,), CHANNEL, (0,)), ((0,), CHANNEL, ("R",)),
     ],
-    (4,): [((2,), SHAPE, (2,)), ((2,), GATE, ("R",)), ((1,), CHANNEL, ("R",)), ((2,), ROW, ("R",)), ((0,), SHAPE, (0,))],
+    (4,): [
+        ((2,), SHAPE, (2,)), ((2,), GATE, ("R",)), ((1,), CHANNEL, ("R",)), ((2,), ROW, ("R",)), ((0,), SHAPE, (0,)),
+    ],
     (2, 2): [
         ((2, 3), GATE, ("R", "R")), ((2, 2), ROW, ("R", "R")), ((2, 2), SHAPE, (2, "R")), ((0, 2), GATE, (0, "R")),
         ((2, 3), SHAPE, ("P", 3)), (("P", 2), SHAPE, ("P", 2)), ((2, 3), SHAPE, (2, 1)),
@@ -132,12 +134,15 @@ def blocks(at: tuple[Any, ...]) -> list[Sharded]:
     w = [((4, 4, 1, 1), whole), ((1, 4, 1, 1), whole)]
     gates = [Sharded(squeeze_excite, (x, w[0], w[0])), Sharded(attention_gate, (x, x, *w)), Sharded(dropouts, (x,))]
     y = (SHAPE, at)
-    made = [Sharded(similar, (y, y), (dim,)) for dim in (1, 2, 3)] + [Sharded(normalized, (y,), (dim,)) for dim in (1, 2)]
+    made = [Sharded(similar, (y, y), (dim,)) for dim in (1, 2, 3)]
+    made += [Sharded(normalized, (y,), (dim,)) for dim in (1, 2)]
     made += [Sharded(expanded, (y,), (dim,)) for dim in (1, 2)]
     return [*gates, *made, Sharded(response, (((2, 5, 3, 7), at),)), Sharded(powers_pooled, (((2, 4, 6, 7), at),))]
 
 
-@pytest.mark.parametrize(("mesh", "places"), [((2,), [(2,), (3,), (0,)]), ((4,), [(2,)]), ((2, 2), [(0, 2), (2, 3), (2, 2)])])
+@pytest.mark.parametrize(
+    ("mesh", "places"), [((2,), [(2,), (3,), (0,)]), ((4,), [(2,)]), ((2, 2), [(0, 2), (2, 3), (2, 2)])]
+)
 def test_blocks_of_networks(pool: Pool, mesh: tuple[int, ...], places: list[Any]) -> None:
     pool.run_cases(check, [case for at in places for case in blocks(at)], mesh=mesh)
 
@@ -172,10 +177,11 @@ def types(mesh: DeviceMesh) -> None:
     with convmesh.enable():
         x = place(whole, mesh, (0,))
         for made, expected in (
-            (x * 2.5, whole * 2.5), (x / 2, whole / 2), (x > 0, whole > 0), (x.bool() | (x > 2), whole.bool() | (whole > 2)),
+            (x * 2.5, whole * 2.5), (x / 2, whole / 2), (x > 0, whole > 0), (x // 2, whole // 2),
+            (x.bool() | (x > 2), whole.bool() | (whole > 2)), (2**x.abs(), 2**whole.abs()),
             (x + torch.tensor(1.5, dtype=torch.float64), whole + torch.tensor(1.5, dtype=torch.float64)),
             (x.half() * torch.tensor(2.0), whole.half() * 2.0), (x.to(torch.bfloat16), whole.to(torch.bfloat16)),
-            (torch.where(x > 0, 1.0, 0), torch.where(whole > 0, 1.0, 0)), (x // 2, whole // 2), (2**x.abs(), 2**whole.abs()),
+            (torch.where(x > 0, 1.0, 0), torch.where(whole > 0, 1.0, 0)),
         ):  # fmt: skip
             assert made.dtype == expected.dtype
             assert made.placements == (Shard(0),)
@@ -185,7 +191,7 @@ def types(mesh: DeviceMesh) -> None:
             assert made.is_contiguous(memory_format=torch.channels_last)
             assert made.to_local().is_contiguous(memory_format=torch.channels_last)
         assert last.clone(memory_format=torch.contiguous_format).is_contiguous()
-        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        with pytest.raises(RuntimeError, match="mixed"):
             x + whole
         with pytest.raises(RuntimeError, match="broadcast"):
             x + place(torch.ones(5), mesh, (0,))
@@ -223,7 +229,8 @@ def outside(mesh: DeviceMesh) -> None:
     with convmesh.enable(), torch.inference_mode():
         x = place(torch.arange(6.0).view(2, 3), mesh, (1,))
         y = place(torch.ones(3), mesh, ("R",))
-        assert_close((x * y + 1).square().clip(0, 9).full_tensor(), (torch.arange(6.0).view(2, 3) + 1).square().clip(0, 9))
+        expected = (torch.arange(6.0).view(2, 3) + 1).square().clip(0, 9)
+        assert_close((x * y + 1).square().clip(0, 9).full_tensor(), expected)
 
 
 def test_inference_on_part_of_the_ranks(pool: Pool) -> None:

@@ -86,8 +86,8 @@ def _beside(placement: Placement, layout: Layout, shape: tuple[int, ...]) -> Pla
 
 
 def _planned(operator: str, tensors: tuple[Any, ...]) -> LossPlan:
-    check_placed(operator, tuple(zip(("input", "target", "weight", "pos_weight"), tensors, strict=False)))
-    return plan_loss(operator, *(None if t is None else _torch.spec_of(t) for t in tensors))
+    named = tuple(zip(("input", "target", "weight", "pos_weight"), tensors, strict=False))
+    return plan_loss(operator, *check_placed(operator, named))
 
 
 @rule(
@@ -127,5 +127,5 @@ def loss_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict
 
 def _split(operator: _torch.Operator, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """(*tensors, reduction, the numbers that come after it)"""
-    place = next(i for i, argument in enumerate(operator._schema.arguments) if argument.name == "reduction")
+    place = _torch.signature(operator).names.index("reduction")
     return *arguments[:place], arguments[place], arguments[place + 1 :]

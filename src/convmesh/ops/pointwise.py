@@ -1,7 +1,7 @@
 """Elementwise operators on DTensors: each rank works on its own part, however uneven the parts are.
 
-torch's DTensor gathers where a dimension has fewer indices than the mesh has ranks, and where uneven parts meet a tensor
-that is broadcast along them. A network has hundreds of these calls, so the common case does as little as it can.
+torch's DTensor gathers where a dimension has fewer indices than the mesh has ranks, and where uneven parts meet a
+tensor that is broadcast along them. A network has hundreds of these calls, so the common case does as little as it can.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ UNARY = (
     "deg2rad", "digamma", "elu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "gelu",
     "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "i0", "isinf", "isnan", "isneginf", "isposinf",
     "leaky_relu", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "logit", "mish", "nan_to_num", "neg",
-    "rad2deg", "reciprocal", "relu", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh",
-    "softplus", "softshrink", "sqrt", "tan", "tanh", "threshold", "trunc",
+    "rad2deg", "reciprocal", "relu", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc",
+    "sinh", "softplus", "softshrink", "sqrt", "tan", "tanh", "threshold", "trunc",
 )
 SEVERAL = (
     "_prelu_kernel", "add", "addcdiv", "addcmul", "atan2", "bitwise_and", "bitwise_or", "bitwise_xor", "clamp",
-    "clamp_max", "clamp_min", "copysign", "div", "eq", "floor_divide", "fmax", "fmin", "fmod", "ge", "gt", "heaviside", "hypot", "le",
-    "lerp", "logaddexp", "logical_and", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul",
-    "ne", "pow", "remainder", "rsub", "sub", "where", "xlogy",
+    "clamp_max", "clamp_min", "copysign", "div", "eq", "floor_divide", "fmax", "fmin", "fmod", "ge", "gt", "heaviside",
+    "hypot", "le", "lerp", "logaddexp", "logical_and", "logical_or", "logical_xor", "lt", "masked_fill", "maximum",
+    "minimum", "mul", "ne", "pow", "remainder", "rsub", "sub", "where", "xlogy",
 )
 BACKWARD = (
     "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logit", "mish",
@@ -61,8 +61,8 @@ OPERATORS = [
 ] + [aten.copy_.default]
 
 made_of_others(
-    *overloads("clip", "divide", "multiply", "negative", "positive", "relu6", "selu", "square", "subtract", "true_divide"),
-    aten.isfinite.default, aten.max.other, aten.min.other,
+    *overloads("clip", "divide", "multiply", "negative", "positive", "relu6", "selu", "square", "subtract"),
+    *overloads("true_divide"), aten.isfinite.default, aten.max.other, aten.min.other,
     aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
 )  # fmt: skip
 
@@ -115,9 +115,7 @@ def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     if isinstance(tensor, DTensor) or tensor.numel() != 1:
         return tensor
     placements = (Replicate(),) * mesh.ndim
-    return _torch.wrap(
-        tensor, _torch.make_spec(mesh, placements, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    )
+    return _torch.wrap(tensor, _torch.make_spec(mesh, placements, tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
 
 def _moved(

@@ -23,9 +23,8 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
-from .parts import copy_of
 from .remap_plan import settled
-from .slicing import sharded, without
+from .slicing import index_of, sharded, without
 
 aten = torch.ops.aten
 
@@ -71,10 +70,7 @@ def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     one, received = from_owner(x, dim, plan.halo, plan.line)
     one = one.squeeze(dim).clone(memory_format=torch.contiguous_format)
     result = _torch.wrap(_torch.tie(one, x, tokens=[received]), plan.output.spec)
-    return copy_of(
-        result, input, lambda whole: aten.select.int(whole, dim, index),
-        lambda whole, part: aten.select_scatter.default(whole, part, dim, index),
-    )  # fmt: skip
+    return index_of(input, dim, index, result)
 
 
 _cut_before: dict[tuple[DeviceMesh, tuple[int, ...], int], tuple[Placement, ...]] = {}

@@ -144,12 +144,20 @@ def unbind(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     x = move(input, target)
     if x.dim() != input.dim():  # a rank outside of the mesh
         return [_torch.wrap(x.new_empty(0), results.spec) for _ in range(input.shape[dim])]
-    return [
-        copy_of(_torch.wrap(one.clone(memory_format=torch.contiguous_format), results.spec), input,
-                lambda whole, at=at: aten.select.int(whole, dim, at),
-                lambda whole, part, at=at: aten.select_scatter.default(whole, part, dim, at))
-        for at, one in enumerate(aten.unbind.int(x, dim))
-    ]  # fmt: skip
+    return [index_of(input, dim, at, _torch.wrap(_own(one), results.spec)) for at, one in enumerate(x.unbind(dim))]
+
+
+def _own(one: torch.Tensor) -> torch.Tensor:
+    """In memory of its own, so that what is known of it does not hold for the others."""
+    return one.clone(memory_format=torch.contiguous_format)
+
+
+def index_of(input: DTensor, dim: int, index: int, one: DTensor) -> DTensor:
+    """`one`, a copy of an index of `input`."""
+    return copy_of(
+        one, input, lambda whole: aten.select.int(whole, dim, index),
+        lambda whole, part: aten.select_scatter.default(whole, part, dim, index),
+    )  # fmt: skip
 
 
 @planned

@@ -48,9 +48,14 @@ def layouts_of(operator: str, named: Sequence[tuple[str, _torch.Spec | None]]) -
     return layouts
 
 
-def check_placed(operator: str, named: Named) -> None:
-    """All are DTensors on one mesh, cut in its own order. A look-up, once the same layouts have been seen."""
-    _checked(operator, tuple(name for name, _ in named), *specs_of(operator, named))
+def check_placed(operator: str, named: Named) -> list[Any]:
+    """All are DTensors on one mesh, cut in its own order. A look-up, once the same layouts have been seen.
+
+    Returns where they lie, the keys of a plan.
+    """
+    specs = specs_of(operator, named)
+    _checked(operator, tuple([name for name, _ in named]), *specs)
+    return specs
 
 
 @planned

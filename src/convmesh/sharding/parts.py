@@ -48,10 +48,10 @@ class Place:
 
     @staticmethod
     def of(tensor: DTensor, keep: bool = False) -> Place:
-        """Its memory is not kept alive: when it goes nobody can see what is written. Unless it is only a step on the way
-        to other memory, as a part of a part is."""
+        """Its memory is not kept alive: when it goes nobody can see what is written. Unless it is only a step on the
+        way to other memory, as a part of a part is."""
         local = _torch.local_of(tensor)
-        geometry = local.storage_offset(), tuple(local.shape), tuple(local.stride())
+        geometry = int(local.storage_offset()), tuple(local.shape), tuple(local.stride())
         storage = local.untyped_storage()
         return Place(_torch.spec_of(tensor), local.new_empty(0), (lambda: storage) if keep else ref(storage), geometry)
 
@@ -98,7 +98,7 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
 
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if first_only and (notes := _quick(args[0])) is None:
+        if first_only and _notes(args[0]) is None and not args[0]._is_view():
             return handler(operator, args, kwargs)
         targets = [args[0]] if first_only else list(_written(known, args, kwargs))
         for target in targets:
@@ -111,11 +111,6 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
         return result
 
     return run
-
-
-def _quick(target: Any) -> bool | None:
-    """None for a tensor of which nothing is known, and which is no view, either."""
-    return None if _notes(target) is None and not target._is_view() else True
 
 
 def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
