@@ -85,10 +85,10 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return wait(local)  # a redistribution may hand on a tensor whose collective is still under way
 
 
-def part_in_memory(tensor: Any) -> torch.Tensor | None:
-    """This rank's part if it is there, in plain memory: not while tracing, and not while a collective is under way."""
+def noted(tensor: Any, name: str) -> Any:
+    """What was noted at this rank's memory, None for nothing. None also while tracing, and beside a collective."""
     local = getattr(tensor, "_local_tensor", None)
-    return local if type(local) is torch.Tensor else None
+    return getattr(local.untyped_storage(), name, None) if type(local) is torch.Tensor else None
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
@@ -168,8 +168,9 @@ def make_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
-def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[Any]] | None:
+def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[Any], DeviceMesh] | None:
     """Where each argument lies, and this rank's part of it; None and the argument itself for what is no tensor.
+    And the mesh of the last one.
 
     None for calls that need a closer look: while tracing, where a collective is under way, beside plain tensors.
     """
@@ -180,14 +181,15 @@ def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[
             local = argument._local_tensor
             if type(local) is not torch.Tensor:
                 return None
-            specs.append(argument._spec)
+            spec = argument._spec
+            specs.append(spec)
             values.append(local)
         elif isinstance(argument, torch.Tensor):
             return None
         else:
             specs.append(None)
             values.append(argument)
-    return tuple(specs), values
+    return tuple(specs), values, spec.mesh
 
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

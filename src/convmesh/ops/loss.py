@@ -101,6 +101,8 @@ def loss(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if not plan.present:
         return absent(given[0], result)
     local = [move(tensor, target) for tensor, target in zip(given, plan.operands, strict=True)]
+    if not plan.mesh_dims:  # a rank has all of them
+        return wrap_dense(operator(*local, reduction, *numbers), result)
     each = operator(*local, NONE, *numbers)
     if reduction == NONE:
         return wrap_dense(each, plan.elements)

@@ -125,6 +125,9 @@ def nll_loss(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     x = move(input, plan.input)
     dtype = wide(x.dtype)
     if reduction != NONE and _by_kernel(plan, operator, x):
+        if not plan.mesh_dims:  # all ranks have all of it, and raise alike
+            loss, weights = operator(x, move(target, plan.target), move(weight, plan.weight), reduction, ignored)
+            return wrap_dense(loss, plan.total), wrap_dense(weights, plan.total)
         sums = _sums_by_kernel(plan, operator, x, move(target, plan.target), move(weight, plan.weight), ignored)
         if sums is not None:
             return _put_together(plan, sums, reduction)

@@ -67,6 +67,7 @@ made_of_others(
 )  # fmt: skip
 
 _table = Table()
+_plans = _table.plans
 
 
 def _key(operator: _torch.Operator, specs: tuple[_torch.Spec | None, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,9 +80,9 @@ def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     opened = _torch.opened(args)
     if opened is None:
         return _with_care(operator, args, kwargs)
-    specs, values = opened
-    plan = _table.plans().get(_key(operator, specs, kwargs))
-    if plan is None or not plan.ready:
+    specs, values, mesh = opened
+    plan = _plans.get(_key(operator, specs, kwargs))
+    if plan is None or not plan.ready or plan.output.mesh is not mesh:
         return _moved(operator, args, kwargs, specs, values)
     result = operator(*values, **kwargs)
     return _torch.wrap(result, plan.specs.get(result.dtype) or plan.spec(result.dtype))
@@ -92,9 +93,9 @@ def in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     opened = _torch.opened(args)
     if opened is None:
         return _with_care(operator, args, kwargs)
-    specs, values = opened
-    plan = _table.plans().get(_key(operator, specs, kwargs))
-    if plan is None or not plan.ready:
+    specs, values, mesh = opened
+    plan = _plans.get(_key(operator, specs, kwargs))
+    if plan is None or not plan.ready or plan.output.mesh is not mesh:
         return _moved(operator, args, kwargs, specs, values)
     operator(*values, **kwargs)
     return args[0]

@@ -56,7 +56,9 @@ class Reduction:
         output = self.output if dtype is None else self.output.typed(dtype)
         if not self.keepdim:
             result = result.squeeze(self.dims)
-        return _torch.wrap(result.to(output.dtype).contiguous(), output.spec)
+        if result.dtype != output.dtype:
+            result = result.to(output.dtype)
+        return _torch.wrap(result.contiguous(), output.spec)
 
 
 @planned

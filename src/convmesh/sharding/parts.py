@@ -69,12 +69,14 @@ class Origin:
     seen: int = field(default=0)  # how often the whole had been written when the part was last like it
 
 
-def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> None:
+def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> bool:
     """Note that `part` is a copy of some of `whole`. A compiler makes functions of writes, and needs no notes."""
-    if type(_torch.local_of(part)) is torch.Tensor and type(_torch.local_of(whole)) is torch.Tensor:
+    plain = type(_torch.local_of(part)) is torch.Tensor and type(_torch.local_of(whole)) is torch.Tensor
+    if plain:
         above = _made(whole)
         kept = Place.of(whole, keep=above.origin is not None)
         _made(part).origin = Origin(kept, Place.of(part), take, put_back, above.writes)
+    return plain
 
 
 def is_copy(local: torch.Tensor) -> bool:
@@ -98,14 +100,14 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
 
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if first_only and _notes(args[0]) is None and not args[0]._is_view():
-            return handler(operator, args, kwargs)
+        if first_only and _torch.noted(args[0], _NOTES) is None and not args[0]._is_view():
+            return handler(operator, args, kwargs)  # nearly always
         targets = [args[0]] if first_only else list(_written(known, args, kwargs))
         for target in targets:
             _before(target)
         result = handler(operator, args, kwargs)
         for target in targets:
-            notes = _notes(target)
+            notes = _torch.noted(target, _NOTES)
             if notes is not None:
                 _after(notes)
         return result
@@ -119,13 +121,8 @@ def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str
         yield from value if isinstance(value, list | tuple) else (value,)
 
 
-def _notes(target: Any) -> Notes | None:
-    local = _torch.part_in_memory(target)
-    return None if local is None else getattr(local.untyped_storage(), _NOTES, None)
-
-
 def _before(target: Any) -> None:
-    notes = _notes(target)
+    notes = _torch.noted(target, _NOTES)
     if notes is not None and notes.origin is not None:
         _refresh(notes.origin)
     elif isinstance(target, DTensor) and target._is_view():
