@@ -11,5 +11,11 @@ from .batching import per_sample_gradients as per_sample_gradients
 from .batching import per_sample_norms as per_sample_norms
 from .comm import count_traffic as count_traffic
 from .sharding.errors import ShardingError as ShardingError
+from .training import distribute as distribute
+from .training import from_region as from_region
+from .training import loader as loader
+from .training import no_sync as no_sync
+from .training import region as region
+from .training import shard as shard
 
 __version__ = VERSION

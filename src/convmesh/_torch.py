@@ -59,6 +59,8 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch.compiler.config, "cache_key_tag"),
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_storage_Use_Count"),
+    (DTensor._op_dispatcher, "_allow_implicit_replication"),
+    (torch.autograd.Variable, "_execution_engine"),
     (torch._C, "_dispatch_get_all_op_names"),
 )
 
@@ -308,6 +310,20 @@ def view_rule(handler: Handler) -> Handler:
 def in_backward() -> bool:
     """Whether autograd is running: it makes plain zeros where a gradient is missing, and writes into no gradient."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Call back at the end of the backward pass that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def replicates_implicitly() -> bool:
+    """Whether DTensor's own operators take a plain tensor for one that is the same on every rank."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def replicate_implicitly(on: bool) -> None:
+    DTensor._op_dispatcher._allow_implicit_replication = on
 
 
 def composite(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -4,6 +4,8 @@ from .exchange import Halo as Halo
 from .exchange import Pending as Pending
 from .exchange import give_back as give_back
 from .exchange import start as start
+from .gradients import BUCKET_BYTES as BUCKET_BYTES
+from .gradients import Summation as Summation
 from .gradients import Term as Term
 from .gradients import sum_in_buckets as sum_in_buckets
 from .held import Block as Block

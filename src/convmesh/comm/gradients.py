@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
-from .reduce import all_reduce
+from .reduce import groups_along
 
-# Large enough that latency no longer matters, small enough that the copy in and out is no memory to speak of.
-BUCKET_BYTES = 32 << 20
+# Large enough that latency no longer matters, small enough that the copy in and out is no memory to speak of, and that
+# the first message leaves while most of a backward pass is still to come.
+BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
@@ -24,45 +26,82 @@ class Term:
     mesh_dims: tuple[int, ...]
 
 
-def sum_in_buckets(terms: Sequence[Term]) -> list[torch.Tensor]:
-    """The sums, in the order of `terms`. All ranks give theirs in the same order; what they may share is one message.
+@dataclass
+class _Bucket:
+    """Terms over the same ranks and of one type: what travels in one message."""
 
-    The messages of all buckets are on their way before the first one is awaited.
+    terms: list[tuple[int, Term]] = field(default_factory=list)
+    bytes: int = 0
+
+    def add(self, number: int, term: Term, size: int) -> None:
+        self.terms.append((number, term))
+        self.bytes += size
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A bucket on its way. It keeps the shapes of its terms and no longer their memory."""
+
+    shapes: list[tuple[int, torch.Size]]
+    flat: torch.Tensor
+    then: list[dist.ProcessGroup]  # over which the sum of the first group is still to be summed
+
+
+class Summation:
+    """Sums over ranks of tensors that come one by one.
+
+    A message leaves as soon as it is full, and none is awaited before `finish`. All ranks give their terms in the same
+    order, so that their messages are the same.
     """
-    buckets = list(_buckets(terms))
-    started = [_start(terms, bucket) for bucket in buckets]
-    sums = [term.local for term in terms]
-    for bucket, flat in zip(buckets, started, strict=True):
-        first = terms[bucket[0]]
-        whole = all_reduce(_torch.wait(flat), first.mesh, first.mesh_dims[1:])
-        parts = whole.split([terms[number].local.numel() for number in bucket])
-        for number, part in zip(bucket, parts, strict=True):
-            sums[number] = part.view(terms[number].local.shape).clone()  # its own memory, which the bucket's is not
-    return sums
+
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES):
+        self.bucket_bytes = bucket_bytes
+        self._count = 0
+        self._open: dict[object, _Bucket] = {}
+        self._sent: list[_Message] = []
+
+    def add(self, term: Term) -> int:
+        """Returns the place of the sum among the results of `finish`."""
+        number, self._count = self._count, self._count + 1
+        local = term.local
+        key = (term.mesh, term.mesh_dims, local.dtype, local.device)
+        size = local.numel() * local.element_size()
+        bucket = self._open.setdefault(key, _Bucket())
+        if bucket.terms and bucket.bytes + size > self.bucket_bytes:
+            self._send(bucket)
+            bucket = self._open[key] = _Bucket()
+        bucket.add(number, term, size)
+        if bucket.bytes >= self.bucket_bytes:
+            self._send(self._open.pop(key))
+        return number
+
+    def finish(self) -> list[torch.Tensor]:
+        """The sums, in the order of their terms; those of one message are parts of one memory."""
+        for bucket in self._open.values():
+            self._send(bucket)
+        sums: dict[int, torch.Tensor] = {}
+        for message in self._sent:
+            whole = _torch.wait(message.flat)
+            for group in message.then:
+                whole = _torch.wait(_torch.all_reduce(whole, "sum", group))
+            parts = whole.split([shape.numel() for _, shape in message.shapes])
+            sums |= {number: part.view(shape) for (number, shape), part in zip(message.shapes, parts, strict=True)}
+        return [sums[number] for number in range(self._count)]
+
+    def _send(self, bucket: _Bucket) -> None:
+        # In the order of the indices and not of memory, which may differ from rank to rank.
+        flat = torch.cat([term.local.reshape(-1) for _, term in bucket.terms])
+        first = bucket.terms[0][1]
+        groups = groups_along(first.mesh, first.mesh_dims)
+        if groups:
+            flat = _torch.all_reduce(flat, "sum", groups[0])
+        shapes = [(number, term.local.shape) for number, term in bucket.terms]
+        self._sent.append(_Message(shapes, flat, groups[1:]))
 
 
-def _start(terms: Sequence[Term], bucket: Sequence[int]) -> torch.Tensor:
-    # In the order of the indices and not of memory, which may differ from rank to rank.
-    flat = torch.cat([terms[number].local.reshape(-1) for number in bucket])
-    first = terms[bucket[0]]
-    return _torch.all_reduce(flat, "sum", first.mesh.get_group(first.mesh_dims[0]))
-
-
-def _buckets(terms: Sequence[Term]) -> Iterable[list[int]]:
-    """The numbers of the terms that travel together: over the same ranks, in one dtype, up to a size."""
-    alike: dict[object, list[int]] = {}
-    for number, term in enumerate(terms):
-        key = (term.mesh, term.mesh_dims, term.local.dtype, term.local.device)
-        alike.setdefault(key, []).append(number)
-    for numbers in alike.values():
-        bucket: list[int] = []
-        size = 0
-        for number in numbers:
-            local = terms[number].local
-            bytes_here = local.numel() * local.element_size()
-            if bucket and size + bytes_here > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(number)
-            size += bytes_here
-        yield bucket
+def sum_in_buckets(terms: Sequence[Term]) -> list[torch.Tensor]:
+    """The sums, in the order of `terms`, each in memory of its own."""
+    summation = Summation()
+    for term in terms:
+        summation.add(term)
+    return [total.clone() for total in summation.finish()]

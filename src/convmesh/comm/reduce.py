@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from math import inf, nan, prod
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
@@ -16,8 +17,7 @@ from .. import _torch
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], op: str = "sum") -> torch.Tensor:
     """`tensor` combined over all ranks along `mesh_dims`, on each of them; `op` is sum, max or min."""
-    mesh_dims = [mesh_dim for mesh_dim in mesh_dims if mesh.size(mesh_dim) > 1]
-    if not mesh_dims:
+    if all(mesh.size(mesh_dim) == 1 for mesh_dim in mesh_dims):
         return tensor
     if op == "sum" or not tensor.is_floating_point():
         return _reduce(tensor, mesh, mesh_dims, op)
@@ -30,9 +30,23 @@ def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int],
 
 
 def _reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], op: str) -> torch.Tensor:
-    for mesh_dim in mesh_dims:
-        tensor = _torch.wait(_torch.all_reduce(tensor.contiguous(), op, mesh.get_group(mesh_dim)))
+    for group in groups_along(mesh, mesh_dims):
+        tensor = _torch.wait(_torch.all_reduce(tensor.contiguous(), op, group))
     return tensor
+
+
+def groups_along(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[dist.ProcessGroup]:
+    """The groups over which to reduce, one after the other: one for all of the mesh if it is the whole world.
+
+    A group for other sets of mesh dimensions would have to be made first, by ranks that may not all be here.
+    """
+    mesh_dims = [mesh_dim for mesh_dim in mesh_dims if mesh.size(mesh_dim) > 1]
+    world = dist.group.WORLD
+    if len(mesh_dims) > 1 and world is not None and mesh.size() == world.size():
+        every = all(mesh.size(mesh_dim) == 1 for mesh_dim in range(mesh.ndim) if mesh_dim not in mesh_dims)
+        if every:
+            return [world]
+    return [mesh.get_group(mesh_dim) for mesh_dim in mesh_dims]
 
 
 def side_by_side(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:

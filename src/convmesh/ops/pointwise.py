@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from .. import _torch
 from ..sharding.cache import Table
-from ..sharding.dispatch import move
+from ..sharding.dispatch import move, specs_of
 from ..sharding.pending import reduce_once
 from ..sharding.registry import Behaviour, made_of_others, overloads, rule
 from .pointwise_plan import Step, plan_pointwise
@@ -105,9 +105,8 @@ def _with_care(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     """While tracing, where a collective is under way, or beside plain tensors: those of one element are replicated."""
     mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
     placed = tuple(_replicated(arg, mesh) if isinstance(arg, torch.Tensor) else arg for arg in args)
-    if any(isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor) for arg in placed):
-        return _torch.stock(operator, args, kwargs)
-    specs = tuple(_torch.spec_of(arg) if isinstance(arg, DTensor) else None for arg in placed)
+    tensors = [arg if isinstance(arg, torch.Tensor) else None for arg in placed]
+    specs = tuple(specs_of(operator._schema.name, [(f"operand {n}", tensor) for n, tensor in enumerate(tensors)]))
     values = [_torch.local_of(arg) if isinstance(arg, DTensor) else arg for arg in placed]
     return _moved(operator, placed, kwargs, specs, values)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from .. import _torch
 from ..comm import from_owner, line, owner_plan, swap
 from .cache import planned
-from .errors import refuse
+from .errors import PlainTensor, refuse
 from .layout import Layout
 
 Named = Sequence[tuple[str, Any]]
@@ -26,7 +26,8 @@ def specs_of(operator: str, named: Named) -> list[Any]:
         plain = ", ".join(name for name, tensor in named if not isinstance(tensor, DTensor | None))
         raise refuse(
             operator, f"plain torch.Tensor beside DTensors: {plain}", named,
-            "make it a DTensor: distribute_tensor(tensor, mesh, placements), replicated if every rank has all of it",
+            "make it a DTensor: convmesh.shard(tensor, mesh, ...), replicated if no dimension is named",
+            PlainTensor,
         ) from None  # fmt: skip
 
 

@@ -14,11 +14,21 @@ class ShardingError(ValueError):
     """An operator cannot run on these tensors as they are placed. The message names the remedy."""
 
 
-def refuse(operator: str, reason: str, tensors: Iterable[tuple[str, object]], remedy: str) -> ShardingError:
+class PlainTensor(ShardingError):  # noqa: N818 - says what it met
+    """A plain tensor is beside DTensors."""
+
+
+def refuse(
+    operator: str,
+    reason: str,
+    tensors: Iterable[tuple[str, object]],
+    remedy: str,
+    kind: type[ShardingError] = ShardingError,
+) -> ShardingError:
     """The error for `operator`; `tensors` are (name, value) and are described by shape and placements."""
     lines = [f"{operator}: {reason}"]
     lines += [f"  {name}: {_describe(value)}" for name, value in tensors if value is not None]
-    return ShardingError("\n".join([*lines, f"  remedy: {remedy}"]))
+    return kind("\n".join([*lines, f"  remedy: {remedy}"]))
 
 
 def _describe(value: object) -> str:

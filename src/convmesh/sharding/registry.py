@@ -12,6 +12,7 @@ import torch
 from .. import _torch
 from .._torch import Handler, Operator
 from . import parts
+from .constants import with_constants
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ def rule(*operators: Operator, behaviour: Behaviour) -> Callable[[AnyHandler], A
     """Declare how `operators` run on DTensors, and what their users can expect."""
 
     def declare(handler: AnyHandler) -> AnyHandler:
+        tolerant = with_constants(handler)
         for operator in operators:
-            _rules[operator] = parts.tracked(operator, handler) if operator._schema.is_mutable else handler
+            _rules[operator] = parts.tracked(operator, tolerant) if operator._schema.is_mutable else tolerant
             _behaviour[operator] = behaviour
         return handler
 

@@ -1,0 +1,79 @@
+"""Plain tensors beside DTensors: constants that a model makes in its forward pass, the same on every rank.
+
+Elsewhere a plain tensor beside a DTensor is refused. It might be this rank's own part, and taking it for the whole
+would be silently wrong: a batch of one sample on each rank even has a shape that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from .. import _torch
+from .errors import PlainTensor, ShardingError
+
+_within = 0
+
+
+@contextmanager
+def constants_allowed() -> Iterator[None]:
+    """For the forward pass of a distributed model: its plain tensors are constants."""
+    global _within
+    _within += 1
+    stock_before = _torch.replicates_implicitly()
+    _torch.replicate_implicitly(True)
+    try:
+        yield
+    finally:
+        _within -= 1
+        _torch.replicate_implicitly(stock_before)
+
+
+def allowed() -> bool:
+    """In backward and under the compiler a constant meets DTensors only because it did so in a forward pass."""
+    return _within > 0 or _torch.in_backward() or _torch.tracing()
+
+
+def with_constants(handler: _torch.Handler) -> _torch.Handler:
+    """A rule that meets a plain tensor takes it for a constant where that is allowed."""
+
+    @wraps(handler)
+    def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return handler(operator, args, kwargs)
+        except PlainTensor:
+            if not allowed():
+                raise
+        return handler(operator, *replicated(operator._schema.name, args, kwargs))
+
+    return run
+
+
+def replicated(
+    operator: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with its plain tensors as what they are: the same on every rank."""
+    mesh = next(leaf.device_mesh for leaf in tree_iter((args, kwargs)) if isinstance(leaf, DTensor))
+
+    def wrap(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        if tensor.requires_grad:
+            raise ShardingError(
+                f"{operator}: a plain tensor of shape {tuple(tensor.shape)} beside DTensors requires a gradient\n"
+                "  remedy: register it as a parameter of the module before convmesh.distribute"
+            )
+        spec = _torch.make_spec(
+            mesh, (Replicate(),) * mesh.ndim, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        )
+        return _torch.wrap(tensor, spec)
+
+    wrapped_args, wrapped_kwargs = tree_map_only(torch.Tensor, wrap, (args, dict(kwargs)))
+    return wrapped_args, wrapped_kwargs

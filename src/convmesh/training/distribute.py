@@ -1,0 +1,151 @@
+"""A model on a mesh: the same parameters on all ranks, gradients summed while backward runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils._pytree import tree_iter
+
+from ..api import enable
+from ..comm import BUCKET_BYTES
+from ..sharding.constants import constants_allowed
+from ..sharding.errors import ShardingError
+from .gradients import Gradients
+from .random_state import share_random_state
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+_NAME = "_convmesh"
+
+
+def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKET_BYTES) -> AnyModule:
+    """Put `module` on `mesh`, in place, and switch the rules on (`convmesh.enable()`).
+
+    Its parameters and buffers become replicated DTensors with the values, and the ranks take the random state, of the
+    first rank. Gradients are summed over the ranks in messages of about `bucket_bytes` while backward runs; after it
+    every `.grad` lies where its parameter does. Make the optimizer afterwards.
+    """
+    _check(module, mesh)
+    enable()
+    _replicate(module, mesh)
+    share_random_state(mesh)
+    state = Distributed(mesh, Gradients(bucket_bytes))
+    setattr(module, _NAME, state)
+    module.register_forward_pre_hook(state.enter, with_kwargs=True)
+    module.register_forward_hook(state.leave, always_call=True)
+    return module
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Leave gradients pending on each rank: for accumulating those of several backward passes.
+
+    The first backward pass after it sums them all, in one go.
+    """
+    state = getattr(module, _NAME, None)
+    if not isinstance(state, Distributed):
+        raise ShardingError("no_sync: this module is not distributed\n  remedy: convmesh.distribute(module, mesh)")
+    before, state.gradients.paused = state.gradients.paused, True
+    try:
+        yield
+    finally:
+        state.gradients.paused = before
+
+
+class Distributed:
+    """What a distributed module carries: its hooks."""
+
+    def __init__(self, mesh: DeviceMesh, gradients: Gradients):
+        self.mesh = mesh
+        self.gradients = gradients
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Distributed:
+        """For a copy of the module, which is on the same mesh: a process group cannot be copied."""
+        if id(self) not in memo:
+            memo[id(self)] = Distributed(self.mesh, copy.deepcopy(self.gradients))
+        copied: Distributed = memo[id(self)]
+        return copied
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the compiler's tensors are taken for constants anyway
+        for tensor in tree_iter((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.dim():
+                raise ShardingError(
+                    f"{type(module).__name__} is distributed, and its input of shape {tuple(tensor.shape)} is a plain "
+                    "torch.Tensor\n"
+                    "  remedy: convmesh.shard(tensor, mesh, data=0, ...) if every rank has all of it (replicated where "
+                    "no dimension is named), convmesh.from_region(part, shape, mesh, ...) if each rank has its part"
+                )
+        self.gradients.watch(_own_parameters(module))
+        self._entered.append(constants_allowed())
+        self._entered[-1].__enter__()
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._entered:
+            self._entered.pop().__exit__(None, None, None)
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Those whose gradients nobody else looks after: FSDP reduces the ones that it has sharded, also over our mesh."""
+    sharded = {
+        id(parameter) for part in module.modules() if isinstance(part, FSDPModule) for parameter in part.parameters()
+    }
+    return [parameter for parameter in module.parameters() if id(parameter) not in sharded]
+
+
+def _check(module: nn.Module, mesh: DeviceMesh) -> None:
+    if hasattr(module, _NAME):
+        raise ShardingError(f"distribute: this {type(module).__name__} is distributed already\n  remedy: do it once")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ShardingError(
+                f"distribute: {name} is made by the first forward pass, and has no shape yet\n"
+                "  remedy: run the module once on a small input before distributing it"
+            )
+        if tensor.is_meta:
+            raise ShardingError(
+                f"distribute: {name} is on the meta device and has no values\n"
+                "  remedy: module.to_empty(device=...) and initialise it before distributing it"
+            )
+        if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
+            raise ShardingError(
+                f"distribute: {name} is a DTensor on another mesh, {tensor.device_mesh}\n"
+                "  remedy: distribute the whole model on one mesh"
+            )
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Once for each tensor: where modules share one, they go on sharing it."""
+    done: dict[int, torch.Tensor] = {}
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in done:
+            done[id(tensor)] = _placed(tensor, mesh)
+        return done[id(tensor)]
+
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(owner, name, placed(parameter))
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(owner, name, placed(buffer))
+
+
+def _placed(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor
+    # This broadcasts the first rank's values, so that ranks with another start cannot slip in.
+    moved = distribute_tensor(tensor.detach(), mesh, [Replicate()] * mesh.ndim)
+    if not isinstance(tensor, nn.Parameter):
+        return moved
+    parameter = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)  # marks that a training script has put on it, such as "no weight decay"
+    return parameter

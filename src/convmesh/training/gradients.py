@@ -1,0 +1,120 @@
+"""Gradients that are summed over the ranks while backward still runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate
+
+from .. import _torch
+from ..comm import Summation, Term
+from ..sharding.cache import planned
+from ..sharding.layout import Layout, is_sum
+
+
+class Gradients:
+    """Watches parameters: a gradient that comes out of backward as a pending sum joins a bucket, and a full bucket
+    leaves at once. At the end of backward every gradient lies where its parameter does.
+
+    As long as it is `paused`, gradients stay pending, and add up locally.
+    """
+
+    def __init__(self, bucket_bytes: int):
+        self.bucket_bytes = bucket_bytes
+        self.paused = False
+        self._watched: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._forget()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy belongs to a copy of the model, and watches nothing yet."""
+        return Gradients, (self.bucket_bytes,)
+
+    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Also those that have been unfrozen since the last time. Before a forward pass, so nothing is under way."""
+        if self._waiting and not _torch.in_backward():
+            self._forget()  # an earlier backward pass has failed
+        for parameter in parameters:
+            if parameter.requires_grad and self._watched.get(id(parameter)) is not parameter:
+                self._watched[id(parameter)] = parameter
+                parameter.register_hook(_before(weakref.ref(parameter)))
+                parameter.register_post_accumulate_grad_hook(self._after)
+
+    def _forget(self) -> None:
+        self._summation = Summation(self.bucket_bytes)
+        self._waiting: dict[int, tuple[torch.Tensor, int | None]] = {}
+
+    def _after(self, parameter: torch.Tensor) -> None:
+        """A gradient has arrived. One that arrives again, from a nested backward pass, counts as it is then."""
+        gradient = parameter.grad
+        if self.paused or not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+            return
+        if gradient.placements == parameter.placements:
+            return
+        if torch.is_grad_enabled():  # create_graph: the sum has to be differentiable, too
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+            return
+        if not self._waiting:
+            _torch.when_backward_ends(self._finish)
+        spec = _torch.spec_of(gradient)
+        sums, _ = _summed(spec)
+        number = self._summation.add(Term(_torch.local_of(gradient), spec.mesh, sums)) if sums else None
+        self._waiting[id(parameter)] = (parameter, number)
+
+    def _finish(self) -> None:
+        waiting, summation = list(self._waiting.values()), self._summation
+        self._forget()
+        sums = summation.finish()
+        for parameter, number in waiting:
+            if not isinstance(parameter, DTensor) or not isinstance(parameter.grad, DTensor):
+                continue  # someone has taken the gradient, an optimizer that steps during backward for example
+            local = _torch.local_of(parameter.grad) if number is None else sums[number]
+            parameter.grad = _settled(parameter, parameter.grad, local)
+
+
+def _settled(parameter: DTensor, gradient: DTensor, local: torch.Tensor) -> DTensor:
+    """The gradient, of which `local` is summed, where the parameter lies and in its memory format."""
+    spec = _torch.spec_of(gradient)
+    _, layout = _summed(spec)
+    goal = Layout.of(_torch.spec_of(parameter))
+    if layout.placements != goal.placements:
+        local = _torch.redistribute(local, layout.spec, layout.placed(goal.placements).spec)
+    beside = _torch.local_of(parameter)
+    if local.stride() != beside.stride():
+        local = torch.empty_like(beside, dtype=local.dtype).copy_(local)
+    return _torch.wrap(local, goal.typed(local.dtype).spec)
+
+
+@planned
+def _summed(spec: _torch.Spec) -> tuple[tuple[int, ...], Layout]:
+    """Without its pending sums; other pending results (averages, extremes) are for a redistribution."""
+    layout = Layout.of(spec)
+    sums = tuple(mesh_dim for mesh_dim, placement in enumerate(layout.placements) if is_sum(placement))
+    return sums, layout.placed(tuple(Replicate() if is_sum(p) else p for p in layout.placements))
+
+
+def _before(watched: weakref.ref[torch.Tensor]) -> Any:
+    """Before a gradient is added to an earlier one: if only the new one is a pending sum, the earlier one becomes one.
+
+    Else autograd would reduce the new one at once, by itself. The first rank has all of the earlier gradient then, and
+    the others nothing.
+    """
+
+    def run(gradient: torch.Tensor) -> None:
+        parameter = watched()
+        earlier = None if parameter is None else parameter.grad
+        if parameter is None or not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor):
+            return
+        placements = list(earlier.placements)
+        local, mesh = _torch.local_of(earlier), earlier.device_mesh
+        for mesh_dim, (old, new) in enumerate(zip(earlier.placements, gradient.placements, strict=True)):
+            if is_sum(new) and isinstance(old, Replicate):
+                placements[mesh_dim] = Partial()
+                local = local if mesh.get_coordinate() is None or mesh.get_local_rank(mesh_dim) == 0 else local * 0
+        if placements != list(earlier.placements) and not torch.is_grad_enabled():
+            parameter.grad = _torch.wrap(local, Layout.of(_torch.spec_of(earlier)).placed(tuple(placements)).spec)
+
+    return run

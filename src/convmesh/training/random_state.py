@@ -1,0 +1,28 @@
+"""The same random numbers on all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def share_random_state(mesh: DeviceMesh) -> None:
+    """Give all ranks of the mesh the first one's random state, of the CPU and of the mesh's device.
+
+    Random operators draw the numbers of one device, and each rank keeps its part: so all have to draw alike.
+    """
+    if mesh.get_coordinate() is None:
+        return
+    torch.set_rng_state(_first_ranks(torch.get_rng_state(), mesh))
+    if mesh.device_type != "cpu":
+        device = torch.get_device_module(mesh.device_type)
+        device.set_rng_state(_first_ranks(device.get_rng_state(), mesh))
+
+
+def _first_ranks(state: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    state = state.to(mesh.device_type)
+    for mesh_dim in range(mesh.ndim):
+        group = mesh.get_group(mesh_dim)
+        dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
+    return state.cpu()
