@@ -191,7 +191,7 @@ def types(mesh: DeviceMesh) -> None:
             assert made.is_contiguous(memory_format=torch.channels_last)
             assert made.to_local().is_contiguous(memory_format=torch.channels_last)
         assert last.clone(memory_format=torch.contiguous_format).is_contiguous()
-        with pytest.raises(RuntimeError, match="mixed"):
+        with pytest.raises(convmesh.ShardingError, match="plain"):
             x + whole
         with pytest.raises(RuntimeError, match="broadcast"):
             x + place(torch.ones(5), mesh, (0,))

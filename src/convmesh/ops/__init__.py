@@ -13,6 +13,7 @@ from . import gated as gated
 from . import gather_index as gather_index
 from . import grid as grid
 from . import group_norm as group_norm
+from . import index as index
 from . import instance_norm as instance_norm
 from . import join as join
 from . import layer_norm as layer_norm
@@ -35,6 +36,7 @@ from . import select as select
 from . import shuffle as shuffle
 from . import slicing as slicing
 from . import softmax as softmax
+from . import truth as truth
 from . import turn as turn
 from . import unfold as unfold
 from . import unpool as unpool

@@ -42,7 +42,7 @@ class Place:
     """A DTensor that can be made again from its memory."""
 
     spec: _torch.Spec
-    model: torch.Tensor  # of the same type, without elements
+    dtype: torch.dtype
     storage: Callable[[], torch.UntypedStorage | None]
     geometry: tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -53,11 +53,13 @@ class Place:
         local = _torch.local_of(tensor)
         geometry = int(local.storage_offset()), tuple(local.shape), tuple(local.stride())
         storage = local.untyped_storage()
-        return Place(_torch.spec_of(tensor), local.new_empty(0), (lambda: storage) if keep else ref(storage), geometry)
+        return Place(_torch.spec_of(tensor), local.dtype, (lambda: storage) if keep else ref(storage), geometry)
 
     def local(self) -> torch.Tensor | None:
         storage = self.storage()
-        return None if storage is None else torch.empty_like(self.model).set_(storage, *self.geometry)
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.geometry)
 
 
 @dataclass
