@@ -29,6 +29,7 @@ from . import pool as pool
 from . import prelu as prelu
 from . import random as random
 from . import reduce as reduce
+from . import repeat as repeat
 from . import resample as resample
 from . import rms_norm as rms_norm
 from . import scale as scale
