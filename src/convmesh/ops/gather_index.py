@@ -76,12 +76,15 @@ def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
 
 
 @planned
-def plan_index_add(whole_spec: _torch.Spec, source_spec: _torch.Spec, dim: int) -> tuple[Layout, Layout, Layout]:
+def plan_add(
+    operator: str, whole_spec: _torch.Spec, source_spec: _torch.Spec, beside: tuple[int | None, ...]
+) -> tuple[Layout, Layout, Layout]:
+    """`beside` has for each dimension of the whole that of the source; None for one that is indexed."""
     whole, source = Layout.of(whole_spec), Layout.of(source_spec)
     rows = [Row("replicated", (R, R), (R,)), Row("pending sums", (P, P), (P,))]
-    # Along the dimension itself each rank adds to what it owns.
-    rows += [Row("sharded", (Shard(d), R if d == dim else Shard(d)), (Shard(d),)) for d in range(len(whole.shape))]
-    chosen = choose("index_add", rows, (("whole", whole), ("source", source)))
+    # Along an indexed dimension each rank adds to what it owns.
+    rows += [Row("sharded", (Shard(d), R if b is None else Shard(b)), (Shard(d),)) for d, b in enumerate(beside)]
+    chosen = choose(operator, rows, (("whole", whole), ("source", source)))
     placed = whole.placed(input_placements(chosen, 0)), source.placed(input_placements(chosen, 1))
     stride = dense_stride(whole.shape, torch.contiguous_format)
     return *placed, Layout(whole.mesh, output_placements(chosen, 0), whole.shape, stride, whole.dtype)
@@ -92,7 +95,8 @@ def index_add(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     whole, dim, index, source, alpha = _torch.arguments(operator, args, kwargs)
     check_placed("index_add", (("whole", whole), ("source", source)))
     dim, at = dim % max(1, whole.dim()), local_index(index).reshape(-1)
-    placed, given, output = plan_index_add(_torch.spec_of(whole), _torch.spec_of(source), dim)
+    beside = tuple(None if other == dim else other for other in range(whole.dim()))
+    placed, given, output = plan_add("index_add", _torch.spec_of(whole), _torch.spec_of(source), beside)
     x, values = move(whole, placed), move(source, given)
     if output.mesh.get_coordinate() is None:
         return _torch.wrap(x.new_empty(0), output.spec)

@@ -18,8 +18,7 @@ from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
-from ..sharding.rows import Row, choose, input_placements, output_placements
-from .gather_index import P, R, local_index, owned
+from .gather_index import P, local_index, owned, plan_add
 from .remap_plan import settled
 
 aten = torch.ops.aten
@@ -117,19 +116,6 @@ def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     return _torch.wrap(_masked(where, aten.index.Tensor(x, local), mine).contiguous(), output.spec)
 
 
-@planned
-def plan_put(whole_spec: _torch.Spec, values_spec: _torch.Spec, where: Indexed) -> tuple[Layout, Layout, Layout]:
-    whole, values = Layout.of(whole_spec), Layout.of(values_spec)
-    rows = [Row("replicated", (R, R), (R,)), Row("pending sums", (P, P), (P,))]
-    for dim in range(len(whole.shape)):
-        beside: Placement = R if dim in where.dims else Shard(where.place(dim))
-        rows.append(Row("sharded", (Shard(dim), beside), (Shard(dim),)))
-    chosen = choose("index_put", rows, (("whole", whole), ("values", values)))
-    placed = whole.placed(input_placements(chosen, 0)), values.placed(input_placements(chosen, 1))
-    stride = dense_stride(whole.shape, torch.contiguous_format)
-    return *placed, Layout(whole.mesh, output_placements(chosen, 0), whole.shape, stride, whole.dtype)
-
-
 @rule(aten.index_put.default, behaviour=PUT)
 def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradient of `index` adds; what replaces is left to DTensor."""
@@ -141,7 +127,8 @@ def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
         return _torch.stock(operator, args, kwargs)
     check_placed("index_put", (("whole", whole), ("values", values)))
     where, at = found
-    placed, given, output = plan_put(_torch.spec_of(whole), _torch.spec_of(values), where)
+    beside = tuple(None if dim in where.dims else where.place(dim) for dim in range(whole.dim()))
+    placed, given, output = plan_add("index_put", _torch.spec_of(whole), _torch.spec_of(values), beside)
     x, added = move(whole, placed), move(values, given)
     if output.mesh.get_coordinate() is None or not x.numel():
         return _torch.wrap(x.clone(), output.spec)

@@ -9,10 +9,9 @@ the values go back. This holds for all views of the copy too, which share its me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
-from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -39,45 +38,47 @@ class Notes:
 
 @dataclass(frozen=True)
 class Place:
-    """A DTensor that can be made again from its memory."""
+    """Where in its memory a DTensor is, so that it can be made again."""
 
     spec: _torch.Spec
     dtype: torch.dtype
-    storage: Callable[[], torch.UntypedStorage | None]
     geometry: tuple[int, tuple[int, ...], tuple[int, ...]]
 
     @staticmethod
-    def of(tensor: DTensor, keep: bool = False) -> Place:
-        """Its memory is not kept alive: when it goes nobody can see what is written. Unless it is only a step on the
-        way to other memory, as a part of a part is."""
+    def of(tensor: DTensor) -> Place:
         local = _torch.local_of(tensor)
         geometry = int(local.storage_offset()), tuple(local.shape), tuple(local.stride())
-        storage = local.untyped_storage()
-        return Place(_torch.spec_of(tensor), local.dtype, (lambda: storage) if keep else ref(storage), geometry)
+        return Place(_torch.spec_of(tensor), local.dtype, geometry)
 
-    def local(self) -> torch.Tensor | None:
-        storage = self.storage()
-        if storage is None:
-            return None
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.geometry)
+    def tensor(self, memory: torch.UntypedStorage) -> DTensor:
+        local = torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.geometry)
+        return _torch.wrap(local, self.spec)
+
+    def write(self, memory: torch.UntypedStorage, values: DTensor) -> None:
+        _torch.local_of(self.tensor(memory)).copy_(move(values, Layout.of(self.spec)))
 
 
 @dataclass
 class Origin:
+    """What a copy is a copy of. It keeps that memory, as a view does: were it not to, ranks could differ in whether
+    it is still there, and those that write to it would wait for the others."""
+
+    memory: torch.UntypedStorage
     whole: Place
     part: Place
     take: Take
     put_back: PutBack
-    seen: int = field(default=0)  # how often the whole had been written when the part was last like it
+    seen: int  # how often the whole had been written when the part was last like it
 
 
 def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> bool:
     """Note that `part` is a copy of some of `whole`. A compiler makes functions of writes, and needs no notes."""
-    plain = type(_torch.local_of(part)) is torch.Tensor and type(_torch.local_of(whole)) is torch.Tensor
+    local = _torch.local_of(whole)
+    plain = type(_torch.local_of(part)) is torch.Tensor and type(local) is torch.Tensor
     if plain:
-        above = _made(whole)
-        kept = Place.of(whole, keep=above.origin is not None)
-        _made(part).origin = Origin(kept, Place.of(part), take, put_back, above.writes)
+        memory = local.untyped_storage()
+        origin = Origin(memory, Place.of(whole), Place.of(part), take, put_back, _made(memory).writes)
+        _made(_torch.local_of(part).untyped_storage()).origin = origin
     return plain
 
 
@@ -86,12 +87,11 @@ def is_copy(local: torch.Tensor) -> bool:
     return notes is not None and notes.origin is not None
 
 
-def _made(tensor: DTensor) -> Notes:
-    storage = _torch.local_of(tensor).untyped_storage()
-    notes: Notes | None = getattr(storage, _NOTES, None)
+def _made(memory: torch.UntypedStorage) -> Notes:
+    notes: Notes | None = getattr(memory, _NOTES, None)
     if notes is None:
         notes = Notes()
-        setattr(storage, _NOTES, notes)
+        setattr(memory, _NOTES, notes)
     return notes
 
 
@@ -109,9 +109,8 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
             _before(target)
         result = handler(operator, args, kwargs)
         for target in targets:
-            notes = _torch.noted(target, _NOTES)
-            if notes is not None:
-                _after(notes)
+            if _torch.noted(target, _NOTES) is not None:
+                _after(_torch.local_of(target).untyped_storage())
         return result
 
     return run
@@ -126,7 +125,7 @@ def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str
 def _before(target: Any) -> None:
     notes = _torch.noted(target, _NOTES)
     if notes is not None and notes.origin is not None:
-        _refresh(notes.origin)
+        _refresh(_torch.local_of(target).untyped_storage(), notes.origin)
     elif isinstance(target, DTensor) and target._is_view():
         base = target._base
         if base is not None and not _torch.shares_memory(target, base):
@@ -135,29 +134,23 @@ def _before(target: Any) -> None:
                          "clone it first, or use the operator that returns a new tensor")  # fmt: skip
 
 
-def _refresh(origin: Origin) -> None:
-    whole, part = origin.whole.local(), origin.part.local()
-    if whole is None or part is None:
-        return
-    notes: Notes = getattr(whole.untyped_storage(), _NOTES)
-    if notes.origin is not None:
-        _refresh(notes.origin)
-    if origin.seen != notes.writes:
-        taken = origin.take(_torch.wrap(whole, origin.whole.spec))
-        part.copy_(move(taken, Layout.of(origin.part.spec)))
-        origin.seen = notes.writes
+def _refresh(memory: torch.UntypedStorage, origin: Origin) -> None:
+    """Bring a copy up to date if what it is a copy of was written since."""
+    above = _made(origin.memory)
+    if above.origin is not None:
+        _refresh(origin.memory, above.origin)
+    if origin.seen != above.writes:
+        origin.part.write(memory, origin.take(origin.whole.tensor(origin.memory)))
+        origin.seen = above.writes
 
 
-def _after(notes: Notes) -> None:
+def _after(memory: torch.UntypedStorage) -> None:
+    """What was written into a copy goes back to where it was taken from, and on from there."""
+    notes = _made(memory)
     notes.writes += 1
     origin = notes.origin
-    if origin is None:
-        return
-    whole, part = origin.whole.local(), origin.part.local()
-    if whole is None or part is None:
-        return  # nobody can see it any more
-    written = origin.put_back(_torch.wrap(whole, origin.whole.spec), _torch.wrap(part, origin.part.spec))
-    whole.copy_(move(written, Layout.of(origin.whole.spec)))
-    above: Notes = getattr(whole.untyped_storage(), _NOTES)
-    _after(above)
-    origin.seen = above.writes
+    if origin is not None:
+        whole, part = origin.whole.tensor(origin.memory), origin.part.tensor(memory)
+        origin.whole.write(origin.memory, origin.put_back(whole, part))
+        _after(origin.memory)
+        origin.seen = _made(origin.memory).writes
