@@ -100,6 +100,39 @@ def test_writing_into_parts_reaches_the_whole(pool: Pool, mesh: tuple[int, ...],
     pool.run_cases(write, [(steps, at) for steps in STEPS for at in places], mesh=mesh)
 
 
+def scale_part(h: torch.Tensor) -> torch.Tensor:
+    h[..., 1:3].mul_(2)
+    h[:, :, 2:] = 1
+    return h
+
+
+def change_index(h: torch.Tensor) -> torch.Tensor:
+    h[..., 1].exp_()
+    h[..., 0] += h[..., 1]
+    return h
+
+
+def change_reshaped(h: torch.Tensor) -> torch.Tensor:
+    h.flatten(1).relu_()
+    return h.view(6, 35).mul_(h.view(6, 35))
+
+
+def differentiate(mesh: DeviceMesh, case: tuple[Callable[..., torch.Tensor], tuple[Any, ...]]) -> None:
+    steps, at = case
+    dense = torch.linspace(-1, 2, 210, dtype=torch.float64).view(SHAPE).requires_grad_()
+    steps(dense * 3).square().sum().backward()
+    with convmesh.enable():
+        x = place(dense.detach(), mesh, at).requires_grad_()
+        steps(x * 3).square().sum().backward()
+    assert_close(x.grad.full_tensor(), dense.grad)
+
+
+def test_what_is_written_into_parts_has_gradients(pool: Pool) -> None:
+    for mesh, places in PLACES[1:]:
+        cases = [(steps, at) for steps in (scale_part, change_index, change_reshaped) for at in places]
+        pool.run_cases(differentiate, cases, mesh=mesh)
+
+
 def release(mesh: DeviceMesh) -> None:
     """A part keeps the whole, as a view does, and nothing keeps the part."""
     with convmesh.enable():
