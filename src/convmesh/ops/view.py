@@ -130,8 +130,9 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if plan.wanted is not plan.output:
         result = _torch.wrap(move(result, plan.wanted), plan.wanted.spec)
     return copy_of(
-        result, input, lambda whole: aten.view.default(whole, shape), lambda whole, part: aten.view.default(part, before)
-    )
+        result, input, lambda whole: aten.view.default(whole, shape),
+        lambda whole, part: aten.view.default(part, before),
+    )  # fmt: skip
 
 
 def _strange(placement: Placement) -> bool:

@@ -49,9 +49,14 @@ def layouts_of(operator: str, named: Sequence[tuple[str, _torch.Spec | None]]) -
     return layouts
 
 
-def check_placed(operator: str, named: Named) -> None:
-    """All are DTensors on one mesh, cut in its own order. A look-up, once the same layouts have been seen."""
-    _checked(operator, tuple(name for name, _ in named), *specs_of(operator, named))
+def check_placed(operator: str, named: Named) -> list[Any]:
+    """All are DTensors on one mesh, cut in its own order. A look-up, once the same layouts have been seen.
+
+    Returns where they lie, the keys of a plan.
+    """
+    specs = specs_of(operator, named)
+    _checked(operator, tuple([name for name, _ in named]), *specs)
+    return specs
 
 
 @planned
@@ -88,10 +93,13 @@ def _shared(local: torch.Tensor, source: Layout, target: Layout, dim: int) -> tu
     mesh_dims = source.cuts[dim]
     if not all(isinstance(target.placements[m], Replicate) for m in mesh_dims):
         return local, source
-    ranks = tuple(source.mesh.size(m) for m in mesh_dims)
-    local, received = from_owner(local, dim, owner_plan(1, 0, ranks), line(source.mesh, mesh_dims))
     placements = tuple(Replicate() if m in mesh_dims else p for m, p in enumerate(source.placements))
-    return _torch.tie(local, tokens=[received]), source.placed(placements)
+    cutting = tuple(m for m in mesh_dims if source.mesh.size(m) > 1)
+    if cutting:
+        plan = owner_plan(1, 0, tuple(source.mesh.size(m) for m in cutting))
+        local, received = from_owner(local, dim, plan, line(source.mesh, cutting))
+        local = _torch.tie(local, tokens=[received])
+    return local, source.placed(placements)
 
 
 def swaps(source: Layout, target: Layout, mesh_dim: int) -> bool:
