@@ -12,7 +12,8 @@ from typing import Any
 from . import cost
 from ._functorch import Nature
 from .algorithms import Algorithm, Exchange, Fold, FoldGroups, Loop, Task
-from .patches import Pointwise, Taps, Unfold
+from .patches import Taps, Unfold
+from .pointwise import Pointwise
 
 # In the order of preference where estimates are equal: the folds, which apply to anything, come first.
 ALGORITHMS: tuple[Algorithm, ...] = (
