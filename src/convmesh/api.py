@@ -25,16 +25,21 @@ class Enabled:
             disable()
 
 
-def enable() -> Enabled:
+def enable(*, benchmark: bool = False) -> Enabled:
     """Make the operators of convolutional networks exact on sharded DTensors, and `torch.func.vmap` over convolutions
-    fast; from now on, or for a `with` block."""
+    fast; from now on, or for a `with` block.
+
+    With `benchmark` the first vmapped convolution of every shape tries all algorithms by the clock, in place of
+    estimating what they cost: slower once, and right for the machine at hand."""
     before = registry.installed()
     registry.install()
     batching.install()
+    batching.try_all(benchmark)
     return Enabled(before)
 
 
 def disable() -> None:
     """Put back exactly what was there before `enable()`."""
     batching.uninstall()
+    batching.try_all(False)
     registry.uninstall()

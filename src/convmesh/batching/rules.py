@@ -157,7 +157,7 @@ def _run(
         value.device.type,
         torch.get_num_threads(),
     )
-    return choose(task).run(task, first, second, bias)
+    return choose(task, first, second, bias).run(task, first, second, bias)
 
 
 def _nothing(contraction: Contraction, first: Operand, second: Operand) -> Mapped:
