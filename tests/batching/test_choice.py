@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def cheap(name: str, task: Task = TASK) -> dict[str, cost.Features]:
     """Prices by which one algorithm costs a tenth of the others."""
     usable = [algorithm for algorithm in choice.ALGORITHMS if algorithm.applies(task)]
-    flops = {algorithm: 0.1 if algorithm.name == name else 1.0 for algorithm in usable}
+    flops = {algorithm: 10.0 if algorithm.name == name else 100.0 for algorithm in usable}
     return {cost.key_of(each, task): cost.Features(0, price, 0, 0, 0) for each, price in flops.items()}
 
 
@@ -51,9 +51,34 @@ def test_the_cheapest_is_taken(name: str, cache: Path) -> None:
 def test_a_small_gain_is_not_worth_a_guess(cache: Path) -> None:
     prices = cheap("fold-groups")
     for key in prices:
-        prices[key] = cost.Features(0, 0.95 if key.endswith("loop") else 1.0, 0, 0, 0)
+        prices[key] = cost.Features(0, 97.0 if key.endswith("loop") else 100.0, 0, 0, 0)
     cost.save(prices, cache)
     assert choice.choose(TASK).name == "fold-groups"
+
+
+def test_a_gain_of_microseconds_is_not_worth_a_call_from_python(cache: Path) -> None:
+    cost.save({key: price._replace(flops=1e-3 * price.flops) for key, price in cheap("loop").items()}, cache)
+    assert choice.choose(replace(TASK, batch=2)).name == "fold-groups"
+
+
+def test_what_a_fold_left_is_folded_again_unless_much_is_to_be_gained(cache: Path) -> None:
+    prices = cheap("fold-groups")
+    for key in prices:
+        prices[key] = cost.Features(0, 80.0 if key.endswith("loop") else 100.0, 0, 0, 0)
+    cost.save(prices, cache)
+    taken = []
+
+    def convolve(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.conv2d(x, w, padding=1)
+
+    for x in (torch.randn(16, 4, 64, 8, 8), torch.randn(4, 16, 64, 8, 8).transpose(0, 1)):
+        gradient = torch.randn_like(x)
+        decisions = batching.explain(vmap(grad(lambda w, x, g: (convolve(x, w) * g).sum())), W, x, gradient)
+        taken.append([each.algorithm.name for each in decisions if each.task.contraction.wanted is Role.KERNEL])
+    assert taken == [["loop"], ["fold-groups"]]
+
+
+W = torch.zeros(16, 64, 64, 3, 3)
 
 
 def test_without_prices_the_fold_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +105,9 @@ def table_price(table: cost.PriceTable, algorithm: choice.Algorithm) -> cost.Fea
 
 def test_a_device_that_was_never_measured_needs_a_very_clear_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = replace(TASK, device="nowhere")
-    for price, taken in ((0.6, "fold-groups"), (0.4, "loop")):
+    for price, taken in ((6e3, "fold-groups"), (4e3, "loop")):
         prices = {
-            cost.key_of(each, TASK, cost.MEASURED): cost.Features(0, price if each.name == "loop" else 1, 0, 0, 0)
+            cost.key_of(each, TASK, cost.MEASURED): cost.Features(0, price if each.name == "loop" else 1e4, 0, 0, 0)
             for each in choice.ALGORITHMS
             if each.applies(TASK)
         }

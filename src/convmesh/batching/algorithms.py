@@ -32,6 +32,7 @@ class Task:
     itemsize: int
     device: str
     threads: int
+    lies_folded: bool = False  # an activation has its samples within its batch, as folds leave them
 
     @property
     def both_mapped(self) -> bool:

@@ -29,9 +29,13 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Loop(),
 )
 
-# An estimate is off by some ten per cent. Leave the fold, which torch itself would take, only for a clear gain, and on
+# Estimates are off by some ten per cent. Leave the fold, which torch itself would take, only for a clear gain, and on
 # a device for which nothing was measured only for a very clear one.
-CLEAR_GAIN, GAIN_UNMEASURED = 0.9, 0.5
+CLEAR_GAIN, GAIN_UNMEASURED = 0.95, 0.5
+# Prices are of operands that have their samples in front. Where they lie as a fold left them, others have to copy them.
+GAIN_OVER_FOLDED = 0.75
+# Nor for less seconds than a few calls from Python take.
+LEAST_GAIN = 1e-4
 
 log = logging.getLogger("convmesh.batching")
 _forced: str | None = None
@@ -84,7 +88,8 @@ def _decide(task: Task) -> Decision:
     best = min(known, key=lambda algorithm: known[algorithm])
     measured = table.measured_for(task)
     clear = CLEAR_GAIN if measured.startswith(f"{task.device}/") else GAIN_UNMEASURED
-    if known[best] > clear * known[usable[0]]:
+    clear = min(clear, GAIN_OVER_FOLDED) if task.lies_folded else clear
+    if known[best] > clear * known[usable[0]] or known[usable[0]] - known[best] < LEAST_GAIN:
         best = usable[0]
     listed = ", ".join(f"{algorithm.name} {1e3 * seconds:.2f} ms" for algorithm, seconds in known.items())
     scaled = "" if measured == cost.circumstances(task) else f", scaled from {measured}"

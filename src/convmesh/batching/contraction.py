@@ -60,7 +60,7 @@ class Contraction:
     response: Shape
 
     def shape(self, role: Role) -> Shape:
-        return {Role.IMAGE: self.image, Role.KERNEL: self.kernel, Role.RESPONSE: self.response}[role]
+        return self.image if role is Role.IMAGE else self.kernel if role is Role.KERNEL else self.response
 
     @property
     def is_forward(self) -> bool:
@@ -83,14 +83,11 @@ class Contraction:
 
     def with_longer(self, letter: str, factor: int) -> Contraction:
         """The same product where one of the sizes N, C, O is `factor` times as large."""
-
-        def longer(role: Role) -> Shape:
-            return tuple(
-                size * factor if name == letter else size
-                for name, size in zip(role.value.ljust(len(self.image)), self.shape(role), strict=True)
-            )
-
-        return Contraction(self.wanted, self.geometry, longer(Role.IMAGE), longer(Role.KERNEL), longer(Role.RESPONSE))
+        (n, c, *image), (o, c_kernel, *kernel), (_, _, *response) = self.image, self.kernel, self.response
+        n, c, c_kernel, o = (
+            size * factor if name == letter else size for name, size in zip("NCCO", (n, c, c_kernel, o), strict=True)
+        )
+        return Contraction(self.wanted, self.geometry, (n, c, *image), (o, c_kernel, *kernel), (n, o, *response))
 
     def __call__(self, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the stock operator. `first` and `second` are in the order of `FACTORS`."""

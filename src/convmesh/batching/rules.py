@@ -156,6 +156,7 @@ def _run(
         value.element_size(),
         value.device.type,
         torch.get_num_threads(),
+        nature is Nature.PLAIN and (first.lies_folded or second.lies_folded),
     )
     return choose(task, first, second, bias).run(task, first, second, bias)
 
