@@ -18,6 +18,7 @@ from .algorithms import Task, add_bias
 from .choice import choose
 from .contraction import Contraction, Role
 from .folding import Mapped, Operand
+from .sharded import by_own_samples, expressible, without_filling
 
 
 def convolution(
@@ -125,8 +126,26 @@ def _contract(
     """By the algorithm that suits. Gradients of what is not mapped depend on no sample, and are computed once."""
     if not first.is_mapped and not second.is_mapped:
         return Mapped(contraction(first.value, second.value), None)
+    if nature is Nature.SHARDED:
+        result = by_own_samples(contraction, batch, first, second, bias, _compute)
+        if result is not None:
+            return result
     if batch == 0:
         return _nothing(contraction, first, second)
+    if nature in (Nature.SHARDED, Nature.OPAQUE):
+        samples, first, second, bias = expressible(contraction, batch, first, second, bias)
+        return without_filling(_run(contraction, samples, Nature.OPAQUE, first, second, bias), batch)
+    return _run(contraction, batch, nature, first, second, bias)
+
+
+def _compute(contraction: Contraction, batch: int, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+    """Of tensors that are not DTensors."""
+    return _contract(contraction, batch, nature_of(first.value, second.value), first, second, bias)
+
+
+def _run(
+    contraction: Contraction, batch: int, nature: Nature, first: Operand, second: Operand, bias: Mapped | None
+) -> Mapped:
     value = first.value
     task = Task(
         contraction,
@@ -137,8 +156,9 @@ def _contract(
         value.element_size(),
         value.device.type,
         torch.get_num_threads(),
+        nature is Nature.PLAIN and (first.lies_folded or second.lies_folded),
     )
-    return choose(task).run(task, first, second, bias)
+    return choose(task, first, second, bias).run(task, first, second, bias)
 
 
 def _nothing(contraction: Contraction, first: Operand, second: Operand) -> Mapped:
