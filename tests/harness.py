@@ -71,7 +71,7 @@ class _Worker:
     stack_file: Path
 
 
-def _pack(value: Any) -> bytes:
+def pack(value: Any) -> bytes:
     # The pickler of multiprocessing sends tensors as shared-memory handles that die with their process; torch.save
     # writes the numbers themselves.
     buffer = io.BytesIO()
@@ -79,7 +79,7 @@ def _pack(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _unpack(data: bytes) -> Any:
+def unpack(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
@@ -93,10 +93,10 @@ def _end_with_parent() -> None:
 
 def _attempt(task: Callable[..., Any], *args: Any) -> bytes:
     try:
-        return _pack(_Reply(result=task(*args)))
+        return pack(_Reply(result=task(*args)))
     except BaseException as error:  # sys.exit and pytest.fail are failures of the task, not the end of the worker
         places = tuple((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
-        return _pack(_Reply(failure="".join(traceback.format_exception(error)), raised_at=places))
+        return pack(_Reply(failure="".join(traceback.format_exception(error)), raised_at=places))
 
 
 def _serve(rank: int, pipe: Connection, store_file: Path, stack_file: Path) -> None:
@@ -117,7 +117,7 @@ def _serve(rank: int, pipe: Connection, store_file: Path, stack_file: Path) -> N
         torch.manual_seed(0)  # a test must not depend on which tests ran before it
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            fn, args = _unpack(packed_call)
+            fn, args = unpack(packed_call)
             return fn(meshes[key], *args)
 
     with stack_file.open("w") as stack_output:
@@ -185,7 +185,7 @@ class Pool:
         if len(members) != size or len(set(members)) != size or not set(members) <= set(range(WORLD_SIZE)):
             raise ValueError(f"mesh {tuple(mesh)} needs {size} distinct ranks below {WORLD_SIZE}, not {members}")
         key: MeshKey = (tuple(mesh), members, None if names is None else tuple(names))
-        task = pickle.dumps((key, _pack((fn, args))))
+        task = pickle.dumps((key, pack((fn, args))))
         if not all(worker.process.is_alive() for worker in self._workers):
             self.kill()
         try:
@@ -268,7 +268,7 @@ class Pool:
                     packed_reply = worker.pipe.recv_bytes()
                 except (EOFError, OSError):
                     raise self._death(name, rank, replies) from None
-                replies[rank] = _unpack(packed_reply)
+                replies[rank] = unpack(packed_reply)
                 if replies[rank].failure is not None:
                     failed.append(rank)
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)

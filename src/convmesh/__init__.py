@@ -9,13 +9,19 @@ from .batching import clipped_gradient as clipped_gradient
 from .batching import explain as explain
 from .batching import per_sample_gradients as per_sample_gradients
 from .batching import per_sample_norms as per_sample_norms
+from .comm import CommunicationError as CommunicationError
 from .comm import count_traffic as count_traffic
 from .sharding.errors import ShardingError as ShardingError
+from .sharding.rendezvous import MismatchError as MismatchError
+from .training import CheckpointError as CheckpointError
 from .training import distribute as distribute
 from .training import from_region as from_region
+from .training import latest_checkpoint as latest_checkpoint
+from .training import load_checkpoint as load_checkpoint
 from .training import loader as loader
 from .training import no_sync as no_sync
 from .training import region as region
+from .training import save_checkpoint as save_checkpoint
 from .training import shard as shard
 
 __version__ = VERSION

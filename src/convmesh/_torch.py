@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -25,9 +27,18 @@ from torch.utils._python_dispatch import _disable_current_modes, return_and_corr
 Operator = torch._ops.OpOverload
 Handler = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
 Spec = DTensorSpec
+Store = dist.distributed_c10d.Store
 
 VERSION = "0.1.0"  # of convmesh: it is part of the key of compiled code
 OLDEST, TOO_NEW = (2, 13), (2, 16)
+
+# Everything that starts a communication, in eager and in compiled code.
+COLLECTIVES = (
+    "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_",
+    "all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced",
+    "reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced",
+    "all_to_all_single", "broadcast", "broadcast_",
+)  # fmt: skip
 
 REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensor, "_op_dispatcher"),
@@ -59,6 +70,13 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch.compiler.config, "cache_key_tag"),
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_storage_Use_Count"),
+    (torch._C, "_dispatch_keyset_full_after"),
+    (torch._C._distributed_c10d, "_resolve_process_group"),
+    (dist.distributed_c10d, "_get_default_store"),
+    (dist.distributed_c10d, "_set_pg_timeout"),
+    (dist.ProcessGroup, "_get_backend"),
+    (dist.ProcessGroup, "_device_types"),
+    *((torch.ops._c10d_functional, name) for name in COLLECTIVES),
     (DTensor._op_dispatcher, "_allow_implicit_replication"),
     (torch.autograd.Variable, "_execution_engine"),
     (torch._C, "_dispatch_get_all_op_names"),
@@ -264,6 +282,80 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
+def intercept_collectives(
+    around: Callable[[Operator, tuple[Any, ...], Callable[[], Any]], Any],
+    failed: Callable[[torch.Tensor, RuntimeError], Exception],
+) -> Callable[[], None]:
+    """Let `around(operator, args, run)` run every functional collective, and raise `failed(tensor, error)` where a wait
+    for one raises `error`; returns what undoes that.
+
+    The place is the last one before the backend, so compiled code comes by as well, and what a compiler only traces
+    is known by its device. Collectives of `torch.distributed` itself (`dist.all_reduce`) do not pass here.
+    """
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    beyond = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    await_it = torch.ops._c10d_functional.wait_tensor.default.redispatch
+
+    def starting(operator: Operator) -> Callable[..., Any]:
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+            if first.is_meta:
+                return operator.redispatch(keys & beyond, *args, **kwargs)
+            return around(operator, args, lambda: operator.redispatch(keys & beyond, *args, **kwargs))
+
+        return run
+
+    def waiting(keys: Any, tensor: torch.Tensor) -> Any:
+        try:
+            return await_it(keys & beyond, tensor)
+        except RuntimeError as error:
+            raise failed(tensor, error) from error
+
+    for name in COLLECTIVES:
+        kernel = starting(getattr(torch.ops._c10d_functional, name).default)
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)
+    library.impl("wait_tensor", waiting, "BackendSelect", with_keyset=True)
+    return library._destroy
+
+
+def name_of(operator: Operator) -> str:
+    """Without namespace and overload."""
+    return operator._schema.name.partition("::")[2]
+
+
+def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
+    """The process group that a functional collective was given, by its name or itself."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(group))
+    return found
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of this group may take; torch's default where its backend does not say."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    said: timedelta | None = getattr(options, "_timeout", None)
+    return default_pg_timeout if said is None else said
+
+
+def inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Give a group that nobody set a time-out for the one that was given to `init_process_group`.
+
+    torch makes the groups of a mesh with a time-out of its own, of half an hour.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "a group is part of an initialised world"
+    wanted = timeout_of(world)
+    if timeout_of(group) in (default_pg_timeout, default_pg_nccl_timeout) and timeout_of(group) != wanted:
+        dist.distributed_c10d._set_pg_timeout(wanted, group)
+
+
+def store() -> Store:
+    """Where all ranks can leave each other messages without a collective."""
+    found: Store = dist.distributed_c10d._get_default_store()
+    return found
+
+
 def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What DTensor itself does for an operator whose rule leaves this call alone; a view stays a view."""
     dispatcher = DTensor._op_dispatcher
@@ -287,9 +379,14 @@ def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], r
     return return_and_correct_aliasing(operator, args, kwargs, result)
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Tells tensors apart that look at different memory, also where there is none of it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def shares_memory(view: DTensor, base: torch.Tensor) -> bool:
     """Whether torch knows the one for a view of the other's memory, beyond what autograd believes."""
-    return bool(view.untyped_storage()._cdata == base.untyped_storage()._cdata)
+    return memory_of(view) == memory_of(base)
 
 
 def view_rule(handler: Handler) -> Handler:

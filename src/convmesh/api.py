@@ -6,14 +6,14 @@ from types import TracebackType
 
 from . import batching
 from . import ops as ops  # declares the rules
-from .sharding import registry
+from .sharding import agreement, registry
 
 
 class Enabled:
     """What `enable()` returns. As a context manager it puts back, at its end, the state that it found."""
 
-    def __init__(self, before: bool):
-        self._before = before
+    def __init__(self, before: bool, checked_before: bool):
+        self._before, self._checked_before = before, checked_before
 
     def __enter__(self) -> Enabled:
         return self
@@ -21,20 +21,31 @@ class Enabled:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._checked_before:
+            agreement.end()
         if not self._before:
             disable()
 
 
-def enable() -> Enabled:
+def enable(check: bool = False, timeout: float | None = None) -> Enabled:
     """Make the operators of convolutional networks exact on sharded DTensors, and `torch.func.vmap` over convolutions
-    fast; from now on, or for a `with` block."""
-    before = registry.installed()
+    fast; from now on, or for a `with` block.
+
+    With `check`, ranks compare what they are about to do before each communication, and a `MismatchError` on all of
+    them says where they differ, or which rank did not come within `timeout` seconds (by default, the time-out of the
+    process group). It is for finding errors: every communication waits for a few messages through the store. All
+    ranks have to switch it on at the same point. Once on, it stays on until `disable()` or the end of the `with` block.
+    """
+    state = Enabled(registry.installed(), agreement.checking())
     registry.install()
     batching.install()
-    return Enabled(before)
+    if check:
+        agreement.begin(timeout)
+    return state
 
 
 def disable() -> None:
     """Put back exactly what was there before `enable()`."""
+    agreement.end()
     batching.uninstall()
     registry.uninstall()

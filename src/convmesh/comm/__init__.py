@@ -13,6 +13,8 @@ from .held import Held as Held
 from .held import memory_format as memory_format
 from .line import Line as Line
 from .line import line as line
+from .notice import post as post
+from .notice import posted as posted
 from .owner import from_owner as from_owner
 from .owner import owner_plan as owner_plan
 from .recut import swap as swap
@@ -20,3 +22,8 @@ from .reduce import all_reduce as all_reduce
 from .reduce import side_by_side as side_by_side
 from .traffic import Traffic as Traffic
 from .traffic import count_traffic as count_traffic
+from .watch import CommunicationError as CommunicationError
+from .watch import caller as caller
+from .watch import describe as describe
+from .watch import keep_watch as keep_watch
+from .watch import observe as observe

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from .. import _torch
 from .._torch import Handler, Operator
+from ..comm import keep_watch
 from . import parts
 from .constants import with_constants
 
@@ -30,7 +31,7 @@ _behaviour: dict[Operator, Behaviour] = {}
 _composites: dict[str, Callable[..., object]] = {}
 _guards: dict[Operator, Handler] = {}
 _replaced: dict[Operator, Handler | None] = {}
-_switches: list[Callable[[], Callable[[], None]]] = []
+_switches: list[Callable[[], Callable[[], None]]] = [keep_watch]
 _undo: list[Callable[[], None]] = []
 _library: torch.library.Library | None = None
 
@@ -128,6 +129,26 @@ def install() -> None:
     table.update(_rules)
     _undo.extend(start() for start in _switches)
     _library = library
+
+
+def observe(observer: Callable[[Operator, tuple[Any, ...], dict[str, Any]], None]) -> Callable[[], None]:
+    """Have `observer` called before each rule that is in force now; returns what ends it."""
+
+    def observed(handler: Handler) -> Handler:
+        def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            observer(operator, args, kwargs)
+            return handler(operator, args, kwargs)
+
+        return run
+
+    table = _torch.handlers()
+    mine = {operator: observed(rule) for operator, rule in _rules.items() if table.get(operator) is rule}
+    table.update(mine)
+
+    def end() -> None:
+        table.update({operator: _rules[operator] for operator, rule in mine.items() if table.get(operator) is rule})
+
+    return end
 
 
 def uninstall() -> None:

@@ -1,7 +1,12 @@
 """The way of a training script: a model on a mesh, its data in regions, its gradients summed."""
 
+from .checkpoint import Checkpoint as Checkpoint
+from .checkpoint import latest_checkpoint as latest_checkpoint
+from .checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint import save_checkpoint as save_checkpoint
 from .distribute import distribute as distribute
 from .distribute import no_sync as no_sync
+from .errors import CheckpointError as CheckpointError
 from .loader import Loader as Loader
 from .loader import loader as loader
 from .region import from_region as from_region

@@ -1,0 +1,229 @@
+"""A training that is saved on one mesh and goes on on another is the training that was never interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import convmesh
+from tests.compare import assert_close
+from tests.harness import Pool
+from tests.launch import launch
+
+STEPS = 6
+DIMS = {"h": 2, "w": 3}
+
+
+def network() -> nn.Module:
+    """With dropout, which draws random numbers, running averages, and a parameter that gets no gradient."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2),
+        nn.Conv2d(4, 2, 3, stride=2),
+    )  # fmt: skip
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    return model.double()
+
+
+class Training:
+    """Everything that a checkpoint has to bring back."""
+
+    def __init__(self, mesh: DeviceMesh | None, seed: int = 0):
+        torch.manual_seed(seed)
+        self.mesh = mesh
+        self.model = network() if mesh is None else convmesh.distribute(network(), mesh)
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+        head, rest = [self.model[4].weight, self.model[4].bias], [self.model[0].weight, *self.model[1].parameters()]
+        self.optimizer = torch.optim.AdamW([{"params": head, "lr": 0.02}, {"params": [*rest, self.model.unused]}], 0.01)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
+
+    def step(self, number: int) -> float:
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(3, 2, 9, 10, dtype=torch.float64, generator=generator)
+        named = [] if self.mesh is None else self.mesh.mesh_dim_names or ()
+        x = x if self.mesh is None else convmesh.shard(x, self.mesh, **{name: DIMS[name] for name in named})
+        loss = self.model(x).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.average.update_parameters(self.model)
+        return whole(loss).item()
+
+    def save(self, folder: Path, step: int, **options: Any) -> Path:
+        return convmesh.save_checkpoint(
+            folder, self.model, self.optimizer, step=step, scheduler=self.scheduler, average=self.average,
+            note={"steps done": step}, **options,
+        )  # fmt: skip
+
+    def load(self, folder: Path, **options: Any) -> Any:
+        return convmesh.load_checkpoint(
+            folder, self.model, self.optimizer, scheduler=self.scheduler, average=self.average, **options
+        )
+
+    def state(self) -> dict[str, torch.Tensor]:
+        tensors = {**self.model.state_dict(), **{f"average {k}": v for k, v in self.average.state_dict().items()}}
+        return {name: whole(tensor) for name, tensor in tensors.items()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def numbers(losses: list[float]) -> torch.Tensor:
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def train(mesh: DeviceMesh | None, folder: Path, begin: int, end: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """From the last checkpoint, if there should be one, to another."""
+    training = Training(mesh, seed=begin)  # another start each time, which loading has to replace
+    if begin:
+        found = training.load(folder)
+        assert (found.step, found.extra) == (begin, {"note": {"steps done": begin}})
+        assert len(training.optimizer.state) == 5  # not of the parameter that has no gradient
+    losses = [training.step(number) for number in range(begin, end)]
+    training.save(folder, end)
+    return losses, training.state()
+
+
+def test_training_goes_on_in_another_number_of_processes(pool: Pool, tmp_path: Path) -> None:
+    straight, expected = train(None, tmp_path / "one", 0, STEPS)
+    losses, folder = [], tmp_path / "many"
+    for mesh, names, begin, end in (((2, 2), ("h", "w"), 0, 2), ((2,), ("w",), 2, 4)):
+        results = pool.run(train, folder, begin, end, mesh=mesh, names=names, timeout=60)
+        losses += results[0][0]
+    after, state = train(None, folder, 4, STEPS)
+    assert_close(numbers([*losses, *after]), numbers(straight))
+    assert state.keys() == expected.keys()
+    for name in state:
+        assert_close(state[name], expected[name])
+
+
+def test_and_from_one_process_to_many(pool: Pool, tmp_path: Path) -> None:
+    straight, expected = train(None, tmp_path / "one", 0, 3)
+    first, _ = train(None, tmp_path / "many", 0, 1)
+    for losses, state in pool.run(train, tmp_path / "many", 1, 3, names=("h", "w"), timeout=60):
+        assert_close(numbers([*first, *losses]), numbers(straight))
+        for name in state:
+            assert_close(state[name], expected[name])
+
+
+def die_while_saving(mesh: DeviceMesh, folder: Path, lost: int, method: str) -> None:
+    """The lost rank is killed in its next call of `method`, in the second save."""
+    training = Training(mesh)
+    training.step(0)
+    training.save(folder, 1)
+    training.step(1)
+    if dist.get_rank() == lost:
+        owner = FileSystemWriter if hasattr(FileSystemWriter, method) else Path
+        setattr(owner, method, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    training.save(folder, 2)
+
+
+@pytest.mark.parametrize(
+    ("lost", "method"), [(1, "write_data"), (0, "finish"), (0, "rename")], ids=["writing", "metadata", "renaming"]
+)
+def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint_whole(tmp_path: Path, lost: int, method: str) -> None:
+    outcomes = launch(die_while_saving, tmp_path, lost, method)
+    for rank, outcome in enumerate(outcomes):
+        if rank == lost:
+            assert outcome.exit_code == -signal.SIGKILL
+        else:
+            assert outcome.error == "CheckpointError", outcome
+            assert f"saving step 2 in {tmp_path} failed" in outcome.message
+    assert convmesh.latest_checkpoint(tmp_path) == tmp_path / "step-000000001"
+    (left,) = tmp_path.glob(".unfinished*")
+    losses, state = train(None, tmp_path, 1, 3)
+    assert not left.exists()
+    straight, expected = train(None, tmp_path / "one", 0, 3)
+    assert_close(numbers(losses), numbers(straight[1:]))
+    for name in state:
+        assert_close(state[name], expected[name])
+
+
+def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+    training = Training(None)
+    for step in (1, 2, 10):
+        assert training.save(tmp_path, step, keep=2).name == f"step-{step:09d}"
+    again = training.save(tmp_path, 10, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000010", "step-000000010-1"]
+    assert convmesh.latest_checkpoint(tmp_path) == again
+    assert training.load(tmp_path, step=10).path == again
+    with pytest.raises(convmesh.CheckpointError, match="1 or more, or None"):
+        training.save(tmp_path, 11, keep=0)
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    training = Training(None)
+    assert convmesh.latest_checkpoint(tmp_path) is None
+    with pytest.raises(convmesh.CheckpointError, match="has no checkpoint; there is: none"):
+        training.load(tmp_path)
+    convmesh.save_checkpoint(tmp_path, training.model, step=3)
+    with pytest.raises(convmesh.CheckpointError, match="no checkpoint of step 4; there is: step-000000003"):
+        convmesh.load_checkpoint(tmp_path, training.model, step=4)
+    with pytest.raises(convmesh.CheckpointError, match="saved without an optimizer 'optimizer'"):
+        convmesh.load_checkpoint(tmp_path, training.model, training.optimizer)
+    with pytest.raises(convmesh.CheckpointError, match="no state of 'scheduler' to load into a CosineAnnealingLR"):
+        convmesh.load_checkpoint(tmp_path, training.model, scheduler=training.scheduler)
+    with pytest.raises(convmesh.CheckpointError, match="it lacks critic/weight, critic/bias"):
+        convmesh.load_checkpoint(tmp_path, training.model, critic=nn.Linear(2, 2))
+
+
+def test_another_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 1, 3))
+    optimizer = torch.optim.Adam(model.parameters())
+    convmesh.save_checkpoint(tmp_path, model, optimizer, step=0)
+    other = nn.Sequential(nn.Conv2d(1, 2, 5), nn.Conv2d(2, 1, 3, bias=False), nn.Conv2d(1, 1, 1))
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(convmesh.CheckpointError) as caught:
+        convmesh.load_checkpoint(tmp_path, other)
+    assert "it lacks model/2.weight, model/2.bias" in str(caught.value)
+    assert "it has besides model/1.bias" in str(caught.value)
+    assert "it has in another shape model/0.weight (2, 1, 3, 3) for (2, 1, 5, 5)" in str(caught.value)
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
+    turned = torch.optim.Adam([*model[1].parameters(), *model[0].parameters()])
+    with pytest.raises(convmesh.CheckpointError, match="in other groups or in another order"):
+        convmesh.load_checkpoint(tmp_path, model, turned)
+    with pytest.raises(convmesh.CheckpointError, match=r"a parameter of shape .* that no module has"):
+        convmesh.save_checkpoint(tmp_path, nn.Linear(1, 1), optimizer, step=1)
+
+
+def test_a_compiled_model_has_the_names_of_its_own(tmp_path: Path) -> None:
+    model, again = nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3)
+    compiled = torch.compile(model, backend="eager")
+    optimizer, fresh = (torch.optim.SGD(m.parameters(), 0.5, momentum=0.9) for m in (compiled, again))
+    compiled(torch.ones(1, 1, 4, 4)).sum().backward()
+    optimizer.step()
+    convmesh.save_checkpoint(tmp_path, compiled, optimizer, step=1)
+    convmesh.load_checkpoint(tmp_path, again, fresh)
+    assert torch.equal(again.weight, model.weight)
+    assert torch.equal(fresh.state[again.weight]["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
+
+
+def refuses(mesh: DeviceMesh, folder: Path) -> None:
+    model = convmesh.distribute(nn.Conv2d(1, 1, 1), mesh)
+    with pytest.raises(convmesh.CheckpointError, match=r"remedy: give the module .* or tensor.full_tensor\(\)"):
+        convmesh.save_checkpoint(folder, model, step=0, weight=[model.weight])
+    with pytest.raises(convmesh.CheckpointError, match="there is: none"):
+        convmesh.load_checkpoint(folder, model)
+
+
+def on_a_part_of_the_ranks(mesh: DeviceMesh, folder: Path) -> None:
+    model = convmesh.distribute(nn.Conv2d(1, 1, 1), mesh)
+    with pytest.raises(convmesh.CheckpointError, match=r"on a mesh of 2 ranks, and there are 4"):
+        convmesh.save_checkpoint(folder, model, step=0)
+
+
+def test_ranks_refuse_alike(pool: Pool, tmp_path: Path) -> None:
+    pool.run(refuses, tmp_path)
+    pool.run(on_a_part_of_the_ranks, tmp_path, mesh=(1, 2))
