@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
-from ..geometry import where_cut
+from ..geometry import merged, where_cut
 from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout, dense_stride
@@ -83,8 +83,9 @@ def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None
 
 
 def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> Placements:
-    """Cut other dimensions over the mesh dimensions that stand in the way, the outermost that fits: the batch, if it
-    is large enough, because after it everything is local. Replicate only where none fits."""
+    """Cut other dimensions over the mesh dimensions that stand in the way: the batch, if it is large enough, because
+    after it everything is local; else the outermost of those that are merged, as tokens are all alike and stay cut in
+    the layers that follow; else the outermost that fits. Replicate only where none fits."""
     cheapest, best = None, given
     for choice in product(*(_choices(p, layout) for p in given)):
         if viewed(choice, layout, shape) is None:
@@ -93,10 +94,17 @@ def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> Place
         cuts = layout.placed(choice).cuts
         idle = sum(layout.shape[dim] < prod(layout.mesh.size(m) for m in mesh_dims) for dim, mesh_dims in cuts.items())
         twice = sum(len(mesh_dims) > 1 for mesh_dims in cuts.values())
-        price = (sum(not isinstance(after, Shard) for after in changes), len(changes), idle, twice)
+        apart = sum(_apart(before, after, layout, shape) for before, after in zip(given, choice, strict=True))
+        price = (sum(not isinstance(after, Shard) for after in changes), len(changes), idle, twice, apart)
         if cheapest is None or price < cheapest:
             cheapest, best = price, choice
     return best
+
+
+def _apart(before: Placement, after: Placement, layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether the dimension that is cut now has nothing to do with the one that was; the batch suits all."""
+    cut = isinstance(before, Shard) and isinstance(after, Shard) and after.dim != 0
+    return cut and not merged(before.dim, after.dim, layout.shape, shape)
 
 
 def _choices(placement: Placement, layout: Layout) -> list[Placement]:
@@ -126,9 +134,10 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     local = move(input, plan.source)
     if local.dim() == len(before):  # else the rank is outside of the mesh
         local = local.reshape(plan.output.local_shape)
-    result = _torch.wrap(local, plan.output.spec)
+    # What has moved may lie with gaps, and the next view of it goes by the strides that its spec says.
+    result = _torch.wrap(local.contiguous(), plan.output.spec)
     if plan.wanted is not plan.output:
-        result = _torch.wrap(move(result, plan.wanted), plan.wanted.spec)
+        result = _torch.wrap(move(result, plan.wanted).contiguous(), plan.wanted.spec)
     return copy_of(
         result, input, lambda whole: aten.view.default(whole, shape),
         lambda whole, part: aten.view.default(part, before),

@@ -75,7 +75,11 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
             raise refuse("DTensor", f"this rank's part has shape {tuple(local.shape)}, not {target.local_shape}",
                          [("tensor", tensor)], "cut it as torch.chunk does: that is what Shard means")  # fmt: skip
         return local
-    source = Layout.of(_torch.spec_of(tensor))
+    return _carried(local, Layout.of(_torch.spec_of(tensor)), target)
+
+
+def _carried(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
+    """This rank's part of a tensor that lies as `source` says, where `target` has it. May have gaps."""
     for mesh_dim in range(source.mesh.ndim):
         if swaps(source, target, mesh_dim):
             before, after = source.placements[mesh_dim].dim, target.placements[mesh_dim].dim  # type: ignore[attr-defined]
@@ -119,16 +123,15 @@ def move_beside(tensor: DTensor, other: Layout) -> torch.Tensor:
     local = _torch.local_of(tensor)
     if tensor.placements == other.placements:
         return local
-    spec = _torch.spec_of(tensor)
-    return _torch.redistribute(local, spec, Layout.of(spec).placed(other.placements).spec)
+    source = Layout.of(_torch.spec_of(tensor))
+    return _carried(local, source, source.placed(other.placements))
 
 
 def place(local: torch.Tensor | None, computed: Layout | None, wanted: Layout | None) -> DTensor | None:
     """The DTensor of a result that lies as `computed` says, moved to where it is `wanted`."""
     if local is None or computed is None or wanted is None:
         return None
-    # Views of a DTensor are made by its global strides, so the local ones must agree with them.
-    local = local.contiguous(memory_format=computed.memory_format)
     if computed.placements != wanted.placements:
-        local = _torch.redistribute(local, computed.spec, wanted.spec)
-    return _torch.wrap(local, wanted.spec)
+        local = _carried(local, computed, wanted)
+    # Views of a DTensor are made by its global strides, so the local ones must agree with them.
+    return _torch.wrap(local.contiguous(memory_format=computed.memory_format), wanted.spec)
