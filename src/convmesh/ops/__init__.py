@@ -8,6 +8,7 @@ from . import batch_norm as batch_norm
 from . import batch_norm_backward as batch_norm_backward
 from . import conv as conv
 from . import cross_entropy as cross_entropy
+from . import gather_along as gather_along
 from . import gather_index as gather_index
 from . import grid as grid
 from . import group_norm as group_norm

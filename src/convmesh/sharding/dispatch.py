@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from .. import _torch
 from ..comm import line, swap
@@ -70,25 +70,28 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
                          [("tensor", tensor)], "cut it as torch.chunk does: that is what Shard means")  # fmt: skip
         return local
     source = Layout.of(_torch.spec_of(tensor))
-    for mesh_dim in range(source.mesh.ndim):
-        if swaps(source, target, mesh_dim):
-            before, after = source.placements[mesh_dim].dim, target.placements[mesh_dim].dim  # type: ignore[attr-defined]
-            local = swap(local, before, source.shape[before], after, line(source.mesh, (mesh_dim,)))
-            changed = (*source.placements[:mesh_dim], target.placements[mesh_dim], *source.placements[mesh_dim + 1 :])
-            source = source.placed(changed)
+    while (mesh_dim := _next_swap(source, target)) is not None:
+        before, after = source.placements[mesh_dim].dim, target.placements[mesh_dim].dim  # type: ignore[attr-defined]
+        left, right = source.placements[:mesh_dim], source.placements[mesh_dim + 1 :]
+        size = len(source.placed((*left, Replicate(), *right)).own(before))
+        local = swap(local, before, size, after, line(source.mesh, (mesh_dim,)))
+        source = source.placed((*left, target.placements[mesh_dim], *right))
     return local if source.placements == target.placements else _torch.redistribute(local, source.spec, target.spec)
 
 
-def swaps(source: Layout, target: Layout, mesh_dim: int) -> bool:
-    """Whether another dimension is to be cut over this mesh dimension, and no other mesh dimension cuts the two.
+def _next_swap(source: Layout, target: Layout) -> int | None:
+    """A mesh dimension over which another dimension is to be cut, and can be at once; DTensor gathers on gloo for it.
 
-    DTensor gathers for it where the backend is gloo.
+    Other mesh dimensions may cut the two further outside, but not further inside.
     """
-    before, after = source.placements[mesh_dim], target.placements[mesh_dim]
-    if type(before) is not Shard or type(after) is not Shard or before == after:
-        return False
-    alone = len(source.cuts[before.dim]) == 1 and after.dim not in source.cuts
-    return alone and source.mesh.get_coordinate() is not None
+    if source.mesh.get_coordinate() is None:
+        return None
+    for mesh_dim, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
+        if type(before) is Shard and type(after) is Shard and before != after:
+            innermost = source.cuts[before.dim][-1] == mesh_dim
+            if innermost and source.cuts.get(after.dim, (-1,))[-1] < mesh_dim:
+                return mesh_dim
+    return None
 
 
 def move_beside(tensor: DTensor, other: Layout) -> torch.Tensor:
