@@ -12,6 +12,7 @@ from . import gather_along as gather_along
 from . import gather_index as gather_index
 from . import grid as grid
 from . import group_norm as group_norm
+from . import index as index
 from . import instance_norm as instance_norm
 from . import join as join
 from . import layer_norm as layer_norm

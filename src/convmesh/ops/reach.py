@@ -47,13 +47,13 @@ class Reach:
         """The targets that read this rank's sources."""
         return tuple(cut.touched(side) for cut, side in zip(self.cuts, self.sources, strict=True))
 
-    def fetch(self, own: torch.Tensor) -> Held:
-        """Hold the sources that this rank's targets read."""
-        return Fetch(self, self._source_plans, self.sources, own).complete()
+    def fetch(self, own: torch.Tensor) -> Fetch:
+        """Hold the sources that this rank's targets read. What is made of them has to be tied to the exchange."""
+        return Fetch(self, self._source_plans, self.sources, own).completed()
 
-    def fetch_touched(self, own: torch.Tensor) -> Held:
-        """Hold the targets that read this rank's sources."""
-        return Fetch(self, self._target_plans, self.targets, own).complete()
+    def fetch_touched(self, own: torch.Tensor) -> Fetch:
+        """Hold the targets that read this rank's sources, likewise."""
+        return Fetch(self, self._target_plans, self.targets, own).completed()
 
     def return_read(self, block: torch.Tensor) -> torch.Tensor:
         """The adjoint of `fetch`: sources get the sum of what ranks made of them. `block` has the box `read`."""

@@ -119,4 +119,3 @@ def _planes_instead(input: Layout, first: int) -> tuple[Placement, ...]:
             enough = (Shard(dim) for dim in cut if dim not in taken and all(cut[dim]))
             placements[mesh_dim] = next(enough, Replicate())
     return tuple(placements)
-
