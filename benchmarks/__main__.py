@@ -6,10 +6,10 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import batching, convolution
+from benchmarks import batching, convolution, operators
 from tests.harness import Pool
 
-SUITES = {"convolution": convolution.run, "batching": batching.run}
+SUITES = {"convolution": convolution.run, "operators": operators.run, "batching": batching.run}
 
 
 def main() -> None:

@@ -75,8 +75,8 @@ FAMILIES = {
                  "lerp", "norm", "max", "maximum", "minimum", "clamp_min", "clamp_max", "exp", "sign", "copy", "zero"),
     ),
     "random": Family(
-        (*_functional("dropout", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu"),
-         "bernoulli", "uniform", "normal", "exponential", "rand_like", "randn_like", "randint_like"),
+        (*_functional("dropout", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+         "bernoulli", "uniform", "exponential", "rand_like", "randn_like", "randint_like"),
     ),
 }  # fmt: skip
 

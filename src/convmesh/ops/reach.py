@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from .. import _torch
 from ..comm import Held, Line, give_back, line
 from ..geometry import Box, Cut, HaloPlan, Interval, Reading
+from ..sharding.dispatch import relocated
 from ..sharding.layout import Layout, dense_stride, is_sum
 from ..sharding.rows import Row, Wanted, choose, input_placements, output_placements
 from .tiling import Fetch
@@ -96,8 +97,7 @@ class ReachPlan:
     reach: Reach | None  # None on a rank outside of the mesh
 
     def finish(self, local: torch.Tensor) -> DTensor:
-        if self.computed.placements != self.wanted.placements:
-            local = _torch.redistribute(local, self.computed.spec, self.wanted.spec)
+        local = relocated(local, self.computed, self.wanted)
         return _torch.wrap(local.contiguous(memory_format=self.wanted.memory_format), self.wanted.spec)
 
     def outside(self, like: DTensor, dtype: torch.dtype | None = None) -> DTensor:

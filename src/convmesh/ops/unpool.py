@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from .. import _torch
 from ..geometry import Interval, shards
 from ..sharding.cache import planned
-from ..sharding.dispatch import check_placed, move
+from ..sharding.dispatch import check_placed, move, place
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
@@ -65,9 +65,9 @@ def max_unpool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
         result = operator(values, at, sizes, *rest)
     else:
         result = _write_own(values, at, sizes, plan)
-    result = result.contiguous(memory_format=plan.output.memory_format)
-    computed = _torch.wrap(result, plan.computed.spec)
-    return computed if plan.computed is plan.output else _torch.wrap(move(computed, plan.output), plan.output.spec)
+    wrapped = place(result, plan.computed, plan.output)
+    assert wrapped is not None, "there is a result"
+    return wrapped
 
 
 def _write_own(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], plan: UnpoolPlan) -> torch.Tensor:
@@ -106,7 +106,7 @@ def _plan(
     inside = input.mesh.get_coordinate() is not None
     own = tuple(computed.own(first + axis) for axis in range(spatial)) if inside else None
     operands = input.placed(planes), indices.placed(planes)
-    return UnpoolPlan(operands, output if computed == output else computed, output, first, own)
+    return UnpoolPlan(operands, computed, output, first, own)
 
 
 def _planes_instead(input: Layout, first: int) -> tuple[Placement, ...]:

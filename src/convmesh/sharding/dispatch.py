@@ -69,7 +69,11 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
             raise refuse("DTensor", f"this rank's part has shape {tuple(local.shape)}, not {target.local_shape}",
                          [("tensor", tensor)], "cut it as torch.chunk does: that is what Shard means")  # fmt: skip
         return local
-    source = Layout.of(_torch.spec_of(tensor))
+    return relocated(local, Layout.of(_torch.spec_of(tensor)), target)
+
+
+def relocated(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
+    """This rank's part of a tensor that lies as `source` says, where `target` has it."""
     while (mesh_dim := _next_swap(source, target)) is not None:
         before, after = source.placements[mesh_dim].dim, target.placements[mesh_dim].dim  # type: ignore[attr-defined]
         left, right = source.placements[:mesh_dim], source.placements[mesh_dim + 1 :]
@@ -108,7 +112,5 @@ def place(local: torch.Tensor | None, computed: Layout | None, wanted: Layout | 
     if local is None or computed is None or wanted is None:
         return None
     # Views of a DTensor are made by its global strides, so the local ones must agree with them.
-    local = local.contiguous(memory_format=computed.memory_format)
-    if computed.placements != wanted.placements:
-        local = _torch.redistribute(local, computed.spec, wanted.spec)
-    return _torch.wrap(local, wanted.spec)
+    local = relocated(local.contiguous(memory_format=computed.memory_format), computed, wanted)
+    return _torch.wrap(local.contiguous(memory_format=wanted.memory_format), wanted.spec)
