@@ -120,10 +120,9 @@ def adaptive_max_backward(operator: _torch.Operator, args: tuple[Any, ...], kwar
     if layouts.reach is None:
         return layouts.outside(gradient)
     reach = layouts.reach
-    fetches = [
-        reach.fetch_touched(move(tensor, layout))
-        for tensor, layout in zip((gradient, indices), layouts.operands, strict=True)
-    ]
+    gy, at = (move(tensor, layout) for tensor, layout in zip((gradient, indices), layouts.operands, strict=True))
+    # What needs no gradient the compiler may run with the forward pass, on some ranks only: so the indices need it.
+    fetches = [reach.fetch_touched(gy), reach.fetch_touched(_torch.tie(at, gy))]
     gy, at = (fetch.held.read(reach.touched) for fetch in fetches)
     along = coordinates(at, [side.source_size for side in plan.sides])
     for side, index in zip(plan.sides, along, strict=True):
