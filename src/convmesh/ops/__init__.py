@@ -10,6 +10,7 @@ from . import conv as conv
 from . import cross_entropy as cross_entropy
 from . import expand as expand
 from . import gated as gated
+from . import gather_along as gather_along
 from . import gather_index as gather_index
 from . import grid as grid
 from . import group_norm as group_norm

@@ -1,12 +1,14 @@
-"""Indexing with tensors of indices, of one dimension or of several together, and the gradient that torch makes of it.
+"""Indexing with tensors of indices, of one dimension or several, and the gradient that torch makes of it.
 
-As for `index_select`, every rank takes what it owns, and has nothing to add for the others.
+As in `index_select` every rank takes what it owns, and has nothing to add for the others. The indices are the same on
+every rank; a mask stands for the places where it is true.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -17,121 +19,121 @@ from .. import _torch
 from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout, dense_stride
-from ..sharding.registry import Behaviour, rule
-from .gather_index import P, local_index, owned, plan_add
+from ..sharding.registry import rule
+from .gather_index import ADD, INDEX, P, local_index, owned, plan_add
 from .remap_plan import settled
 
 aten = torch.ops.aten
 
-INDEX = Behaviour(
-    "indexing", "all dimensions, pending sums", "nothing: along indexed dimensions a pending sum; with a mask, or of "
-    "bools, what torch's DTensor gathers",
-)  # fmt: skip
-PUT = Behaviour(
-    "indexing", "all dimensions, pending sums", "operands that lie differently, where values are added; else what "
-    "torch's DTensor gathers",
-)  # fmt: skip
+Picks = dict[int, torch.Tensor]
+"""The indexed dimensions, and which of their indices: all of one shape, counted from the start."""
+
+
+def _picks(shape: Sequence[int], indices: Sequence[torch.Tensor | None]) -> Picks:
+    found: Picks = {}
+    dim = 0
+    for index in indices:
+        if index is None:
+            dim += 1
+            continue
+        local = local_index(index)
+        mask = local.dtype in (torch.bool, torch.uint8)
+        for places in local.nonzero(as_tuple=True) if mask else (local,):
+            places = places.long()
+            found[dim] = torch.where(places < 0, places + shape[dim], places)
+            dim += 1
+    return dict(zip(found, torch.broadcast_tensors(*found.values()), strict=True))
 
 
 @dataclass(frozen=True)
-class Indexed:
-    """Which dimensions are indexed, by tensors of one shape, and where the dimensions of the result come from."""
+class Moved:
+    """Where the dimensions of an indexed tensor go: the indexed ones become those of the indices."""
 
-    dims: tuple[int, ...]
+    first: int  # the first dimension of the indices in the result
     shape: tuple[int, ...]
-
-    @property
-    def first(self) -> int:
-        """Where the indices' own dimensions are in the result: in place of dimensions side by side, else in front."""
-        together = self.dims == tuple(range(self.dims[0], self.dims[-1] + 1))
-        return self.dims[0] if together else 0
-
-    def place(self, dim: int) -> int:
-        """Where a dimension is in the result that is not indexed."""
-        before = dim - sum(indexed < dim for indexed in self.dims)
-        return before + (len(self.shape) if before >= self.first else 0)
-
-    def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        rest = tuple(size for dim, size in enumerate(shape) if dim not in self.dims)
-        return (*rest[: self.first], *self.shape, *rest[self.first :])
+    others: dict[int, int]  # the dimensions that are not indexed, and their numbers in the result
 
 
-def _read(input: Any, indices: Sequence[Any]) -> tuple[Indexed, list[torch.Tensor]] | None:
-    """The indices by dimension, counted from the start; None where one is a mask, whose result has any size."""
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if not given or any(index.dtype not in (torch.int64, torch.int32) for _, index in given):
-        return None
-    local = torch.broadcast_tensors(*(local_index(index).long() for _, index in given))
-    dims = tuple(dim for dim, _ in given)
-    counted = [torch.where(at < 0, at + input.shape[dim], at) for dim, at in zip(dims, local, strict=True)]
-    return Indexed(dims, tuple(local[0].shape)), counted
-
-
-def _mine(where: Indexed, at: list[torch.Tensor], layout: Layout) -> tuple[list[Any], torch.Tensor | None]:
-    """Indices into this rank's part, by dimension, and which of them it owns; None for all of them."""
-    mine: torch.Tensor | None = None
-    local: list[Any] = [None] * (where.dims[-1] + 1)
-    for dim, index in zip(where.dims, at, strict=True):
-        local[dim] = index
-        if dim in layout.cuts:
-            local[dim], here = owned(index, layout.own(dim), layout.shape[dim])
-            mine = here if mine is None else mine & here
-    return local, mine
-
-
-def _masked(where: Indexed, values: torch.Tensor, mine: torch.Tensor | None) -> torch.Tensor:
-    if mine is None:
-        return values
-    after = values.dim() - where.first - len(where.shape)
-    return values.masked_fill((~mine).reshape(*where.shape, *[1] * after), 0)
+def _moved(shape: tuple[int, ...], dims: tuple[int, ...], picked: tuple[int, ...]) -> Moved:
+    adjacent = dims == tuple(range(dims[0], dims[0] + len(dims)))
+    kept = [dim for dim in range(len(shape)) if dim not in dims]
+    first = dims[0] if adjacent else 0
+    others = {dim: place + (len(picked) if place >= first else 0) for place, dim in enumerate(kept)}
+    sizes = [shape[dim] for dim in kept]
+    return Moved(first, (*sizes[:first], *picked, *sizes[first:]), others)
 
 
 @planned
-def plan_index(spec: _torch.Spec, where: Indexed) -> tuple[Layout, Layout]:
+def _plan(spec: _torch.Spec, dims: tuple[int, ...], picked: tuple[int, ...]) -> tuple[Layout, Layout, Moved]:
     layout = Layout.of(spec)
+    moved = _moved(layout.shape, dims, picked)
     source = layout.placed(tuple(settled(p) for p in layout.placements))
-    placements: tuple[Placement, ...] = tuple(
-        p if not isinstance(p, Shard) else P if p.dim in where.dims else Shard(where.place(p.dim))
-        for p in source.placements
-    )
-    shape = where.of(layout.shape)
-    return source, Layout(layout.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
+    placements: list[Placement] = list(source.placements)
+    for mesh_dim, p in enumerate(placements):
+        if isinstance(p, Shard):
+            placements[mesh_dim] = P if p.dim in dims else Shard(moved.others[p.dim])
+    stride = dense_stride(moved.shape, torch.contiguous_format)
+    return source, Layout(layout.mesh, tuple(placements), moved.shape, stride, layout.dtype), moved
+
+
+def _here(picks: Picks, layout: Layout) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+    """The indices in this rank's part of a tensor, and which of them it has (None: all of them)."""
+    local: list[torch.Tensor | None] = [picks.get(dim) for dim in range(len(layout.shape))]
+    mine: torch.Tensor | None = None
+    for dim in picks:
+        if dim in layout.cuts:
+            local[dim], some = owned(picks[dim], layout.own(dim), layout.shape[dim])
+            mine = some if mine is None else mine & some
+    return local, mine
+
+
+def _without_others(values: torch.Tensor, mine: torch.Tensor | None, first: int) -> torch.Tensor:
+    """Zero where another rank has the index."""
+    if mine is None:
+        return values
+    behind = values.dim() - first - mine.dim()
+    return values.masked_fill(~mine.reshape(*mine.shape, *[1] * behind), 0)
 
 
 @rule(aten.index.Tensor, behaviour=INDEX)
 def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x[:, :, indices]`, `x[rows, columns]`, `x[mask]`"""
     input, indices = _torch.arguments(operator, args, kwargs)
-    found = _read(input, indices) if isinstance(input, DTensor) and input.dtype != torch.bool else None
-    if found is None:
+    if not isinstance(input, DTensor) or input.dtype == torch.bool:  # which cannot be a pending sum
         return _torch.stock(operator, args, kwargs)
     check_placed("index", (("input", input),))
-    where, at = found
-    source, output = plan_index(_torch.spec_of(input), where)
+    picks = _picks(input.shape, indices)
+    if not picks:
+        return _torch.stock(operator, args, kwargs)
+    picked = tuple(next(iter(picks.values())).shape)
+    source, output, moved = _plan(_torch.spec_of(input), tuple(picks), picked)
     x = move(input, source)
     if source.mesh.get_coordinate() is None:
         return _torch.wrap(x.new_empty(0), output.spec)
-    local, mine = _mine(where, at, source)
-    if mine is not None and not x.numel():
+    if any(dim in source.cuts and not x.shape[dim] for dim in picks):
         return _torch.wrap(x.new_zeros(output.local_shape), output.spec)
-    return _torch.wrap(_masked(where, aten.index.Tensor(x, local), mine).contiguous(), output.spec)
+    local, mine = _here(picks, source)
+    return _torch.wrap(_without_others(aten.index.Tensor(x, local), mine, moved.first).contiguous(), output.spec)
 
 
-@rule(aten.index_put.default, behaviour=PUT)
+@rule(aten.index_put.default, behaviour=ADD)
 def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The gradient of `index` adds; what replaces is left to DTensor."""
+    """The gradient of `index` adds; all else is left to DTensor."""
     whole, indices, values, adds = _torch.arguments(operator, args, kwargs)
     if not adds or not isinstance(whole, DTensor) or not isinstance(values, DTensor):
         return _torch.stock(operator, args, kwargs)
-    found = _read(whole, indices)
-    if found is None or tuple(values.shape) != found[0].of(tuple(whole.shape)):
-        return _torch.stock(operator, args, kwargs)
     check_placed("index_put", (("whole", whole), ("values", values)))
-    where, at = found
-    beside = tuple(None if dim in where.dims else where.place(dim) for dim in range(whole.dim()))
+    picks = _picks(whole.shape, indices)
+    moved = _moved(tuple(whole.shape), tuple(picks), tuple(next(iter(picks.values())).shape))
+    if moved.shape != tuple(values.shape):  # they have to be repeated
+        return _torch.stock(operator, args, kwargs)
+    beside = tuple(moved.others.get(dim) for dim in range(whole.dim()))
     placed, given, output = plan_add("index_put", _torch.spec_of(whole), _torch.spec_of(values), beside)
-    x, added = move(whole, placed), move(values, given)
-    if output.mesh.get_coordinate() is None or not x.numel():
+    x, v = move(whole, placed), move(values, given)
+    if output.mesh.get_coordinate() is None:
+        return _torch.wrap(x.new_empty(0), output.spec)
+    if not prod(x.shape):
         return _torch.wrap(x.clone(), output.spec)
-    local, mine = _mine(where, at, output)
-    result = aten.index_put.default(x, local, _masked(where, added, mine), True)
+    local, mine = _here(picks, output)
+    result = aten.index_put.default(x, local, _without_others(v, mine, moved.first), True)
     return _torch.wrap(result.contiguous(), output.spec)
