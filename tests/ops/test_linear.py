@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 
+import convmesh
+from tests.cases import place
 from tests.harness import Pool
 from tests.ops.against_dense import Sharded, check
 
