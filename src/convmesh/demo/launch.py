@@ -25,8 +25,8 @@ from .training import Run, train
 
 Progress = Callable[[Shape | None, float | None], None]  # is told that a run begins, then the loss of every step
 SILENCE = 300  # seconds without a step after which a run is given up
-# By glibc's own rules freed blocks below 32 MB stay with the process, in a heap with holes: a rank's activations, but
-# not those of one process, which are larger. With this, what is freed is given back in both, and peaks can be compared.
+# By glibc's own rules freed blocks below 32 MB may stay with the process, in a heap with holes, and the activations of
+# a rank are smaller than those of one process. With this both give back what they free, and peaks can be compared.
 ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 WAIT_FOR_ONE = timedelta(hours=1)  # while the first rank trains alone, the others wait for it
 

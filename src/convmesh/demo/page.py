@@ -141,7 +141,8 @@ def _costs(report: Report) -> str:
     return (
         '<h2>Memory and time</h2><div class="columns"><div class="panel"><h3>Peak memory of each process</h3>'
         f'{bars(memory)}<p class="note"><small>By how much it grew at most while it trained; '
-        "freed memory is given back at once (<code>MALLOC_MMAP_THRESHOLD_</code>, in all runs)."
+        "processes that the demo starts itself give freed memory back at once "
+        "(<code>MALLOC_MMAP_THRESHOLD_=1048576</code>)."
         '</small></p></div><div class="panel"><h3>Time of a step</h3>'
         f'{bars(times)}<p class="note"><small>The median, of the slowest rank. '
         f"{_sharing(report)}</small></p></div></div>"
