@@ -166,3 +166,17 @@ def transform(mesh: DeviceMesh, case: tuple[str, Any, int]) -> None:
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_other_transforms(pool: Pool, name: str) -> None:
     pool.run_cases(transform, [(name, 0, 4), (name, 0, 3), (name, 4, 3)], mesh=(2,))
+
+
+def compiled(mesh: DeviceMesh, case: Sharded) -> None:
+    (x, w), (x_at, w_at) = case.tensors(), case.layouts()
+    function = KINDS[case.kind][0]
+    with convmesh.enable():
+        torch.compiler.reset()
+        actual = torch.compile(function, backend="aot_eager")(place(x, mesh, x_at), place(w, mesh, w_at))
+        assert_close(actual.full_tensor(), function(x, w))
+
+
+def test_compiled(pool: Pool) -> None:
+    kinds = ("both", "per-sample gradients", "gradient through vmap")
+    pool.run_cases(compiled, [Sharded(kind, (place,), 5) for kind in kinds for place in ("mapped", "width")], mesh=(2,))

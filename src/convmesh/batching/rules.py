@@ -91,7 +91,8 @@ def _backward(
     batch = _batch_size(g, x, w)
     output = _output_shape(x, w, None, geometry)
     if g.sample_shape != output:
-        raise RuntimeError(f"`grad_output` of each sample is {list(g.sample_shape)}, but the output is {list(output)}")
+        complaint = f"`grad_output` has the shape {list(g.sample_shape)}, but the output is {list(output)}"
+        raise RuntimeError(f"{complaint} ({_mapped_dimensions(grad_output=g, input=x, weight=w)})")
     image, response = (g, x) if geometry.transposed else (x, g)
     product = partial(
         Contraction,
@@ -164,7 +165,8 @@ def _run(
 def _nothing(contraction: Contraction, first: Operand, second: Operand) -> Mapped:
     """The result for no samples at all: empty, and yet a function of its operands."""
     empty = first.value.new_empty((0, *contraction.shape(contraction.wanted)))
-    return Mapped(empty * (first.value.sum() * second.value.sum()), 0)
+    # Of one dimension: an outer map of no samples at all cannot multiply tensors of none.
+    return Mapped(empty * first.value.sum().reshape(1) * second.value.sum().reshape(1), 0)
 
 
 def _sum_to_channels(g: Mapped) -> Mapped:
@@ -187,7 +189,7 @@ def _output_shape(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution)
         channels_fit = image[1] == inputs and kernel[0] % geometry.groups == 0
         if channels_fit and (b is None or b.sample_shape == (outputs,)) and all(n > 0 for n in size):
             return (image[0], outputs, *size)
-    raise RuntimeError(f"{_complaint(x, w, b, geometry)} ({_mapped_dimensions(x, w, b)})")
+    raise RuntimeError(f"{_complaint(x, w, b, geometry)} ({_mapped_dimensions(input=x, weight=w, bias=b)})")
 
 
 def _complaint(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> str:
@@ -200,9 +202,10 @@ def _complaint(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) ->
     return f"no rule fits a convolution of {list(x.sample_shape)} with {list(w.sample_shape)} and {geometry}"
 
 
-def _mapped_dimensions(x: Mapped, w: Mapped, b: Mapped | None) -> str:
-    named = {"input": x, "weight": w, "bias": b}
+def _mapped_dimensions(**operands: Mapped | None) -> str:
     mapped = [
-        f"dimension {each.dim} of `{name}`" for name, each in named.items() if each is not None and each.dim is not None
+        f"dimension {each.dim} of `{name}`"
+        for name, each in operands.items()
+        if each is not None and each.dim is not None
     ]
-    return f"for each of {_batch_size(x, w, b)} samples: vmap maps {', '.join(mapped)}"
+    return f"for each of {_batch_size(*operands.values())} samples: vmap maps {', '.join(mapped)}"
