@@ -122,8 +122,6 @@ def test_bad_samples(x: tuple[int, ...], w: tuple[int, ...], b: tuple[int, ...],
 def test_a_gradient_of_another_shape_is_refused() -> None:
     g, x, w = torch.randn(2, 1, 4, 3, 3), torch.randn(1, 2, 8, 8), torch.randn(4, 2, 3, 3)
     plain = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    words = (
-        r"\[1, 4, 3, 3\], but the output is \[1, 4, 6, 6\] \(for each of 2 samples: vmap maps dimension 0 of `grad_o"
-    )
+    words = r"\[1, 4, 3, 3\], but the output is \[1, 4, 6, 6\] \(for each of 2 samples: vmap maps dimension 0 of `grad"
     with pytest.raises(RuntimeError, match=words):
         vmap(lambda g: aten.convolution_backward(g, x, w, None, *plain, [True, False, False])[0])(g)

@@ -165,7 +165,8 @@ def _run(
 def _nothing(contraction: Contraction, first: Operand, second: Operand) -> Mapped:
     """The result for no samples at all: empty, and yet a function of its operands."""
     empty = first.value.new_empty((0, *contraction.shape(contraction.wanted)))
-    return Mapped(empty * (first.value.sum() * second.value.sum()), 0)
+    # Of one dimension: an outer map of no samples at all cannot multiply tensors of none.
+    return Mapped(empty * first.value.sum().reshape(1) * second.value.sum().reshape(1), 0)
 
 
 def _sum_to_channels(g: Mapped) -> Mapped:
