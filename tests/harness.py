@@ -83,6 +83,11 @@ def unpack(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
+def loopback() -> str:
+    """The network interface to oneself."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
 def _end_with_parent() -> None:
     # A rank that sits in a collective does not see that pytest was killed, so a thread watches for it.
     parent = mp.parent_process()
@@ -104,8 +109,7 @@ def _serve(rank: int, pipe: Connection, store_file: Path, stack_file: Path) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a host name that does not resolve must not matter
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())  # a host name that does not resolve must not matter
     meshes: dict[MeshKey, DeviceMesh] = {}
 
     def run_task(key: MeshKey, packed_call: bytes) -> Any:

@@ -28,7 +28,7 @@ LAYOUTS: list[tuple[tuple[int, ...], dict[str, int]]] = [
 
 
 class Net(nn.Module):
-    """A shared, a frozen and an unused parameter, a buffer; constants, an index and random numbers of a forward pass."""
+    """A shared, a frozen and an unused parameter, a buffer; constants, an index, random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from .reading import Cut as Cut
 from .reading import Reading as Reading
 from .reading import Repeat as Repeat
 from .reading import Runs as Runs
+from .regroup import merged as merged
 from .regroup import where_cut as where_cut
 from .resample import Taps as Taps
 from .resample import taps as taps

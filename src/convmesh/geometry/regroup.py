@@ -54,3 +54,8 @@ def where_cut(dim: int, before: Sequence[int], after: Sequence[int], mesh_sizes:
         if [len(part) * inner for part in old_parts] == [len(part) * new_inner for part in new_parts]:
             return new
     return None
+
+
+def merged(first: int, second: int, before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether two dimensions of the old shape end up in the same dimensions of the new one."""
+    return any(first in group.before and second in group.before for group in groups(before, after))

@@ -54,6 +54,17 @@ class Spread:
         return first, second
 
 
+def canonical(local: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """In this memory format, also by the strides of dimensions of size 1, which say nothing otherwise.
+
+    Kernels guess the format from all strides, and complain where the guess is wrong: a part with one sample may have
+    the strides of the view that it came from.
+    """
+    local = local.contiguous(memory_format=memory_format)
+    stride = dense_stride(tuple(local.shape), memory_format)
+    return local if local.stride() == stride else local.as_strided(local.shape, stride)
+
+
 @lru_cache(maxsize=256)
 def rows(kept: tuple[int, ...], scaled: tuple[tuple[int, int], ...], parameters: int) -> tuple[Row, ...]:
     """(input, *parameters) -> (): along `kept` dimensions parameters are whole, along `scaled` ones cut like the input.

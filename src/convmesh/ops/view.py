@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
-from ..geometry import where_cut
+from ..geometry import merged, where_cut
 from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout, dense_stride
@@ -73,7 +73,8 @@ def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None
         return None  # torch complains, or there is nothing to move
     given = tuple(settled(p) for p in layout.placements)
     as_it_is = viewed(given, layout, shape)
-    if as_it_is is not None and (back is None or as_it_is == back):
+    stays = as_it_is is not None and (back is None or as_it_is == back)
+    if as_it_is is not None and stays and not _resizes_uneven(given, as_it_is, layout, shape):
         return None
     source = given if as_it_is is not None else _nearest(given, layout, shape)
     placements = viewed(source, layout, shape)
@@ -82,9 +83,16 @@ def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None
     return ViewPlan(layout.placed(source), output, output if back is None else output.placed(back))
 
 
+def _resizes_uneven(before: Placements, after: Placements, layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether an unevenly cut dimension is flattened, or made by it: torch does not do that, even where it could."""
+    pairs = [(p, q) for p, q in zip(before, after, strict=True) if isinstance(p, Shard) and isinstance(q, Shard)]
+    return any(layout.shape[p.dim] != shape[q.dim] and len(set(map(len, layout.shards(p.dim)))) > 1 for p, q in pairs)
+
+
 def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> Placements:
-    """Cut other dimensions over the mesh dimensions that stand in the way, the outermost that fits: the batch, if it
-    is large enough, because after it everything is local. Replicate only where none fits."""
+    """Cut other dimensions over the mesh dimensions that stand in the way: the batch, if it is large enough, because
+    after it everything is local; else the outermost of those that are merged, as tokens are all alike and stay cut in
+    the layers that follow; else the outermost that fits. Replicate only where none fits."""
     cheapest, best = None, given
     for choice in product(*(_choices(p, layout) for p in given)):
         if viewed(choice, layout, shape) is None:
@@ -93,10 +101,18 @@ def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> Place
         cuts = layout.placed(choice).cuts
         idle = sum(layout.shape[dim] < prod(layout.mesh.size(m) for m in mesh_dims) for dim, mesh_dims in cuts.items())
         twice = sum(len(mesh_dims) > 1 for mesh_dims in cuts.values())
-        price = (sum(not isinstance(after, Shard) for after in changes), len(changes), idle, twice)
+        apart = sum(_apart(before, after, layout, shape) for before, after in zip(given, choice, strict=True))
+        price = (sum(not isinstance(after, Shard) for after in changes), len(changes), idle, twice, apart)
         if cheapest is None or price < cheapest:
             cheapest, best = price, choice
     return best
+
+
+def _apart(before: Placement, after: Placement, layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether the dimension that is cut now has nothing to do with the one that was; the batch suits all."""
+    if not isinstance(before, Shard) or not isinstance(after, Shard) or after.dim == 0:
+        return False
+    return not merged(before.dim, after.dim, layout.shape, shape)
 
 
 def _choices(placement: Placement, layout: Layout) -> list[Placement]:
@@ -112,10 +128,12 @@ _came_from: dict[tuple[DeviceMesh, tuple[int, ...], tuple[int, ...], Placements]
 @_torch.view_rule
 def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, wanted = _torch.arguments(operator, args, kwargs)
-    if not any(type(p) is Shard for p in input.placements) or any(_strange(p) for p in input.placements):
-        return _torch.stock(operator, args, kwargs)
     before = tuple(int(size) for size in input.shape)
     shape = whole_shape(before, tuple(int(size) for size in wanted))
+    if not prod(before) and not prod(shape):
+        return _without_elements(_torch.spec_of(input), _torch.local_of(input), shape)
+    if not any(type(p) is Shard for p in input.placements) or any(_strange(p) for p in input.placements):
+        return _torch.stock(operator, args, kwargs)
     back = _came_from.get((input.device_mesh, before, shape, input.placements)) if _torch.in_backward() else None
     plan = plan_view(_torch.spec_of(input), shape, back)
     if plan is None:
@@ -126,12 +144,24 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     local = move(input, plan.source)
     if local.dim() == len(before):  # else the rank is outside of the mesh
         local = local.reshape(plan.output.local_shape)
-    result = _torch.wrap(local, plan.output.spec)
+    if plan.wanted is plan.output and plan.source.placements == input.placements:
+        return _torch.as_view(operator, args, kwargs, _torch.wrap(local, plan.output.spec))
+    # What has moved may lie with gaps, and the next view of it goes by the strides that its spec says.
+    result = _torch.wrap(local.contiguous(), plan.output.spec)
     if plan.wanted is not plan.output:
-        result = _torch.wrap(move(result, plan.wanted), plan.wanted.spec)
+        result = _torch.wrap(move(result, plan.wanted).contiguous(), plan.wanted.spec)
     return copy_of(
-        result, input, lambda whole: aten.view.default(whole, shape), lambda whole, part: aten.view.default(part, before)
-    )
+        result, input, lambda whole: aten.view.default(whole, shape),
+        lambda whole, part: aten.view.default(part, before),
+    )  # fmt: skip
+
+
+def _without_elements(spec: _torch.Spec, local: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
+    """Every rank has all of nothing; torch divides by its size."""
+    layout = Layout.of(spec)
+    replicated = (Replicate(),) * layout.mesh.ndim
+    output = Layout(layout.mesh, replicated, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
+    return _torch.wrap(local.new_empty(output.local_shape), output.spec)
 
 
 def _strange(placement: Placement) -> bool:

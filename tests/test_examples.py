@@ -1,0 +1,65 @@
+"""The scripts in `examples/`, started as a user starts them, at a small size."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import loopback
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(script: str, mesh: str, *options: str) -> str:
+    """What the first rank prints."""
+    ranks = 1
+    for size in mesh.split("x"):
+        ranks *= int(size)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {"GLOO_SOCKET_IFNAME": loopback(), "OMP_NUM_THREADS": "1", **os.environ}
+    ended = subprocess.run(
+        [*launch, f"examples/{script}.py", "--mesh", mesh, *options],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def losses(printed: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", printed)}
+
+
+def test_imagenet_convnext() -> None:
+    found = losses(run("imagenet_convnext", "2x2", "--steps", "31"))
+    assert found[30] < 0.8 * found[0], found
+
+
+def test_unet3d_volume_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    options = ("--steps", "6", "--every", "4", "--checkpoints", str(tmp_path))
+    found = losses(run("unet3d_volume", "1x2", *options))
+    assert found[6] < 0.9 * found[1], found
+    (last,) = tmp_path.glob("step-*6")
+    shutil.rmtree(last)
+    again = losses(run("unet3d_volume", "1x1", *options))
+    assert list(again) == [5, 6]
+    assert [again[step] for step in again] == pytest.approx([found[step] for step in again], abs=2e-3)
+
+
+def test_huge_image_inference(tmp_path: Path) -> None:
+    output = tmp_path / "output.npy"
+    printed = run("huge_image_inference", "2x2", "--size", "250,333", "--output", str(output), "--check")
+    assert output.stat().st_size > 2 * 250 * 333 * 4
+    (difference,) = re.findall(r"greatest difference: (\S+)", printed)
+    assert float(difference) < 1e-5
+
+
+def test_dp_sgd_on_ranks_is_that_of_one_process() -> None:
+    many, one = (losses(run("dp_sgd", mesh, "--steps", "11")) for mesh in ("2", "1"))
+    assert many[10] < 0.8 * many[0], many
+    assert [many[step] for step in many] == pytest.approx([one[step] for step in one], abs=2e-3)
