@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @contextmanager
 def mesh_of(sizes: str, *names: str) -> Iterator[DeviceMesh]:
-    """A mesh such as 2x2 of the processes that torchrun has started: one GPU each, or CPU cores where there are none."""
+    """A mesh such as 2x2 of the processes that torchrun has started: a GPU each, or CPU cores where there is none."""
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convmesh.geometry import IndexMap, Interval, index_map, shards, where_cut
+from convmesh.geometry import IndexMap, Interval, index_map, merged, shards, where_cut
 
 SIZES = st.integers(1, 9)
 
@@ -75,3 +75,9 @@ def test_flattened_cuts_are_the_same_elements(shape: list[int], first: int, rank
                 old = everything.view(shape).narrow(dim, old_part.start, len(old_part))
                 renewed = everything.view(merged).narrow(new, new_part.start, len(new_part))
                 assert old.flatten().tolist() == renewed.flatten().tolist()
+
+
+def test_dimensions_that_become_one() -> None:
+    image, tokens = (2, 6, 4, 5), (2, 6, 20)
+    assert [merged(3, dim, image, tokens) for dim in range(4)] == [False, False, True, True]
+    assert [merged(1, dim, image, (2, 120)) for dim in range(4)] == [False, True, True, True]

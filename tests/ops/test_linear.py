@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 
+import convmesh
+from tests.cases import place
 from tests.harness import Pool
 from tests.ops.against_dense import Sharded, check
 
@@ -87,6 +90,31 @@ def heads(at: tuple[Any, ...]) -> list[Sharded]:
 @pytest.mark.parametrize(("mesh", "at"), [((2,), (3,)), ((2,), (2,)), ((2,), (0,)), ((2,), (1,)), ((2, 2), (2, 3))])
 def test_heads_of_flattened_space(pool: Pool, mesh: tuple[int, ...], at: tuple[Any, ...]) -> None:
     pool.run_cases(check, heads(at), mesh=mesh)
+
+
+def tokens(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.linear(x.flatten(2).transpose(1, 2), w, b)
+
+
+def test_pixels_that_become_tokens_stay_cut(pool: Pool) -> None:
+    """Along the tokens, not along channels, which a linear layer would have to sum over the ranks."""
+    whole = ("R", "R")
+    cases = [Sharded(tokens, (((n, 6, 4, 6), (0, 3)), ((4, 6), whole), ((4,), whole))) for n in (1, 2)]
+    for placements in pool.run_cases(check, cases, mesh=(2, 2)):
+        assert placements[0] == ("(Shard(dim=0), Shard(dim=1))",)
+
+
+def check_dense(mesh: DeviceMesh, case: tuple[tuple[int, ...], tuple[Any, ...]]) -> None:
+    shape, at = case
+    with convmesh.enable():
+        viewed = place(torch.zeros(shape, dtype=torch.float64), mesh, at).flatten(2)
+    assert viewed.is_contiguous()
+    assert viewed.to_local().is_contiguous()
+
+
+def test_a_view_that_had_to_move_lies_as_its_strides_say(pool: Pool) -> None:
+    """Views of it are made by these."""
+    pool.run_cases(check_dense, [((2, 4, 10, 6), at) for at in ((2, 2), (0, 2), (3, 3), (2, 3))], mesh=(2, 2))
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.harness import Pool
+from tests.ops.against_dense import Sharded
+from tests.ops.against_dense import check as check_dense
 from tests.ops.agreement import Sample, agree
 
 Function = Callable[..., Any]
@@ -91,3 +93,13 @@ def test_norms_by_shape_agree_with_one_process(pool: Pool, mesh: tuple[int, ...]
     # Where RMS norm is made of others, the square of a pending sum is torch's own to place.
     cases = [(name, at) for name in BY_SHAPE for at in PLACES[mesh] if "P" not in at or "rms" not in name]
     pool.run_cases(by_shape, cases, mesh=mesh)
+
+
+def _of_tokens(x: torch.Tensor) -> torch.Tensor:
+    return F.group_norm(x.transpose(1, 2).unflatten(2, (5, 6)), 2)
+
+
+def test_group_norm_of_tokens_seen_as_an_image(pool: Pool) -> None:
+    """A part with one sample has a stride along the batch that says nothing of its memory format."""
+    cases = [Sharded(_of_tokens, (((n, 30, 6), at),)) for n in (1, 2) for at in ((0, 1), (0, "R"), ("R", 1))]
+    pool.run_cases(check_dense, cases, mesh=(2, 2))

@@ -103,8 +103,9 @@ def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> Place
 
 def _apart(before: Placement, after: Placement, layout: Layout, shape: tuple[int, ...]) -> bool:
     """Whether the dimension that is cut now has nothing to do with the one that was; the batch suits all."""
-    cut = isinstance(before, Shard) and isinstance(after, Shard) and after.dim != 0
-    return cut and not merged(before.dim, after.dim, layout.shape, shape)
+    if not isinstance(before, Shard) or not isinstance(after, Shard) or after.dim == 0:
+        return False
+    return not merged(before.dim, after.dim, layout.shape, shape)
 
 
 def _choices(placement: Placement, layout: Layout) -> list[Placement]:
