@@ -18,7 +18,7 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@rm -f $(VENV)/.ready-* && touch $@
 
-demo: $(READY)  ## train two layers on 2 ranks and on one process, and compare them
+demo: $(READY)  ## train a U-Net on one process and on 2 and 4 local ranks, and make demo/report.html
 	$(BIN)/python -m convmesh demo
 
 test: lint unit  ## lint, types, import contracts and all tests

@@ -6,10 +6,15 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import batching, convolution, training
+from benchmarks import batching, convolution, operators, training
 from tests.harness import Pool
 
-SUITES = {"convolution": convolution.run, "batching": batching.run, "training": training.run}
+SUITES = {
+    "convolution": convolution.run,
+    "operators": operators.run,
+    "batching": batching.run,
+    "training": training.run,
+}
 
 
 def main() -> None:

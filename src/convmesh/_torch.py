@@ -22,6 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, return_and_correct_aliasing
 
 Operator = torch._ops.OpOverload
@@ -54,6 +55,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensor._op_dispatcher, "_dispatch_fast_path_python_tail"),
     (DTensor._op_dispatcher, "wrap"),
     (torch.utils._python_dispatch, "return_and_correct_aliasing"),
+    (torch.utils._python_dispatch, "TorchDispatchMode"),
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
     (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
@@ -71,6 +73,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_storage_Use_Count"),
     (torch._C, "_dispatch_keyset_full_after"),
+    (torch._ops.OpOverload, "redispatch"),
     (torch._C._distributed_c10d, "_resolve_process_group"),
     (dist.distributed_c10d, "_get_default_store"),
     (dist.distributed_c10d, "_set_pg_timeout"),
@@ -105,10 +108,10 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return wait(local)  # a redistribution may hand on a tensor whose collective is still under way
 
 
-def part_in_memory(tensor: Any) -> torch.Tensor | None:
-    """This rank's part if it is there, in plain memory: not while tracing, and not while a collective is under way."""
+def noted(tensor: Any, name: str) -> Any:
+    """What was noted at this rank's memory, None for nothing. None also while tracing, and beside a collective."""
     local = getattr(tensor, "_local_tensor", None)
-    return local if type(local) is torch.Tensor else None
+    return getattr(local.untyped_storage(), name, None) if type(local) is torch.Tensor else None
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
@@ -188,8 +191,9 @@ def make_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
-def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[Any]] | None:
+def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[Any], DeviceMesh] | None:
     """Where each argument lies, and this rank's part of it; None and the argument itself for what is no tensor.
+    And the mesh of the last one.
 
     None for calls that need a closer look: while tracing, where a collective is under way, beside plain tensors.
     """
@@ -200,14 +204,15 @@ def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[
             local = argument._local_tensor
             if type(local) is not torch.Tensor:
                 return None
-            specs.append(argument._spec)
+            spec = argument._spec
+            specs.append(spec)
             values.append(local)
         elif isinstance(argument, torch.Tensor):
             return None
         else:
             specs.append(None)
             values.append(argument)
-    return tuple(specs), values
+    return tuple(specs), values, spec.mesh
 
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -454,11 +459,15 @@ def keep_whole(operator: Operator) -> Callable[[], None]:
 
 def arguments(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """All arguments of a call in the order of the operator's schema."""
-    schema = operator._schema.arguments
-    if not kwargs and len(args) == len(schema):
-        return args
-    rest = (kwargs.get(argument.name, argument.default_value) for argument in schema[len(args) :])
-    return (*args, *rest)
+    defaults = _defaults(operator)
+    if not kwargs:
+        return args + tuple([default for _, default in defaults[len(args) :]])
+    return args + tuple([kwargs.get(name, default) for name, default in defaults[len(args) :]])
+
+
+@lru_cache(maxsize=4096)
+def _defaults(operator: Operator) -> tuple[tuple[str, Any], ...]:
+    return tuple((argument.name, argument.default_value) for argument in operator._schema.arguments)
 
 
 @dataclass(frozen=True)
@@ -508,15 +517,17 @@ def takes_tensors(operator: Operator) -> bool:
     )
 
 
-def elementwise(operator: Operator) -> bool:
-    """Made of nothing else, and with one tensor as its result."""
-    returned = [str(result.type) for result in operator._schema.returns]
-    return returned == ["Tensor"] and (not is_composite(operator) or operator is torch.ops.aten.silu_backward.default)
+def gives_one_tensor(operator: Operator) -> bool:
+    return [str(result.type) for result in operator._schema.returns] == ["Tensor"]
 
 
 def is_composite(operator: Operator) -> bool:
     """Whether it is made of other operators before DTensor sees it, but in inference mode."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
+    made, own = (
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+        for key in ("CompositeImplicitAutograd", "CPU")
+    )
+    return bool(made and not own)
 
 
 def call(operator: Operator, values: Sequence[Any]) -> Any:

@@ -12,8 +12,10 @@ from .sharding import agreement, registry
 class Enabled:
     """What `enable()` returns. As a context manager it puts back, at its end, the state that it found."""
 
-    def __init__(self, before: bool, checked_before: bool):
-        self._before, self._checked_before = before, checked_before
+    def __init__(self) -> None:
+        self._before = registry.installed()
+        self._checked_before = agreement.checking()
+        self._tried_before = batching.tries_all()
 
     def __enter__(self) -> Enabled:
         return self
@@ -23,24 +25,32 @@ class Enabled:
     ) -> None:
         if not self._checked_before:
             agreement.end()
+        batching.try_all(self._tried_before)
         if not self._before:
             disable()
 
 
-def enable(check: bool = False, timeout: float | None = None) -> Enabled:
+def enable(*, check: bool = False, timeout: float | None = None, benchmark: bool = False) -> Enabled:
     """Make the operators of convolutional networks exact on sharded DTensors, and `torch.func.vmap` over convolutions
     fast; from now on, or for a `with` block.
 
     With `check`, ranks compare what they are about to do before each communication, and a `MismatchError` on all of
     them says where they differ, or which rank did not come within `timeout` seconds (by default, the time-out of the
     process group). It is for finding errors: every communication waits for a few messages through the store. All
-    ranks have to switch it on at the same point. Once on, it stays on until `disable()` or the end of the `with` block.
+    ranks have to switch it on at the same point.
+
+    With `benchmark` the first vmapped convolution of every shape tries all algorithms by the clock, in place of
+    estimating what they cost: slower once, and right for the machine at hand.
+
+    Once on, either stays on until `disable()` or the end of the `with` block.
     """
-    state = Enabled(registry.installed(), agreement.checking())
+    state = Enabled()
     registry.install()
     batching.install()
     if check:
         agreement.begin(timeout)
+    if benchmark:
+        batching.try_all(True)
     return state
 
 
@@ -48,4 +58,5 @@ def disable() -> None:
     """Put back exactly what was there before `enable()`."""
     agreement.end()
     batching.uninstall()
+    batching.try_all(False)
     registry.uninstall()

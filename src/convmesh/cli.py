@@ -9,9 +9,9 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from . import demo
 from . import ops as ops  # declares the rules
 from .batching import calibrate
+from .demo import command as demo
 from .sharding.registry import Behaviour, declared
 
 HEADINGS = ("operator", "stays sharded", "what travels", "refused")
@@ -77,11 +77,6 @@ def show_operators(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_demo(options: argparse.Namespace) -> int:
-    demo.main(options.ranks)
-    return 0
-
-
 def run_calibration(options: argparse.Namespace) -> int:
     print(f"measured prices are in {calibrate()}")
     return 0
@@ -94,9 +89,11 @@ def parser() -> argparse.ArgumentParser:
     operators = commands.add_parser("operators", help="what each operator does on sharded tensors")
     operators.add_argument("--markdown", action="store_true", help="as the page of the documentation")
     operators.set_defaults(run=show_operators)
-    show = commands.add_parser("demo", help="train on local ranks and on one process, and compare them")
-    show.add_argument("--ranks", type=int, default=2, help="how many local ranks (default: 2)")
-    show.set_defaults(run=run_demo)
+    show = commands.add_parser(
+        "demo", help="train on local ranks and on one process, and make a page that compares them"
+    )
+    demo.add_options(show)
+    show.set_defaults(run=demo.run)
     measure = commands.add_parser("calibrate", help="measure what vmapped convolutions cost here (some minutes)")
     measure.set_defaults(run=run_calibration)
     return main_parser

@@ -14,20 +14,22 @@ from tests.batching.oracle import assert_same, loop_and_stack
 
 aten = torch.ops.aten
 
-# name -> (C, O, groups, kernel)
+# name -> (C, O, groups, kernel, padding)
 LAYERS = {
-    "dense": (4, 6, 1, (3, 2)),
-    "grouped": (4, 6, 2, (3, 2)),
-    "depthwise": (4, 4, 4, (3, 2)),
-    "pointwise": (4, 6, 1, (1, 1)),
+    "dense": (4, 6, 1, (3, 2), (1, 0)),
+    "grouped": (4, 6, 2, (3, 2), (1, 0)),
+    "depthwise": (4, 4, 4, (3, 2), (1, 0)),
+    "pointwise": (4, 6, 1, (1, 1), (0, 0)),
+    "pointwise, padded": (4, 6, 1, (1, 1), (1, 0)),
+    "pointwise, grouped": (4, 6, 2, (1, 1), (0, 0)),
 }
 
 
 def layer(name: str, transposed: bool, N: int) -> tuple[tuple[object, ...], Tensor, Tensor, Tensor, Tensor]:
     """Geometry, x, w, b and y of three samples."""
-    C, outputs, groups, kernel = LAYERS[name]
+    C, outputs, groups, kernel, padding = LAYERS[name]
     extra = [1, 0] if transposed else [0, 0]
-    geometry = ([2, 1], [1, 0], [1, 2], transposed, extra, groups)
+    geometry = ([2, 1], padding, [1, 2], transposed, extra, groups)
     w = torch.randn(3, C, outputs // groups, *kernel) if transposed else torch.randn(3, outputs, C // groups, *kernel)
     x, b = torch.randn(3, N, C, 8, 7), torch.randn(3, outputs)
     y = torch.stack([aten.convolution(x[0], w[0], None, *geometry)] * 3)
@@ -84,7 +86,7 @@ def test_patches_are_made_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> 
         return made
 
     per_sample = 4 * 6 * 2 * y.shape[-1] * y.shape[-2] * 8
-    monkeypatch.setattr(patches, "WORKSPACE_LIMIT", 2 * per_sample)
+    monkeypatch.setattr(patches, "WORKSPACE", 2 * per_sample)
     monkeypatch.setattr(patches.View, "patches", noted)
     with batching.force("unfold"):
         got = vmap(lambda x, w, b: aten.convolution(x, w, b, *geometry))(x, w, b)

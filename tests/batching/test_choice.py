@@ -6,12 +6,14 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
 from torch.func import grad, vmap
 
+import convmesh
 from convmesh import batching
 from convmesh.batching import calibration, choice, cost
 from convmesh.batching._functorch import Nature
@@ -36,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def cheap(name: str, task: Task = TASK) -> dict[str, cost.Features]:
     """Prices by which one algorithm costs a tenth of the others."""
     usable = [algorithm for algorithm in choice.ALGORITHMS if algorithm.applies(task)]
-    flops = {algorithm: 0.1 if algorithm.name == name else 1.0 for algorithm in usable}
+    flops = {algorithm: 10.0 if algorithm.name == name else 100.0 for algorithm in usable}
     return {cost.key_of(each, task): cost.Features(0, price, 0, 0, 0) for each, price in flops.items()}
 
 
@@ -49,18 +51,100 @@ def test_the_cheapest_is_taken(name: str, cache: Path) -> None:
 def test_a_small_gain_is_not_worth_a_guess(cache: Path) -> None:
     prices = cheap("fold-groups")
     for key in prices:
-        prices[key] = cost.Features(0, 0.9 if key.endswith("loop") else 1.0, 0, 0, 0)
+        prices[key] = cost.Features(0, 97.0 if key.endswith("loop") else 100.0, 0, 0, 0)
     cost.save(prices, cache)
     assert choice.choose(TASK).name == "fold-groups"
 
 
-def test_without_prices_the_fold_is_taken() -> None:
-    (decision,) = decisions_of(replace(TASK, dtype="float8", device="nowhere"))
+def test_a_gain_of_microseconds_is_not_worth_a_call_from_python(cache: Path) -> None:
+    cost.save({key: price._replace(flops=1e-3 * price.flops) for key, price in cheap("loop").items()}, cache)
+    assert choice.choose(replace(TASK, batch=2)).name == "fold-groups"
+
+
+def test_what_a_fold_left_is_folded_again_unless_much_is_to_be_gained(cache: Path) -> None:
+    prices = cheap("fold-groups")
+    for key in prices:
+        prices[key] = cost.Features(0, 80.0 if key.endswith("loop") else 100.0, 0, 0, 0)
+    cost.save(prices, cache)
+    taken = []
+
+    def convolve(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.conv2d(x, w, padding=1)
+
+    for x in (torch.randn(16, 4, 64, 8, 8), torch.randn(4, 16, 64, 8, 8).transpose(0, 1)):
+        gradient = torch.randn_like(x)
+        decisions = batching.explain(vmap(grad(lambda w, x, g: (convolve(x, w) * g).sum())), W, x, gradient)
+        taken.append([each.algorithm.name for each in decisions if each.task.contraction.wanted is Role.KERNEL])
+    assert taken == [["loop"], ["fold-groups"]]
+
+
+W = torch.zeros(16, 64, 64, 3, 3)
+
+
+def test_without_prices_the_fold_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "price_table", lru_cache(lambda: cost.PriceTable("an empty table", {})))
+    (decision,) = decisions_of(TASK)
     assert decision.algorithm.name == "fold-groups"
-    assert "no prices for float8 on nowhere" in decision.reason
+    assert "no prices for such a task" in decision.reason
 
 
-@pytest.mark.parametrize("nature", Nature)
+def test_prices_of_other_numbers_and_devices_are_scaled() -> None:
+    table, loop = cost.price_table(), choice.ALGORITHMS[-1]
+    double = replace(TASK, dtype="float64", itemsize=8)
+    seconds = [table.seconds(loop, task) for task in (TASK, double, replace(TASK, threads=8))]
+    assert None not in seconds
+    assert seconds[1] == pytest.approx(2 * seconds[0] - cost.Features(*table_price(table, loop)).calls * 16e-6)
+    assert seconds[2] == seconds[0]
+    (decision,) = decisions_of(double)
+    assert "scaled from cpu/float32/n" in decision.reason
+
+
+def table_price(table: cost.PriceTable, algorithm: choice.Algorithm) -> cost.Features:
+    return table.prices[cost.key_of(algorithm, TASK, cost.MEASURED)]
+
+
+def test_a_device_that_was_never_measured_needs_a_very_clear_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = replace(TASK, device="nowhere")
+    for price, taken in ((6e3, "fold-groups"), (4e3, "loop")):
+        prices = {
+            cost.key_of(each, TASK, cost.MEASURED): cost.Features(0, price if each.name == "loop" else 1e4, 0, 0, 0)
+            for each in choice.ALGORITHMS
+            if each.applies(TASK)
+        }
+        monkeypatch.setattr(cost, "LAUNCH", 0.0)
+        monkeypatch.setattr(cost, "price_table", lru_cache(lambda prices=prices: cost.PriceTable("a table", prices)))
+        choice._decide.cache_clear()
+        assert choice.choose(elsewhere).name == taken
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"prices": 3}', '{"prices": {"a": 1}}', '{"prices": {"a": ["b"]}}'])
+def test_a_file_that_is_no_calibration_is_passed_over(text: str, cache: Path) -> None:
+    cache.write_text(text)
+    with pytest.warns(RuntimeWarning, match="no calibration is in"):
+        (decision,) = decisions_of(TASK)
+    assert "is no calibration" in decision.reason
+    choice.choose(replace(TASK, batch=3))  # says it once: warnings are errors here
+    assert cache.read_text() == text
+
+
+def test_calibrating_replaces_a_file_that_is_no_calibration(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.write_text("{")
+    monkeypatch.setattr(calibration, "LAYERS", [(1, 4, 4, 9, 3, 1, 1)])
+    monkeypatch.setattr(calibration, "MAPPINGS", ((2, 1, (True, True)),))
+    batching.calibrate()
+    assert "calibration in" in cost.price_table().source
+
+
+def test_the_first_call_can_try_all_algorithms() -> None:
+    x, w = torch.randn(3, 2, 4, 6, 6), torch.randn(3, 4, 4, 3, 3)
+    with convmesh.enable(benchmark=True):
+        first, second = (batching.explain(vmap(torch.conv2d), x, w)[0] for _ in range(2))
+    assert first.reason.startswith("tried: fold-groups ")
+    assert second is first
+    assert batching.explain(choice.choose, TASK)[0].reason.startswith("built-in table")
+
+
+@pytest.mark.parametrize("nature", [nature for nature in Nature if nature is not Nature.SHARDED])
 def test_what_lies_beneath_limits_the_choice(nature: Nature, cache: Path) -> None:
     allowed = {
         Nature.PLAIN: {"fold-groups", "unfold", "taps", "loop"},

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.func import vmap
+from torch.func import grad, vmap
 
 from convmesh import batching
 from tests.batching.cases import Case, cases, mapped_dims
@@ -66,6 +66,18 @@ def test_samples_without_a_batch_dimension(conv) -> None:
     assert_same(vmap(lambda x: conv(x, w))(x), loop_and_stack(lambda x: conv(x, w), (0,), x))
 
 
+@pytest.mark.parametrize("sizes", [(0, 2), (2, 0), (1, 1), (0, 0)])
+def test_nested_maps_of_no_and_of_one_sample(sizes: tuple[int, int]) -> None:
+    x, w = torch.randn(*sizes, 1, 2, 5, 5).double(), torch.randn(sizes[1], 4, 2, 3, 3).double()
+    got = vmap(vmap(F.conv2d), (0, None))(x, w)
+    assert got.shape == (*sizes, 1, 4, 3, 3)
+    gradients = vmap(vmap(grad(lambda w, x: F.conv2d(x, w).square().sum())), (None, 0))(w, x)
+    assert gradients.shape == (sizes[0], *w.shape)
+    for i in range(sizes[0]):
+        for j in range(sizes[1]):
+            assert_same(got[i, j], F.conv2d(x[i, j], w[j]))
+
+
 def test_one_number_stands_for_all_spatial_dimensions() -> None:
     x, w = torch.randn(3, 1, 2, 7, 7).double(), torch.randn(4, 2, 3, 3).double()
 
@@ -110,5 +122,8 @@ def test_bad_samples(x: tuple[int, ...], w: tuple[int, ...], b: tuple[int, ...],
 def test_a_gradient_of_another_shape_is_refused() -> None:
     g, x, w = torch.randn(2, 1, 4, 3, 3), torch.randn(1, 2, 8, 8), torch.randn(4, 2, 3, 3)
     plain = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    with pytest.raises(RuntimeError, match=r"\[1, 4, 3, 3\], but the output is \[1, 4, 6, 6\]"):
+    words = (
+        r"\[1, 4, 3, 3\], but the output is \[1, 4, 6, 6\] \(for each of 2 samples: vmap maps dimension 0 of `grad_o"
+    )
+    with pytest.raises(RuntimeError, match=words):
         vmap(lambda g: aten.convolution_backward(g, x, w, None, *plain, [True, False, False])[0])(g)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,19 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.func import grad, vmap
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.func import grad, jacrev, vmap
 
 import convmesh
+from convmesh import batching
 from tests.cases import place
-from tests.compare import assert_close, same_on_all_ranks
+from tests.compare import assert_close
 from tests.harness import Pool
 
-SAMPLES, BATCH = 8, 4
+BATCH = 4
 GATHERS = {"all_gather_into_tensor", "all_gather_into_tensor_coalesced"}
 
 
 def convolve(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return F.conv2d(x, w, padding=1)
+    return F.conv2d(x, w, padding=1, groups=x.shape[-3] // w.shape[-3])
 
 
 def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -34,57 +37,146 @@ KINDS = {
     "weights": (lambda x, w: vmap(convolve, (None, 0))(x, w), (False, True)),
     "both": (lambda x, w: vmap(convolve)(x, w), (True, True)),
     "per-sample gradients": (lambda x, w: vmap(grad(loss), (None, 0))(w, x), (True, False)),
+    "gradients of inputs": (lambda x, w: vmap(grad(loss, 1), (None, 0))(w, x), (True, False)),
     "gradients of an ensemble": (lambda x, w: vmap(grad(loss))(w, x), (True, True)),
     "gradients of an ensemble, shared input": (lambda x, w: vmap(grad(loss), (0, None))(w, x), (False, True)),
     "gradient through vmap": (
         lambda x, w: grad(lambda w: vmap(convolve, (0, None))(x, w).square().sum())(w), (True, False),
     ),
+    "gradient through an ensemble": (
+        lambda x, w: grad(lambda w: vmap(convolve)(x, w).square().sum())(w), (True, True),
+    ),
+    "gradient through an ensemble, shared input": (
+        lambda x, w: grad(lambda w: vmap(convolve, (None, 0))(x, w).square().sum())(w), (False, True),
+    ),
 }  # fmt: skip
+PLACES = ("mapped", "batch", "height", "width")
+PAIRS = (("mapped", "batch"), ("mapped", "width"), ("batch", "height"), ("height", "width"), ("width", "mapped"))
 
 
-def run(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...], tuple[Any, ...]]) -> None:
-    kind, x_at, w_at = case
-    function, (x_mapped, w_mapped) = KINDS[kind]
-    torch.manual_seed(0)
-    x = torch.randn(*[SAMPLES] * x_mapped, BATCH, 3, 8, 10, dtype=torch.float64)
-    w = torch.randn(*[SAMPLES] * w_mapped, 5, 3, 3, 3, dtype=torch.float64)
+@dataclass(frozen=True)
+class Sharded:
+    kind: str
+    places: tuple[str, ...]
+    samples: int
+    groups: int = 1
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        x_mapped, w_mapped = KINDS[self.kind][1]
+        torch.manual_seed(0)
+        x = torch.randn(*[self.samples] * x_mapped, BATCH, 4, 8, 10, dtype=torch.float64)
+        return x, torch.randn(*[self.samples] * w_mapped, 6, 4 // self.groups, 3, 3, dtype=torch.float64)
+
+    def layouts(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Where x and w lie if the mesh dimensions cut the mapped, the batch or a spatial dimension."""
+        x_mapped, w_mapped = KINDS[self.kind][1]
+        at = {"mapped": 0, "batch": int(x_mapped), "height": 2 + x_mapped, "width": 3 + x_mapped}
+        x = tuple("R" if place == "mapped" and not x_mapped else at[place] for place in self.places)
+        return x, tuple(0 if place == "mapped" and w_mapped else "R" for place in self.places)
+
+
+def run(mesh: DeviceMesh, case: Sharded) -> None:
+    function = KINDS[case.kind][0]
+    (x, w), (x_at, w_at) = case.tensors(), case.layouts()
     expected = function(x, w)
     with convmesh.enable(), CommDebugMode() as sent:
         actual = function(place(x, mesh, x_at), place(w, mesh, w_at))
-    assert not GATHERS & {collective.__name__ for collective in sent.get_comm_counts()}
+    if case.samples > 1:  # what stands beside the convolution here is not asked of one sample on several ranks
+        assert not GATHERS & {collective.__name__ for collective in sent.get_comm_counts()}
     assert_close(actual.full_tensor(), expected)
 
 
-def layouts(x_mapped: bool, w_mapped: bool, places: list[str]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Where x and w lie if the mesh dimensions cut the mapped, the batch or a spatial dimension."""
-    at = {"mapped": 0, "batch": int(x_mapped), "height": 2 + x_mapped, "width": 3 + x_mapped}
-    x = tuple("R" if place == "mapped" and not x_mapped else at[place] for place in places)
-    w = tuple(0 if place == "mapped" and w_mapped else "R" for place in places)
-    return x, w
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_dimension_sharded(pool: Pool, ranks: int) -> None:
+    pool.run_cases(run, [Sharded(kind, (place,), 8) for kind in KINDS for place in PLACES], mesh=(ranks,))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_dimension_sharded(pool: Pool, kind: str) -> None:
-    mapped = KINDS[kind][1]
-    cases = [(kind, *layouts(*mapped, [place])) for place in ("mapped", "batch", "height", "width")]
-    pool.run_cases(run, cases, mesh=(2,))
-    pool.run_cases(run, cases, mesh=(4,))
+def test_two_dimensions_sharded(pool: Pool) -> None:
+    pool.run_cases(run, [Sharded(kind, pair, 4) for kind in KINDS for pair in PAIRS], mesh=(2, 2))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_dimensions_sharded(pool: Pool, kind: str) -> None:
-    mapped = KINDS[kind][1]
-    pairs = [["mapped", "width"], ["batch", "height"], ["height", "width"]]
-    pool.run_cases(run, [(kind, *layouts(*mapped, pair)) for pair in pairs], mesh=(2, 2))
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
+def test_uneven_and_empty_shards_of_the_mapped_dimension(pool: Pool, mesh: tuple[int, ...]) -> None:
+    """Of 5 samples over 4 ranks the last one has none."""
+    places = [("mapped",)] if len(mesh) == 1 else [pair for pair in PAIRS if "mapped" in pair] + [("mapped", "mapped")]
+    cases = [Sharded(kind, place, samples) for kind in KINDS for place in places for samples in (1, 5)]
+    pool.run_cases(run, cases, mesh=mesh)
 
 
-def uneven(mesh: DeviceMesh) -> str:
-    x = place(torch.randn(5, BATCH, 3, 8, 10), mesh, (0,))
-    w = place(torch.randn(5, 3, 3, 3), mesh, ("R",))
-    with convmesh.enable(), pytest.raises(convmesh.ShardingError) as caught:
-        vmap(convolve, (0, None))(x, w)
-    return str(caught.value)
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_groups(pool: Pool, mesh: tuple[int, ...]) -> None:
+    places = [("mapped",), ("width",)] if len(mesh) == 1 else [("mapped", "batch"), ("mapped", "width")]
+    pool.run_cases(run, [Sharded(kind, place, 3, 2) for kind in KINDS for place in places], mesh=mesh)
 
 
-def test_shards_of_unequal_sizes_of_the_mapped_dimension_are_refused(pool: Pool) -> None:
-    assert "map a multiple of 2 samples" in same_on_all_ranks(pool.run(uneven, mesh=(2,)))
+def own_samples(mesh: DeviceMesh) -> None:
+    """Nothing travels, and the choice is one of a rank's own samples."""
+    (x, w), (x_at, w_at) = (case := Sharded("per-sample gradients", ("mapped",), 5)).tensors(), case.layouts()
+    operands = place(w, mesh, w_at), place(x, mesh, x_at)
+    with convmesh.enable(), CommDebugMode() as sent:
+        decisions = batching.explain(vmap(grad(loss), (None, 0)), *operands)
+    assert sent.get_total_counts() == 0
+    own = operands[1].to_local().shape[0]
+    assert {decision.task.batch for decision in decisions} == ({own} if own else set())
+
+
+def test_every_rank_computes_its_own_samples(pool: Pool) -> None:
+    pool.run(own_samples, mesh=(4,))
+
+
+def spatial_gradients(mesh: DeviceMesh) -> None:
+    """One sum over the ranks that share the space, when it is asked for."""
+    x, w = Sharded("per-sample gradients", ("mapped", "width"), 5).tensors()
+    with convmesh.enable():
+        actual = vmap(grad(loss), (None, 0))(place(w, mesh, ("R", "R")), place(x, mesh, (0, 4)))
+        assert actual.placements == (Shard(0), Partial())
+        with CommDebugMode() as sent:
+            reduced = actual.redistribute(placements=[Shard(0), Replicate()])
+        assert sent.get_total_counts() == 1
+    assert_close(reduced.full_tensor(), vmap(grad(loss), (None, 0))(w, x))
+
+
+def test_gradients_of_sharded_space_are_a_pending_sum(pool: Pool) -> None:
+    pool.run(spatial_gradients, mesh=(2, 2))
+
+
+# Over (x, w), with everything else that torch.func can do.
+TRANSFORMS = {
+    "vmap of vmap": lambda x, w: vmap(vmap(convolve, (0, None)), (0, None))(torch.stack([x, 2 * x]), w[0]),
+    "vmap of vmap of grad": lambda x, w: vmap(vmap(grad(loss), (None, 0)), (0, None))(w, x),
+    "jacrev": lambda x, w: jacrev(lambda w: vmap(convolve, (0, None))(x, w).square().sum((1, 2, 3, 4)))(w[0]),
+    "penalty": lambda x, w: vmap(grad(lambda x: grad(loss)(w[0], x).square().sum()))(x),
+    "autograd": lambda x, w: torch.autograd.grad(
+        vmap(convolve, (0, None))(x, (leaf := w[0].detach().requires_grad_())).square().sum(), leaf
+    )[0],
+}  # fmt: skip
+
+
+def transform(mesh: DeviceMesh, case: tuple[str, Any, int]) -> None:
+    name, x_at, samples = case
+    torch.manual_seed(0)
+    x = torch.randn(samples, 2, 4, 6, 6, dtype=torch.float64)
+    w = torch.randn(2, 6, 4, 3, 3, dtype=torch.float64)
+    expected = TRANSFORMS[name](x, w)
+    with convmesh.enable():
+        actual = TRANSFORMS[name](place(x, mesh, (x_at,)), place(w, mesh, ("R",)))
+        assert_close(actual.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_other_transforms(pool: Pool, name: str) -> None:
+    pool.run_cases(transform, [(name, 0, 4), (name, 0, 3), (name, 4, 3)], mesh=(2,))
+
+
+def compiled(mesh: DeviceMesh, case: Sharded) -> None:
+    (x, w), (x_at, w_at) = case.tensors(), case.layouts()
+    function = KINDS[case.kind][0]
+    with convmesh.enable():
+        torch.compiler.reset()
+        actual = torch.compile(function, backend="aot_eager")(place(x, mesh, x_at), place(w, mesh, w_at))
+        assert_close(actual.full_tensor(), function(x, w))
+
+
+def test_compiled(pool: Pool) -> None:
+    kinds = ("both", "per-sample gradients", "gradient through vmap")
+    pool.run_cases(compiled, [Sharded(kind, (place,), 5) for kind in kinds for place in ("mapped", "width")], mesh=(2,))

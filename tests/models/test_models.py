@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor import DTensor
 
 import convmesh
 from convmesh.models import ConvNeXt, ResNet, UNet, convnext_small, convnext_tiny, resnet18, resnet50
@@ -90,7 +90,7 @@ def train(network: Network, mesh: DeviceMesh | None, at: tuple[Any, ...]) -> tup
     x = torch.randn(network.input, dtype=torch.float64)
     target = torch.randint(3, (network.input[0], *network.input[2:]) if network.dense else network.input[:1])
     if mesh is not None:
-        model = distribute_module(model, mesh)
+        model = convmesh.distribute(model, mesh)
         x = place(x, mesh, at)
         target = place(target, mesh, tuple(d if d == 0 else d - 1 if network.dense else "R" for d in at))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -113,6 +113,54 @@ def test_indices_are_taken_by_their_owners(pool: Pool) -> None:
     pool.run_cases(check, cases((2, 3), (3, 3)), mesh=(2, 2))
 
 
+def at_places(x: torch.Tensor, *dims: int) -> torch.Tensor:
+    """Several dimensions indexed together; the indices are broadcast against each other."""
+    places = {1: [[2], [0]], 2: [1, -1, 4], 3: [[6, 0, 3]], 0: [1, 1, 0]}
+    return x[tuple(torch.tensor(places[dim]) if dim in dims else slice(None) for dim in range(4))] ** 2
+
+
+def test_several_dimensions_indexed_together(pool: Pool) -> None:
+    picks = [(2, 3), (1, 3), (0, 2), (0, 1, 2, 3), (3,)]
+
+    def cases(*places: tuple[Any, ...]) -> list[Sharded]:
+        return [Sharded(at_places, ((SHAPE, at),), dims) for at in places for dims in picks]
+
+    pool.run_cases(check, cases((3,), (2,), (0,), ("P",)), mesh=(2,))
+    pool.run_cases(check, cases((2, 3), (3, 3), ("P", 2)), mesh=(2, 2))
+
+
+def windows(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
+    return x.unfold(dim, size, step)
+
+
+def repeated(x: torch.Tensor, *counts: int) -> torch.Tensor:
+    return x.repeat(counts)
+
+
+def test_repeats_and_windows(pool: Pool) -> None:
+    def cases(*places: tuple[Any, ...]) -> list[Sharded]:
+        sizes, counts = ((3, 3, 2), (2, 2, 1), (1, 3, 1)), ((1, 1, 2, 1), (2, 1, 1, 3, 2))
+        made = [Sharded(windows, ((SHAPE, at),), numbers) for at in places for numbers in sizes]
+        return made + [Sharded(repeated, ((SHAPE, at),), numbers) for at in places for numbers in counts]
+
+    pool.run_cases(check, cases((3,), (2,), (0,)), mesh=(2,))
+    pool.run_cases(check, cases((2, 3), (0, 2)), mesh=(2, 2))
+
+
+def same(mesh: DeviceMesh) -> None:
+    x = torch.arange(10.0)
+    with convmesh.enable():
+        whole, part = place(x, mesh, ("R",)), place(x, mesh, (0,))
+        assert torch.equal(part, whole)
+        assert torch.equal(whole, part)
+        assert not torch.equal(part, place(x + (x == 9), mesh, (0,)))
+        assert not torch.equal(part, place(x[:9], mesh, (0,)))
+
+
+def test_equal_on_part_of_the_ranks(pool: Pool) -> None:
+    pool.run(same, mesh=(2,))
+
+
 def unfold(x: torch.Tensor, *numbers: Any) -> torch.Tensor:
     return F.unfold(x, *numbers)
 

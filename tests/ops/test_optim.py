@@ -14,8 +14,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import convmesh
 from convmesh import _torch
-from convmesh.ops.optim import OPTIMIZERS, POINTWISE, _overloads
-from convmesh.sharding.registry import declared
+from convmesh.ops.optim import OPTIMIZERS, POINTWISE
+from convmesh.sharding.registry import declared, overloads
 from tests.cases import place
 from tests.compare import assert_close
 from tests.harness import Pool, RankError
@@ -130,9 +130,38 @@ def test_clipping_and_scaling(pool: Pool, where: str) -> None:
         assert {tuple(count) for by_rank in counts for count in by_rank} == {(1, 1, 1)}, "the first use reduces for all"
 
 
-@pytest.mark.parametrize("where", ["sharded", "mixed"])
+@pytest.mark.parametrize("where", PLACES)
 def test_clipping_tensor_by_tensor(pool: Pool, where: str) -> None:
-    pool.run_cases(check_training, [(CLIPPED[1], where)], mesh=PLACES[where][0])
+    counts = pool.run_cases(check_training, [(CLIPPED[1], where)], mesh=PLACES[where][0])
+    if where == "replicated, gradients pending":
+        assert {tuple(count) for by_rank in counts for count in by_rank} == {(5, 5, 5)}, "each gradient is reduced once"
+
+
+def check_clipping(mesh: DeviceMesh, case: tuple[str, float, bool]) -> None:
+    where, order, foreach = case
+    places, plain = PLACES[where][1], [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    for parameter, g in zip(plain, gradients(5), strict=True):
+        parameter.grad = g
+    expected = clip_grad_norm_(plain, 0.3, order, foreach=foreach)
+    with convmesh.enable():
+        sharded = [place(torch.zeros_like(p), mesh, at) for p, (at, _) in zip(plain, places, strict=True)]
+        for parameter, g, (_, at) in zip(sharded, gradients(5), places, strict=True):
+            parameter.grad = _own(place(g, mesh, at))
+        total = torch.nn.utils.get_total_norm([p.grad for p in sharded], order, foreach=foreach)
+        clipped = clip_grad_norm_(sharded, 0.3, order, error_if_nonfinite=True, foreach=foreach)
+        for actual in (total, clipped):
+            assert_close(actual.full_tensor(), expected)
+        for parameter, value in zip(sharded, plain, strict=True):
+            assert_close(parameter.grad.full_tensor(), value.grad)
+        sharded[1].grad.fill_(float("nan"))
+        with pytest.raises(RuntimeError, match="non-finite"):
+            clip_grad_norm_(sharded, 0.3, order, error_if_nonfinite=True, foreach=foreach)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_clipping_by_several_norms(pool: Pool, where: str) -> None:
+    cases = [(where, order, foreach) for order in (1.0, 2.0, 3.0, float("inf")) for foreach in (False, True)]
+    pool.run_cases(check_clipping, cases, mesh=PLACES[where][0])
 
 
 def operands(operator: Any, index: int) -> list[Any]:
@@ -193,7 +222,7 @@ def check_pointwise(mesh: DeviceMesh, case: tuple[str, str]) -> None:
 
 
 def test_every_operator_on_lists(pool: Pool) -> None:
-    operators = _overloads(*(f"_foreach_{name}" for name in (*POINTWISE, "zero")))
+    operators = overloads(*(f"_foreach_{name}" for name in (*POINTWISE, "zero")))
     operators = [operator for operator in operators if operator in declared()]
     cases = [(operator._schema.name.removeprefix("aten::"), operator._overloadname) for operator in operators]
     assert len(cases) > 120

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import convmesh
 from convmesh import _torch
+from convmesh.sharding import agreement
 from convmesh.sharding.rendezvous import Fingerprint, disagreement
 from tests.cases import place
 from tests.compare import assert_close
@@ -120,7 +121,7 @@ def odd_layers(mesh: DeviceMesh, layers: tuple[int, ...], compiled: bool = False
         ((0, RELU, 2), False), ((0, 1, 2), False), ((0, 1, RELU), False),
         ((1, 0, RELU, 2), False), ((0, 0, RELU, 2), False), ((0, RELU, 2), True),
     ],
-    ids=["skips a layer", "skips a relu", "skips one that sends nothing", "another order", "another kernel", "compiled"],
+    ids=["skips a layer", "skips a relu", "skips a 1x1", "another order", "another kernel", "compiled"],
 )  # fmt: skip
 def test_a_rank_with_other_layers_is_an_error_on_every_rank(layers: tuple[int, ...], compiled: bool) -> None:
     outcomes = launch(odd_layers, layers, compiled)
@@ -178,6 +179,38 @@ def test_a_rank_that_does_not_come_is_missed_by_name() -> None:
     outcomes = launch(one_stays_away)
     assert outcomes[0].error == "MismatchError"
     assert "not all of ranks 0, 1 (mesh dimension 'w') came within 2 seconds: rank 1" in outcomes[0].message
+
+
+def long_silence(mesh: DeviceMesh, odd_step: int) -> None:
+    convmesh.enable(check=True)
+    x = place(torch.ones(4, 4), mesh, (0, 1))
+    for step in range(1000):
+        x = x.abs() if dist.get_rank() == THE_ODD_ONE and step == odd_step else x.relu()
+    x.full_tensor()
+
+
+def test_an_old_difference_is_seen_and_few_operators_are_remembered() -> None:
+    assert {outcome.error for outcome in launch(long_silence, -1)} == {None}
+    assert "MismatchError" in {outcome.error for outcome in launch(long_silence, 3)}
+    path = agreement._Path()
+    for number in range(1000):
+        path.note(str(number))
+    assert len(path.operators) < 300
+
+
+def without_a_store(mesh: DeviceMesh) -> None:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    del host
+    with pytest.MonkeyPatch.context() as patch, convmesh.enable(check=True):
+        patch.setattr(_torch, "store", lambda: client)
+        place(torch.ones(2), mesh, ("P",)).full_tensor()
+
+
+def test_a_store_that_is_gone_is_a_failed_communication() -> None:
+    for outcome in launch(without_a_store, mesh=(2,), names=("w",)):
+        assert outcome.error == "CommunicationError"
+        assert "the store through which ranks compare what they do" in outcome.message
 
 
 def alone(mesh: DeviceMesh) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import convmesh
 from tests.cases import place
@@ -99,17 +100,49 @@ def test_writing_into_parts_reaches_the_whole(pool: Pool, mesh: tuple[int, ...],
     pool.run_cases(write, [(steps, at) for steps in STEPS for at in places], mesh=mesh)
 
 
+def scale_part(h: torch.Tensor) -> torch.Tensor:
+    h[..., 1:3].mul_(2)
+    h[:, :, 2:] = 1
+    return h
+
+
+def change_index(h: torch.Tensor) -> torch.Tensor:
+    h[..., 1].mul_(3)
+    h[..., 0] += h[..., 1]
+    return h
+
+
+def change_reshaped(h: torch.Tensor) -> torch.Tensor:
+    h.flatten(1).mul_(2)
+    return h.view(6, 35).add_(1)
+
+
+def differentiate(mesh: DeviceMesh, case: tuple[Callable[..., torch.Tensor], tuple[Any, ...]]) -> None:
+    steps, at = case
+    dense = torch.linspace(-1, 2, 210, dtype=torch.float64).view(SHAPE).requires_grad_()
+    steps(dense * 3).square().sum().backward()
+    with convmesh.enable():
+        x = place(dense.detach(), mesh, at).requires_grad_()
+        steps(x * 3).square().sum().backward()
+    assert_close(x.grad.full_tensor(), dense.grad)
+
+
+def test_what_is_written_into_parts_has_gradients(pool: Pool) -> None:
+    for mesh, places in PLACES[1:]:
+        cases = [(steps, at) for steps in (scale_part, change_index, change_reshaped) for at in places]
+        pool.run_cases(differentiate, cases, mesh=mesh)
+
+
 def release(mesh: DeviceMesh) -> None:
-    """A part does not keep the memory of the whole, beyond what autograd does for every view."""
-    with convmesh.enable(), torch.inference_mode():
+    """A part keeps the whole, as a view does, and nothing keeps the part."""
+    with convmesh.enable():
         x = place(torch.arange(12, dtype=torch.float64), mesh, (0,))
         part = x[3:9]
-        memory = torch.multiprocessing.reductions.StorageWeakRef(x.to_local().untyped_storage())
-        del x
-        assert memory.expired()
+        memory = StorageWeakRef(part.to_local().untyped_storage())
         part.mul_(2)
-        assert_close(part.full_tensor(), torch.arange(6, 18, 2, dtype=torch.float64))
+        del part
+        assert memory.expired()
 
 
-def test_a_part_keeps_only_its_own_memory(pool: Pool) -> None:
+def test_nothing_keeps_a_part(pool: Pool) -> None:
     pool.run(release, mesh=(2,))

@@ -4,6 +4,8 @@ from .calibration import calibrate as calibrate
 from .choice import Decision as Decision
 from .choice import explain as explain
 from .choice import force as force
+from .choice import tries_all as tries_all
+from .choice import try_all as try_all
 from .per_sample import clipped_gradient as clipped_gradient
 from .per_sample import per_sample_gradients as per_sample_gradients
 from .per_sample import per_sample_norms as per_sample_norms

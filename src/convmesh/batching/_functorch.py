@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 
 # Tested one by one, so that a torch release that renames one says so by name.
 PRIVATE_NAMES = (
@@ -41,7 +42,8 @@ class Nature(Enum):
     PLAIN = "plain"  # ordinary storage, nobody watches: anything goes
     TRACED = "traced"  # torch.compile records a graph: anything goes, too
     TRACKED = "tracked"  # autograd watches: no writing in place, and nothing large to keep for backward
-    OPAQUE = "opaque"  # a tensor subclass (DTensor) or another level of vmap: only what dispatches further
+    SHARDED = "sharded"  # DTensors that nobody watches: anything goes with their parts
+    OPAQUE = "opaque"  # a watched DTensor, another subclass, or another level of vmap: only what dispatches further
 
 
 def current_level() -> int:
@@ -82,6 +84,8 @@ def below_vmap(nature: Nature) -> AbstractContextManager[None]:
 def nature_of(*tensors: Tensor) -> Nature:
     """The most restricted nature among the tensors."""
     natures = {_nature(tensor) for tensor in tensors}
+    if Nature.SHARDED in natures:
+        return Nature.SHARDED if len(natures) == 1 else Nature.OPAQUE
     for nature in (Nature.OPAQUE, Nature.TRACKED, Nature.TRACED):
         if nature in natures:
             return nature
@@ -93,11 +97,13 @@ def _nature(tensor: Tensor) -> Nature:
         if not _functorch.is_gradtrackingtensor(tensor):
             return Nature.OPAQUE
         inner = _nature(_functorch.get_unwrapped(tensor))
-        return Nature.OPAQUE if inner is Nature.OPAQUE else Nature.TRACKED
+        return Nature.OPAQUE if inner in (Nature.OPAQUE, Nature.SHARDED) else Nature.TRACKED
     if (tensor.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
         return Nature.TRACKED if _dense(tensor) else Nature.OPAQUE
     if isinstance(tensor, FakeTensor | FunctionalTensor):
         return Nature.TRACED
+    if type(tensor) is DTensor:
+        return Nature.SHARDED
     return Nature.PLAIN if _dense(tensor) else Nature.OPAQUE
 
 

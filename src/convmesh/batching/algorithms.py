@@ -17,6 +17,7 @@ from ..correlation import correlate
 from ._functorch import Nature
 from .contraction import FACTORS, Contraction, Role
 from .folding import Mapped, Operand, fold, unfold_from, unfold_result
+from .memory import new_empty
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Task:
     itemsize: int
     device: str
     threads: int
+    lies_folded: bool = False  # an activation has its samples within its batch, as folds leave them
 
     @property
     def both_mapped(self) -> bool:
@@ -141,7 +143,7 @@ class Loop(Algorithm):
         if not task.may_write:
             return Mapped(torch.stack(list(results)), 0)
         shape = task.contraction.shape(task.contraction.wanted)
-        gathered = first.value.new_empty((task.batch, *shape))
+        gathered = new_empty(first.value, (task.batch, *shape))
         for target, result in zip(gathered.unbind(), results, strict=True):
             target.copy_(result)
         return Mapped(gathered, 0)

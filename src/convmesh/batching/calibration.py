@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
@@ -17,6 +16,7 @@ from ._functorch import Nature
 from .algorithms import Algorithm, Task
 from .contraction import FACTORS, Contraction, Role
 from .folding import Mapped, Operand
+from .race import interleaved
 
 # dims, C, O, size, kernel, stride, groups: layers as networks have them, a few of every kind that has its own prices.
 LAYERS = (
@@ -48,12 +48,20 @@ def calibrate(
     Takes some minutes. Prices of other dtypes, devices and numbers of threads that the file holds are kept.
     """
     path = path or cost.cache_file()
-    prices = cost.load(path) if path.is_file() else {}
+    prices = _kept(path)
     for dtype in dtypes:
         prices.update(fit(measurements(tasks(device, dtype))))
     cost.save(prices, path)
     choice.forget()
     return path
+
+
+def _kept(path: Path) -> dict[str, cost.Features]:
+    """What an earlier calibration has measured; a file that is none is written anew."""
+    try:
+        return cost.load(path)
+    except cost.UNREADABLE:
+        return {}
 
 
 def tasks(device: str, dtype: torch.dtype) -> Iterator[Task]:
@@ -80,34 +88,6 @@ def measurements(some_tasks: Iterable[Task]) -> Iterator[tuple[Task, Algorithm, 
         candidates = {each: _runner(each, task, operands) for each in choice.ALGORITHMS if each.applies(task)}
         for algorithm, seconds in interleaved(candidates, task.device).items():
             yield task, algorithm, seconds
-
-
-def interleaved(
-    candidates: dict[Algorithm, Callable[[], object]], device: str, budget: float = 0.1
-) -> dict[Algorithm, float]:
-    """The least time of each candidate: what disturbs a machine only ever adds. They take turns.
-
-    Who is far behind after two rounds is not timed again: how far does not matter.
-    """
-    times: dict[Algorithm, list[float]] = {each: [] for each in candidates}
-    racing, rounds, done = set(candidates), 2, 0
-    while done < rounds:
-        for each in racing:
-            times[each].append(_seconds(candidates[each], device))
-        done += 1
-        if done == 2:
-            least = {each: min(measured) for each, measured in times.items()}
-            racing = {each for each in racing if least[each] < 3 * min(least.values())}
-            rounds = 2 + max(3, min(15, int(budget / sum(least[each] for each in racing))))
-    return {each: min(measured) for each, measured in times.items()}
-
-
-def _seconds(run: Callable[[], object], device: str) -> float:
-    start = time.perf_counter()
-    run()
-    if device != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start
 
 
 def fit(measured: Iterable[tuple[Task, Algorithm, float]]) -> dict[str, cost.Features]:

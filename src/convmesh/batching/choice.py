@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from . import cost
 from ._functorch import Nature
 from .algorithms import Algorithm, Exchange, Fold, FoldGroups, Loop, Task
-from .patches import Pointwise, Taps, Unfold
+from .patches import Taps, Unfold
+from .pointwise import Pointwise
+from .race import interleaved
 
 # In the order of preference where estimates are equal: the folds, which apply to anything, come first.
 ALGORITHMS: tuple[Algorithm, ...] = (
@@ -27,11 +29,18 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Loop(),
 )
 
-# An estimate is off by some ten per cent. Leave the fold, which torch itself would take, only for a clear gain.
-CLEAR_GAIN = 0.85
+# Estimates are off by some ten per cent. Leave the fold, which torch itself would take, only for a clear gain, and on
+# a device for which nothing was measured only for a very clear one.
+CLEAR_GAIN, GAIN_UNMEASURED = 0.95, 0.5
+# Prices are of operands that have their samples in front. Where they lie as a fold left them, others have to copy them.
+GAIN_OVER_FOLDED = 0.75
+# Nor for less seconds than a few calls from Python take.
+LEAST_GAIN = 1e-4
 
 log = logging.getLogger("convmesh.batching")
 _forced: str | None = None
+_trying = False
+_found: dict[Task, Decision] = {}
 _listeners: list[list[Decision]] = []
 
 
@@ -51,9 +60,10 @@ class Decision:
         )
 
 
-def choose(task: Task) -> Algorithm:
-    """The algorithm for a task; said to the debug log and to `explain`."""
-    decision = _forced_decision(task) or (_decide(task) if _is_static(task) else _fold(task, "sizes are symbolic"))
+def choose(task: Task, *operands: Any) -> Algorithm:
+    """The algorithm for a task; said to the debug log and to `explain`. `operands` are there to be tried with."""
+    decision = _forced_decision(task) or _tried(task, operands)
+    decision = decision or (_decide(task) if _is_static(task) else _fold(task, "sizes are symbolic"))
     if _listeners or log.isEnabledFor(logging.DEBUG):
         log.debug("%s", decision)
         for listener in _listeners:
@@ -74,12 +84,38 @@ def _decide(task: Task) -> Decision:
     estimates = {algorithm: table.seconds(algorithm, task) for algorithm in usable}
     known = {algorithm: seconds for algorithm, seconds in estimates.items() if seconds is not None}
     if usable[0] not in known:
-        return Decision(task, usable[0], f"no prices for {task.dtype} on {task.device}; calibrate() measures them")
+        return Decision(task, usable[0], "no prices for such a task; calibrate() measures them")
     best = min(known, key=lambda algorithm: known[algorithm])
-    if known[best] > CLEAR_GAIN * known[usable[0]]:
+    measured = table.measured_for(task)
+    clear = CLEAR_GAIN if measured.startswith(f"{task.device}/") else GAIN_UNMEASURED
+    clear = min(clear, GAIN_OVER_FOLDED) if task.lies_folded else clear
+    if known[best] > clear * known[usable[0]] or known[usable[0]] - known[best] < LEAST_GAIN:
         best = usable[0]
     listed = ", ".join(f"{algorithm.name} {1e3 * seconds:.2f} ms" for algorithm, seconds in known.items())
-    return Decision(task, best, f"{table.source}: {listed}")
+    scaled = "" if measured == cost.circumstances(task) else f", scaled from {measured}"
+    return Decision(task, best, f"{table.source}{scaled}: {listed}")
+
+
+def _tried(task: Task, operands: Sequence[Any]) -> Decision | None:
+    """By the clock, at the first call with such a task, if `try_all` asks for it and nobody watches."""
+    if not _trying or not operands or task.nature is not Nature.PLAIN or task.is_empty:
+        return None
+    if task not in _found:
+        usable = {each: partial(each.run, task, *operands) for each in ALGORITHMS if each.applies(task)}
+        seconds = interleaved(usable, task.device)
+        listed = ", ".join(f"{each.name} {1e3 * seconds[each]:.2f} ms" for each in usable)
+        _found[task] = Decision(task, min(seconds, key=lambda each: seconds[each]), f"tried: {listed}")
+    return _found[task]
+
+
+def tries_all() -> bool:
+    return _trying
+
+
+def try_all(wanted: bool) -> None:
+    """Whether a task's first call tries all algorithms, and takes the fastest of them from then on."""
+    global _trying
+    _trying = wanted
 
 
 def _forced_decision(task: Task) -> Decision | None:
@@ -103,6 +139,7 @@ def _is_static(task: Task) -> bool:
 def forget() -> None:
     """Drop remembered choices, after the prices or a limit have changed."""
     _decide.cache_clear()
+    _found.clear()
     cost.price_table.cache_clear()
 
 

@@ -20,8 +20,13 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
 
+from .. import _torch
 from ..geometry import Convolution, Shape
+from ..sharding.layout import Layout, dense_stride
+from ._functorch import unwrapped
 
 
 class Role(Enum):
@@ -55,7 +60,7 @@ class Contraction:
     response: Shape
 
     def shape(self, role: Role) -> Shape:
-        return {Role.IMAGE: self.image, Role.KERNEL: self.kernel, Role.RESPONSE: self.response}[role]
+        return self.image if role is Role.IMAGE else self.kernel if role is Role.KERNEL else self.response
 
     @property
     def is_forward(self) -> bool:
@@ -78,25 +83,23 @@ class Contraction:
 
     def with_longer(self, letter: str, factor: int) -> Contraction:
         """The same product where one of the sizes N, C, O is `factor` times as large."""
-
-        def longer(role: Role) -> Shape:
-            return tuple(
-                size * factor if name == letter else size
-                for name, size in zip(role.value.ljust(len(self.image)), self.shape(role), strict=True)
-            )
-
-        return Contraction(self.wanted, self.geometry, longer(Role.IMAGE), longer(Role.KERNEL), longer(Role.RESPONSE))
+        (n, c, *image), (o, c_kernel, *kernel), (_, _, *response) = self.image, self.kernel, self.response
+        n, c, c_kernel, o = (
+            size * factor if name == letter else size for name, size in zip("NCCO", (n, c, c_kernel, o), strict=True)
+        )
+        return Contraction(self.wanted, self.geometry, (n, c, *image), (o, c_kernel, *kernel), (n, o, *response))
 
     def __call__(self, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the stock operator. `first` and `second` are in the order of `FACTORS`."""
         geometry = self.geometry.arguments
         if self.is_forward:
             return _convolution(first, second, bias, *geometry)
-        absent = _placeholder(first, self.shape(self.wanted))
         if self.wanted is Role.KERNEL:
+            absent = first.new_empty(self.kernel)
             given, taken = (first, second) if self.geometry.transposed else (second, first)
             kernel: Tensor = _backward(given, taken, absent, None, *geometry, (False, True, False))[1]
             return kernel
+        absent = _placeholder(first, self.shape(self.wanted), self.geometry.groups)
         gradient: Tensor = _backward(first, absent, second, None, *geometry, (True, False, False))[0]
         return gradient
 
@@ -105,6 +108,16 @@ _convolution: Callable[..., Tensor] = torch.ops.aten.convolution.default
 _backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten.convolution_backward.default
 
 
-def _placeholder(like: Tensor, shape: Shape) -> Tensor:
-    """Stands for the operand whose gradient is asked for: the operator reads its shape, never its values."""
-    return like.new_empty(shape)
+def _placeholder(like: Tensor, shape: Shape, groups: int) -> Tensor:
+    """Stands for the operand whose gradient is asked for: the operator reads its shape, never its values.
+
+    Where that of a DTensor lies, its gradient goes: so it lies where the other activation does.
+    """
+    sharded = unwrapped(like)
+    if not isinstance(sharded, DTensor):
+        return like.new_empty(shape)
+    spec = _torch.spec_of(sharded)
+    stays = [isinstance(p, Shard) and (p.dim != 1 or groups > 1) for p in spec.placements]
+    placements = tuple(p if stay else Replicate() for p, stay in zip(spec.placements, stays, strict=True))
+    layout = Layout(spec.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), like.dtype)
+    return _torch.wrap(_torch.local_of(sharded).new_empty(layout.local_shape), layout.spec)

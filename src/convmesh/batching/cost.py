@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from math import prod
 from pathlib import Path
@@ -26,6 +27,14 @@ class Features(NamedTuple):
     workspace: float  # gigabytes beside them
 
 
+# What the built-in table was measured for. Other kinds of numbers and devices are scaled from it.
+MEASURED = "cpu/float32/n"
+# A sum of products takes this many times as long as in float32, beyond what the bytes say: vectors hold half as many.
+SLOWER = {"float64": 2.0, "complex64": 4.0, "complex128": 8.0}
+# A device of another kind computes much faster, and takes this many microseconds to be told.
+FASTER, LAUNCH = 50.0, 10.0
+
+
 @dataclass(frozen=True)
 class PriceTable:
     """Prices by `key_of`; `source` says where they come from, for those who ask why."""
@@ -35,18 +44,41 @@ class PriceTable:
 
     def seconds(self, algorithm: Algorithm, task: Task) -> float | None:
         """None where nobody measured this kind of task."""
-        price = self.prices.get(key_of(algorithm, task))
+        measured = self.measured_for(task)
+        price = self.prices.get(key_of(algorithm, task, measured))
         if price is None:
             return None
-        return sum(amount * cost for amount, cost in zip(features_of(algorithm, task), price, strict=True))
+        features, scaled = features_of(algorithm, task), _scaled(price, measured, task)
+        return sum(amount * cost for amount, cost in zip(features, scaled, strict=True))
+
+    def measured_for(self, task: Task) -> str:
+        """The device, dtype and threads whose prices stand for the task's: its own, with other threads, or MEASURED."""
+        own = circumstances(task)
+        other = own[:-1] + ("n" if own.endswith("1") else "1")
+        return next((each for each in (own, other) if each in self._circumstances), MEASURED)
+
+    @cached_property
+    def _circumstances(self) -> frozenset[str]:
+        return frozenset("/".join(key.split("/")[:3]) for key in self.prices)
 
 
-def key_of(algorithm: Algorithm, task: Task) -> str:
+def _scaled(price: Features, measured: str, task: Task) -> Features:
+    device, dtype, _ = measured.split("/")
+    if dtype != task.dtype:
+        price = price._replace(flops=price.flops * SLOWER.get(task.dtype, 1.0))
+    if device != task.device:
+        price = Features(LAUNCH, *(each / FASTER for each in price[1:]))
+    return price
+
+
+def circumstances(task: Task) -> str:
+    return f"{task.device}/{task.dtype}/{'1' if task.threads == 1 else 'n'}"
+
+
+def key_of(algorithm: Algorithm, task: Task, measured: str | None = None) -> str:
     """Tasks with the same key share prices."""
-    threads = "1" if task.threads == 1 else "n"
-    return "/".join(
-        (task.device, task.dtype, threads, task.contraction.wanted.name.lower(), _kind(task), algorithm.name)
-    )
+    wanted = task.contraction.wanted.name.lower()
+    return "/".join((measured or circumstances(task), wanted, _kind(task), algorithm.name))
 
 
 def _kind(task: Task) -> str:
@@ -86,12 +118,20 @@ def cache_file() -> Path:
 
 @lru_cache(maxsize=1)
 def price_table() -> PriceTable:
-    """The calibration of this machine over the built-in table."""
+    """The calibration of this machine over the built-in table, or that alone if the file cannot be read."""
     built_in = _parse(files("convmesh.batching").joinpath("prices.json").read_text())
     path = cache_file()
     if not path.is_file():
         return PriceTable("built-in table", built_in)
-    return PriceTable(f"calibration in {path}", {**built_in, **load(path)})
+    try:
+        measured = load(path)
+    except UNREADABLE as error:
+        warnings.warn(f"no calibration is in {path}, which is left alone: {error!r}", RuntimeWarning, stacklevel=2)
+        return PriceTable(f"built-in table, because {path} is no calibration", built_in)
+    return PriceTable(f"calibration in {path}", {**built_in, **measured})
+
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def load(path: Path) -> dict[str, Features]:
@@ -99,7 +139,7 @@ def load(path: Path) -> dict[str, Features]:
 
 
 def _parse(text: str) -> dict[str, Features]:
-    return {key: Features(*price) for key, price in json.loads(text)["prices"].items()}
+    return {key: Features(*map(float, price)) for key, price in json.loads(text)["prices"].items()}
 
 
 def save(prices: Mapping[str, Features], path: Path) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..geometry import Shape
-from ..sharding.errors import refuse
 from ._functorch import unwrapped
 from .contraction import Role
 
@@ -29,11 +28,20 @@ class Mapped(NamedTuple):
 
     def is_sharded_along(self, axis: int) -> bool:
         """Whether the values are a DTensor that is sharded along this dimension of each sample."""
+        dim = axis if self.dim is None or axis < self.dim else axis + 1
+        return bool(self._cut_over(dim))
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks the mapped dimension is cut."""
+        return 1 if self.dim is None else prod(self._cut_over(self.dim))
+
+    def _cut_over(self, dim: int) -> list[int]:
+        """The sizes of the mesh dimensions that cut a dimension of the values."""
         value = unwrapped(self.value)
-        if self.dim is None or not isinstance(value, DTensor):
-            return False
-        dim = axis if axis < self.dim else axis + 1
-        return any(placement.is_shard(dim) for placement in value.placements)
+        if not isinstance(value, DTensor):
+            return []
+        return [value.device_mesh.size(i) for i, placement in enumerate(value.placements) if placement.is_shard(dim)]
 
     @property
     def in_front(self) -> Tensor:
@@ -61,6 +69,14 @@ class Operand:
         """[B ...]"""
         return self._keep("front", lambda: self.mapped.in_front)
 
+    @property
+    def lies_folded(self) -> bool:
+        """Whether it is an activation in memory as [N B ...]: folds take that as it is, and all others copy it."""
+        if self.mapped.dim is None or self.role is Role.KERNEL or self.mapped.sample_shape[0] == 1:
+            return False
+        batch_dim = 1 if self.mapped.dim == 0 else 0
+        return self.value.stride(self.mapped.dim) < self.value.stride(batch_dim)
+
     def into(self, letter: str, groups: int) -> Tensor:
         """B folded into the axis N, C or O."""
         if not self.is_mapped or letter not in self.role.value:
@@ -82,24 +98,9 @@ class Operand:
         return self._folded[name]
 
 
-def _check_even(mapped: Mapped) -> None:
-    """A sharded dimension in front of another one can be merged with it only if its shards are equal."""
-    value = unwrapped(mapped.value)
-    if mapped.dim is None or not isinstance(value, DTensor):
-        return
-    layout = [(dim, p) for dim, p in enumerate(value.placements) if p.is_shard(mapped.dim)]
-    ranks = prod(value.device_mesh.size(dim) for dim, _ in layout)
-    if value.shape[mapped.dim] % ranks:
-        raise refuse(
-            "vmap of convolution", f"the mapped dimension {mapped.dim} has shards of unequal sizes",
-            [("mapped tensor", value)], f"map a multiple of {ranks} samples, or shard another dimension",
-        )  # fmt: skip
-
-
 def fold(mapped: Mapped, axis: int, groups: int, behind: bool = False) -> Tensor:
     """[B .. (g a) ..] -> [.. (g B a) ..]; without groups that is [.. (B a) ..], or [(N B) ..] with B behind N."""
     assert mapped.dim is not None
-    _check_even(mapped)
     if behind:
         return _merge(mapped.value.movedim(mapped.dim, 1), 0, 2)
     if groups == 1:

@@ -16,13 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._functorch import Nature
 from .algorithms import Algorithm, Task, spread
 from .contraction import Role
 from .folding import Mapped, Operand
+from .memory import contiguous, new_empty, new_zeros
+from .pointwise import is_pointwise
 
-# Patches are as many times larger than the image as the kernel has taps. They are made for so many samples
-# at a time that they take no more than this.
+# Patches are as many times larger than the image as the kernel has taps. They are made for so many samples at a time
+# that they take about as much as a cache holds; those of a single sample may take more, up to the limit.
+WORKSPACE = 8 * 2**20
 WORKSPACE_LIMIT = 128 * 2**20
 
 
@@ -76,8 +78,16 @@ class View:
 
     def patches(self, image: Tensor) -> Tensor:
         """[B N C *] -> [B g, (c k), (N l)]"""
-        stacked = torch.stack(list(self.read_by_tap(self.padded(image))), 2)
-        return stacked.reshape(-1, self.c * self.taps, self.places)
+        padded = self.padded(image)
+        batch, channels, number, *space = padded.stride()
+        taps = [step * dilation for step, dilation in zip(space, self.geometry.dilation, strict=True)]
+        places = [step * stride for step, stride in zip(space, self.geometry.stride, strict=True)]
+        overlapping = padded.as_strided(
+            (image.shape[0], self.C, *self.kernel, self.N, *self.response),
+            (batch, channels, *taps, number, *places),
+            padded.storage_offset(),
+        )
+        return overlapping.reshape(-1, self.c * self.taps, self.places)
 
     def add_patches(self, matrix: Tensor, padded: Tensor) -> None:
         """[B g, (c k), (N l)] added up into the padded image [B C N *]"""
@@ -85,10 +95,25 @@ class View:
         for part, target in zip(parts, self.read_by_tap(padded), strict=True):
             target.add_(part)
 
+    def blank(self, wanted: Role, like: Tensor, batch: int, bias: Tensor | None) -> Tensor:
+        """To write a result into: [B g o (c k)], [B g o (N l)], or an image to add to."""
+        if wanted is Role.IMAGE:
+            return self.blank_image(like, batch, bias)
+        columns = self.c * self.taps if wanted is Role.KERNEL else self.places
+        return new_empty(like, (batch, self.groups, self.o, columns))
+
+    def finished(self, wanted: Role, result: Tensor) -> Tensor:
+        """What was written, with the axes of its role."""
+        if wanted is Role.IMAGE:
+            return self.unpadded(result)
+        if wanted is Role.KERNEL:
+            return result.reshape(-1, self.O, self.c, *self.kernel)
+        return self.response_from(result)
+
     def blank_image(self, like: Tensor, batch: int, bias: Tensor | None) -> Tensor:
         """A padded image [B C N *] to add to, which holds the bias already."""
         size = [n + 2 * p for n, p in zip(self.image, self.geometry.padding, strict=True)]
-        blank = like.new_zeros((batch, self.C, self.N, *size))
+        blank = new_zeros(like, (batch, self.C, self.N, *size))
         return blank if bias is None else blank.add_(bias.reshape(batch, self.C, *[1] * (1 + len(size))))
 
 
@@ -98,22 +123,22 @@ class Unfold(Algorithm):
     name = "unfold"
 
     def applies(self, task: Task) -> bool:
-        usable = task.both_mapped and task.may_write and _several_taps(task) and not task.is_empty
+        usable = task.both_mapped and task.may_write and not is_pointwise(task) and not task.is_empty
         return usable and self._per_sample(task) <= WORKSPACE_LIMIT
 
     def workspace(self, task: Task) -> int:
         return self._samples_at_once(task) * self._per_sample(task)
 
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
-        view, product = View(task), task.contraction
+        view, wanted = View(task), task.contraction.wanted
         biases = None if bias is None else spread(bias, task.batch).value
+        result = view.blank(wanted, first.value, task.batch, biases)
         at_once = self._samples_at_once(task)
-        parts = []
+        a, b = first.in_front(), second.in_front()
         for start in range(0, task.batch, at_once):
             part = slice(start, start + at_once)
-            part_bias = None if biases is None else biases[part]
-            parts.append(multiply(view, product.wanted, first.in_front()[part], second.in_front()[part], part_bias))
-        return Mapped(parts[0] if len(parts) == 1 else torch.cat(parts), 0)
+            multiply(view, wanted, a[part], b[part], None if biases is None else biases[part], result[part])
+        return Mapped(view.finished(wanted, result), 0)
 
     @staticmethod
     def _per_sample(task: Task) -> int:
@@ -121,24 +146,7 @@ class Unfold(Algorithm):
         return view.C * view.taps * view.places * task.itemsize
 
     def _samples_at_once(self, task: Task) -> int:
-        return max(1, min(task.batch, WORKSPACE_LIMIT // max(1, self._per_sample(task))))
-
-
-class Pointwise(Unfold):
-    """The kernel has one tap: the image is its own patches, and nothing is laid out."""
-
-    name = "pointwise"
-
-    def applies(self, task: Task) -> bool:
-        writes = task.contraction.wanted is Role.IMAGE
-        usable = task.may_write or (task.nature is Nature.TRACKED and not writes)
-        return task.both_mapped and usable and not _several_taps(task) and not task.is_empty
-
-    def workspace(self, task: Task) -> int:
-        return 0
-
-    def _samples_at_once(self, task: Task) -> int:
-        return max(1, task.batch)
+        return max(1, min(task.batch, WORKSPACE // max(1, self._per_sample(task))))
 
 
 class Taps(Algorithm):
@@ -147,7 +155,8 @@ class Taps(Algorithm):
     name = "taps"
 
     def applies(self, task: Task) -> bool:
-        return task.both_mapped and task.may_write and _several_taps(task) and not task.is_empty
+        several = prod(task.contraction.kernel[2:]) > 1
+        return task.both_mapped and task.may_write and several and not task.is_empty
 
     def workspace(self, task: Task) -> int:
         result = prod(task.contraction.shape(task.contraction.wanted))
@@ -170,7 +179,7 @@ class Taps(Algorithm):
 
     @staticmethod
     def _response(view: View, image: Tensor, kernels: Tensor, biases: Tensor | None) -> Tensor:
-        total = image.new_zeros((kernels.shape[1], view.o, view.places))
+        total = new_zeros(image, (kernels.shape[1], view.o, view.places))
         if biases is not None:
             total.add_(biases.reshape(-1, view.o, 1))
         for tap, seen in zip(kernels, view.read_by_tap(view.padded(image)), strict=True):
@@ -180,27 +189,22 @@ class Taps(Algorithm):
     @staticmethod
     def _kernel(view: View, image: Tensor, response: Tensor) -> Tensor:
         response_matrix = view.response_matrix(response)
-        by_tap = image.new_empty((view.taps, response_matrix.shape[0], view.o, view.c))
+        by_tap = new_empty(image, (view.taps, response_matrix.shape[0], view.o, view.c))
         for target, seen in zip(by_tap.unbind(), view.read_by_tap(view.padded(image)), strict=True):
             torch.bmm(response_matrix, seen.reshape(-1, view.c, view.places).transpose(1, 2), out=target)
-        return by_tap.movedim(0, -1).contiguous().reshape(-1, view.O, view.c, *view.kernel)
+        return contiguous(by_tap.movedim(0, -1)).reshape(-1, view.O, view.c, *view.kernel)
 
 
-def _several_taps(task: Task) -> bool:
-    return prod(task.contraction.kernel[2:]) > 1
-
-
-def multiply(view: View, wanted: Role, first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
-    """The contraction by patches; the operands have B in front."""
+def multiply(view: View, wanted: Role, first: Tensor, second: Tensor, bias: Tensor | None, result: Tensor) -> None:
+    """The contraction by patches, written into a part of `View.blank`; the operands have B in front."""
     if wanted is Role.KERNEL:
-        kernel = torch.bmm(view.response_matrix(second), view.patches(first).transpose(1, 2))
-        return kernel.reshape(-1, view.O, view.c, *view.kernel)
+        patches = view.patches(first).transpose(1, 2)
+        torch.bmm(view.response_matrix(second), patches, out=result.flatten(0, 1))
+        return
     kernel = view.kernel_matrix(second)
-    if wanted is Role.RESPONSE:
-        patches = view.patches(first)
-        if bias is None:
-            return view.response_from(torch.bmm(kernel, patches))
-        return view.response_from(torch.baddbmm(bias.reshape(-1, view.o, 1), kernel, patches))
-    image = view.blank_image(first, first.shape[0], bias)
-    view.add_patches(torch.bmm(kernel.transpose(1, 2), view.response_matrix(first)), image)
-    return view.unpadded(image)
+    if wanted is Role.IMAGE:
+        view.add_patches(torch.bmm(kernel.transpose(1, 2), view.response_matrix(first)), result)
+        return
+    torch.bmm(kernel, view.patches(first), out=result.flatten(0, 1))
+    if bias is not None:
+        result.add_(bias.reshape(-1, view.groups, view.o, 1))

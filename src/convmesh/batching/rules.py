@@ -18,6 +18,7 @@ from .algorithms import Task, add_bias
 from .choice import choose
 from .contraction import Contraction, Role
 from .folding import Mapped, Operand
+from .sharded import by_own_samples, expressible, without_filling
 
 
 def convolution(
@@ -90,7 +91,8 @@ def _backward(
     batch = _batch_size(g, x, w)
     output = _output_shape(x, w, None, geometry)
     if g.sample_shape != output:
-        raise RuntimeError(f"`grad_output` of each sample is {list(g.sample_shape)}, but the output is {list(output)}")
+        complaint = f"`grad_output` has the shape {list(g.sample_shape)}, but the output is {list(output)}"
+        raise RuntimeError(f"{complaint} ({_mapped_dimensions(grad_output=g, input=x, weight=w)})")
     image, response = (g, x) if geometry.transposed else (x, g)
     product = partial(
         Contraction,
@@ -125,8 +127,26 @@ def _contract(
     """By the algorithm that suits. Gradients of what is not mapped depend on no sample, and are computed once."""
     if not first.is_mapped and not second.is_mapped:
         return Mapped(contraction(first.value, second.value), None)
+    if nature is Nature.SHARDED:
+        result = by_own_samples(contraction, batch, first, second, bias, _compute)
+        if result is not None:
+            return result
     if batch == 0:
         return _nothing(contraction, first, second)
+    if nature in (Nature.SHARDED, Nature.OPAQUE):
+        samples, first, second, bias = expressible(contraction, batch, first, second, bias)
+        return without_filling(_run(contraction, samples, Nature.OPAQUE, first, second, bias), batch)
+    return _run(contraction, batch, nature, first, second, bias)
+
+
+def _compute(contraction: Contraction, batch: int, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+    """Of tensors that are not DTensors."""
+    return _contract(contraction, batch, nature_of(first.value, second.value), first, second, bias)
+
+
+def _run(
+    contraction: Contraction, batch: int, nature: Nature, first: Operand, second: Operand, bias: Mapped | None
+) -> Mapped:
     value = first.value
     task = Task(
         contraction,
@@ -137,8 +157,9 @@ def _contract(
         value.element_size(),
         value.device.type,
         torch.get_num_threads(),
+        nature is Nature.PLAIN and (first.lies_folded or second.lies_folded),
     )
-    return choose(task).run(task, first, second, bias)
+    return choose(task, first, second, bias).run(task, first, second, bias)
 
 
 def _nothing(contraction: Contraction, first: Operand, second: Operand) -> Mapped:
@@ -167,7 +188,7 @@ def _output_shape(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution)
         channels_fit = image[1] == inputs and kernel[0] % geometry.groups == 0
         if channels_fit and (b is None or b.sample_shape == (outputs,)) and all(n > 0 for n in size):
             return (image[0], outputs, *size)
-    raise RuntimeError(f"{_complaint(x, w, b, geometry)} ({_mapped_dimensions(x, w, b)})")
+    raise RuntimeError(f"{_complaint(x, w, b, geometry)} ({_mapped_dimensions(input=x, weight=w, bias=b)})")
 
 
 def _complaint(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> str:
@@ -180,9 +201,10 @@ def _complaint(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) ->
     return f"no rule fits a convolution of {list(x.sample_shape)} with {list(w.sample_shape)} and {geometry}"
 
 
-def _mapped_dimensions(x: Mapped, w: Mapped, b: Mapped | None) -> str:
-    named = {"input": x, "weight": w, "bias": b}
+def _mapped_dimensions(**operands: Mapped | None) -> str:
     mapped = [
-        f"dimension {each.dim} of `{name}`" for name, each in named.items() if each is not None and each.dim is not None
+        f"dimension {each.dim} of `{name}`"
+        for name, each in operands.items()
+        if each is not None and each.dim is not None
     ]
-    return f"for each of {_batch_size(x, w, b)} samples: vmap maps {', '.join(mapped)}"
+    return f"for each of {_batch_size(*operands.values())} samples: vmap maps {', '.join(mapped)}"

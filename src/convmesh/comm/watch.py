@@ -96,7 +96,7 @@ def caller() -> str:
     """Where in the user's own code this is: the innermost frame outside of torch and of this library."""
     for frame in _frames():
         file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
+        if not file.startswith(_LIBRARIES) and "torchinductor" not in file:  # where compiled code is written to
             return f"{file}:{frame.f_lineno}"
     return "unknown"
 

@@ -18,7 +18,7 @@ def _convolutions(inputs: int, outputs: int, stride: int, count: int, spatial_di
         layers += [
             convolution(outputs if number else inputs, outputs, 3, 1 if number else stride, 1, bias=False),
             norm(outputs, affine=True),
-            nn.LeakyReLU(0.1, inplace=True),
+            nn.SiLU(),
         ]
     return nn.Sequential(*layers)
 

@@ -9,9 +9,12 @@ from . import batch_norm_backward as batch_norm_backward
 from . import conv as conv
 from . import cross_entropy as cross_entropy
 from . import expand as expand
+from . import gated as gated
+from . import gather_along as gather_along
 from . import gather_index as gather_index
 from . import grid as grid
 from . import group_norm as group_norm
+from . import index as index
 from . import instance_norm as instance_norm
 from . import join as join
 from . import layer_norm as layer_norm
@@ -27,6 +30,7 @@ from . import pool as pool
 from . import prelu as prelu
 from . import random as random
 from . import reduce as reduce
+from . import repeat as repeat
 from . import resample as resample
 from . import rms_norm as rms_norm
 from . import scale as scale
@@ -34,6 +38,7 @@ from . import select as select
 from . import shuffle as shuffle
 from . import slicing as slicing
 from . import softmax as softmax
+from . import truth as truth
 from . import turn as turn
 from . import unfold as unfold
 from . import unpool as unpool

@@ -66,7 +66,8 @@ def adaptive_average_backward(operator: _torch.Operator, args: tuple[Any, ...], 
     gy = move(gradient, layouts.operands[0])
     own = [len(side.sources) for side in plan.sides]
     gx = gy.new_zeros([*gy.shape[: plan.first], *own])
-    gy = layouts.reach.fetch_touched(gy).read(layouts.reach.touched)
+    fetch = layouts.reach.fetch_touched(gy)
+    gy = fetch.held.read(layouts.reach.touched)
     if gx.numel() and gy.numel():
         width = [side.slots.width for side in plan.sides]
         slots = [len(side.slots.positions) for side in plan.sides]
@@ -74,7 +75,7 @@ def adaptive_average_backward(operator: _torch.Operator, args: tuple[Any, ...], 
         still = ([0] * len(width), False, True, None)
         laid = AVERAGE_BACKWARD[len(width)](_weighted(gy, plan.sides), laid, width, width, *still)
         gx = _taken_up(laid, plan.sides)
-    return layouts.finish(gx)
+    return layouts.finish(fetch.tie(gx))
 
 
 @rule(
@@ -119,10 +120,10 @@ def adaptive_max_backward(operator: _torch.Operator, args: tuple[Any, ...], kwar
     if layouts.reach is None:
         return layouts.outside(gradient)
     reach = layouts.reach
-    gy, at = (
-        reach.fetch_touched(move(tensor, layout)).read(reach.touched)
-        for tensor, layout in zip((gradient, indices), layouts.operands, strict=True)
-    )
+    gy, at = (move(tensor, layout) for tensor, layout in zip((gradient, indices), layouts.operands, strict=True))
+    # What needs no gradient the compiler may run with the forward pass, on some ranks only: so the indices need it.
+    fetches = [reach.fetch_touched(gy), reach.fetch_touched(_torch.tie(at, gy))]
+    gy, at = (fetch.held.read(reach.touched) for fetch in fetches)
     along = coordinates(at, [side.source_size for side in plan.sides])
     for side, index in zip(plan.sides, along, strict=True):
         if side.dim in reach.dims:  # a maximum on another rank is that rank's to add
@@ -136,6 +137,8 @@ def adaptive_max_backward(operator: _torch.Operator, args: tuple[Any, ...], kwar
             for side, index in zip(plan.sides, along, strict=True)
         ]
         gx.scatter_add_(-1, flatten(local, own).flatten(plan.first), gy.flatten(plan.first))
+    for fetch in fetches:
+        gx = fetch.tie(gx)
     return layouts.finish(gx.view(*gy.shape[: plan.first], *own))
 
 
@@ -199,7 +202,8 @@ def _greatest(values: torch.Tensor, indices: torch.Tensor, plan: AdaptivePlan) -
                 parts = [one.read((common.shift(first - touched.start),)) for one in held]
                 places = [one.narrow(dim, common.start - wanted.start, len(common)) for one in best]
                 _keep_better(*places, *parts)
-        values, indices = best
+        received = [pending.received for _, pending in coming]
+        values, indices = _torch.tie(best[0], values, indices, tokens=received), best[1]
     return values, indices
 
 

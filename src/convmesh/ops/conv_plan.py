@@ -16,7 +16,7 @@ from ..geometry import Convolution, Split
 from ..sharding.cache import planned
 from ..sharding.dispatch import layouts_of
 from ..sharding.layout import Layout, dense_stride
-from ..sharding.rows import Assignment, Wanted, choose, input_placements, output_placements
+from ..sharding.rows import Assignment, Row, Wanted, choose, input_placements, output_placements
 from .conv_check import check_gradient, check_shapes
 from .conv_local import LocalConvolution
 from .conv_rows import backward_rows, forward_rows, local_groups
@@ -43,7 +43,7 @@ def plan_forward(
     conv = Convolution.of(len(weight.shape) - 2, *geometry)
     check_shapes("convolution", named, conv, input, weight, bias)
     rows = forward_rows(len(conv.stride), conv.transposed, conv.groups)
-    chosen = choose("convolution", rows, named, fits=_whole_groups(conv, input, weight))
+    chosen = choose("convolution", rows, named, fits=_fits(conv, input, weight))
     sizes = conv.output_size(input.shape[2:], weight.shape[2:])
     shape = (input.shape[0], conv.output_channels(weight.shape), *sizes)
     # As torch does it: channels_last if any of the two is.
@@ -88,7 +88,7 @@ def plan_backward(
         for number, result in enumerate(results)
     ]
     rows = backward_rows(len(conv.stride), conv.transposed, conv.groups)
-    chosen = choose("convolution_backward", rows, named, wishes, fits=_whole_groups(conv, input, weight))
+    chosen = choose("convolution_backward", rows, named, wishes, fits=_fits(conv, input, weight))
     computed: list[Layout | None] = [None] * len(results)
     wanted: list[Layout | None] = [None] * len(results)
     for number, (result, wish) in enumerate(zip(results, wishes, strict=True)):
@@ -116,8 +116,18 @@ def _results(conv: Convolution, input: Layout, weight: Layout) -> tuple[Layout, 
     return (*dense, Layout(weight.mesh, bias, (conv.output_channels(weight.shape),), (1,), weight.dtype))
 
 
-def _whole_groups(conv: Convolution, input: Layout, weight: Layout) -> Callable[[Assignment], bool]:
-    return lambda assignment: local_groups(assignment, conv, input.mesh, weight.shape) is not None
+def _fits(conv: Convolution, input: Layout, weight: Layout) -> Callable[[Assignment], bool]:
+    """No rank has parts of a group, and a batch of fewer samples than ranks is not cut anew: some would be idle."""
+
+    def idles(mesh_dim: int, row: Row) -> bool:
+        anew = row.name == "batch" and input.placements[mesh_dim] != Shard(0)
+        return anew and input.shape[0] < input.mesh.size(mesh_dim)
+
+    def fits(assignment: Assignment) -> bool:
+        whole = local_groups(assignment, conv, input.mesh, weight.shape) is not None
+        return whole and not any(idles(*entry) for entry in enumerate(assignment))
+
+    return fits
 
 
 def _localize(

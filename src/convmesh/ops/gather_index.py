@@ -1,4 +1,4 @@
-"""Indexing one dimension with a tensor of indices: `index_select` and the gradient that torch makes of it.
+"""Indexing one dimension with a list of indices: `index_select`, and adding to such indices.
 
 Every rank takes what it owns of the indices, and has nothing to add for the others: along a cut dimension the result is
 a pending sum. No rank has to know the indices' values in advance, so this compiles, and nothing waits for the device.
@@ -37,7 +37,7 @@ def local_index(index: Any) -> torch.Tensor:
     return move(index, layout.placed((R,) * layout.mesh.ndim))  # type: ignore[no-any-return]
 
 
-def _owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the indices are in this rank's part (anything for those that are not), and which of them are."""
     aten._assert_async.msg(((index >= 0) & (index < size)).all(), "index out of range")
     mine = (index >= own.start) & (index < own.stop)
@@ -68,7 +68,7 @@ def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
         return _torch.wrap(x.new_empty(0), output.spec)
     if dim not in source.cuts:
         return _torch.wrap(aten.index_select.default(x, dim, at).contiguous(), output.spec)
-    places, mine = _owned(at, source.own(dim), source.shape[dim])
+    places, mine = owned(at, source.own(dim), source.shape[dim])
     if not x.shape[dim]:
         return _torch.wrap(x.new_zeros(output.local_shape), output.spec)
     others = (~mine).view(-1, *[1] * (x.dim() - dim - 1))
@@ -76,12 +76,15 @@ def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
 
 
 @planned
-def plan_index_add(whole_spec: _torch.Spec, source_spec: _torch.Spec, dim: int) -> tuple[Layout, Layout, Layout]:
+def plan_add(
+    operator: str, whole_spec: _torch.Spec, source_spec: _torch.Spec, beside: tuple[int | None, ...]
+) -> tuple[Layout, Layout, Layout]:
+    """`beside` has for each dimension of the whole that of the source; None for one that is indexed."""
     whole, source = Layout.of(whole_spec), Layout.of(source_spec)
     rows = [Row("replicated", (R, R), (R,)), Row("pending sums", (P, P), (P,))]
-    # Along the dimension itself each rank adds to what it owns.
-    rows += [Row("sharded", (Shard(d), R if d == dim else Shard(d)), (Shard(d),)) for d in range(len(whole.shape))]
-    chosen = choose("index_add", rows, (("whole", whole), ("source", source)))
+    # Along an indexed dimension each rank adds to what it owns.
+    rows += [Row("sharded", (Shard(d), R if b is None else Shard(b)), (Shard(d),)) for d, b in enumerate(beside)]
+    chosen = choose(operator, rows, (("whole", whole), ("source", source)))
     placed = whole.placed(input_placements(chosen, 0)), source.placed(input_placements(chosen, 1))
     stride = dense_stride(whole.shape, torch.contiguous_format)
     return *placed, Layout(whole.mesh, output_placements(chosen, 0), whole.shape, stride, whole.dtype)
@@ -92,50 +95,13 @@ def index_add(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     whole, dim, index, source, alpha = _torch.arguments(operator, args, kwargs)
     check_placed("index_add", (("whole", whole), ("source", source)))
     dim, at = dim % max(1, whole.dim()), local_index(index).reshape(-1)
-    placed, given, output = plan_index_add(_torch.spec_of(whole), _torch.spec_of(source), dim)
+    beside = tuple(None if other == dim else other for other in range(whole.dim()))
+    placed, given, output = plan_add("index_add", _torch.spec_of(whole), _torch.spec_of(source), beside)
     x, values = move(whole, placed), move(source, given)
     if output.mesh.get_coordinate() is None:
         return _torch.wrap(x.new_empty(0), output.spec)
     if dim in output.cuts:
-        at, mine = _owned(at, output.own(dim), output.shape[dim])
+        at, mine = owned(at, output.own(dim), output.shape[dim])
         values = values.masked_fill((~mine).view(-1, *[1] * (x.dim() - dim - 1)), 0)
     result = aten.index_add.default(x, dim, at, values, alpha=alpha) if x.numel() else x.clone()
     return _torch.wrap(result.contiguous(), output.spec)
-
-
-def _only(indices: Any) -> tuple[int, torch.Tensor] | None:
-    """The one dimension that is indexed, and its list of indices; None for every other kind of indexing."""
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or given[0][1].dim() != 1 or given[0][1].dtype not in (torch.int64, torch.int32):
-        return None
-    return given[0]
-
-
-def _from_the_start(input: DTensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """Indices that count from the end, counted from the start."""
-    local = local_index(index)
-    return torch.where(local < 0, local + input.shape[dim], local)
-
-
-@rule(aten.index.Tensor, behaviour=INDEX)
-def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x[:, :, indices]`; indexing several dimensions, or with a mask, is left to DTensor."""
-    input, indices = _torch.arguments(operator, args, kwargs)
-    only = _only(indices)
-    if only is None or not isinstance(input, DTensor):
-        return _torch.stock(operator, args, kwargs)
-    dim, at = only
-    return index_select(aten.index_select.default, (input, dim, _from_the_start(input, dim, at)), {})
-
-
-@rule(aten.index_put.default, behaviour=ADD)
-def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The gradient of `index` adds; all else is left to DTensor."""
-    whole, indices, values, adds = _torch.arguments(operator, args, kwargs)
-    only = _only(indices)
-    if only is None or not adds or not isinstance(whole, DTensor) or not isinstance(values, DTensor):
-        return _torch.stock(operator, args, kwargs)
-    dim, at = only
-    if tuple(values.shape) != (*whole.shape[:dim], at.shape[0], *whole.shape[dim + 1 :]):
-        return _torch.stock(operator, args, kwargs)
-    return index_add(aten.index_add.default, (whole, dim, _from_the_start(whole, dim, at), values), {})

@@ -137,7 +137,11 @@ def _plan_backward(
     results = [
         Layout(t.mesh, t.placements, t.shape, dense_stride(t.shape, t.memory_format), t.dtype) for t in (input, grid)
     ]
-    wishes = [Wanted(r.placements, prod(r.shape)) if needed else None for r, needed in zip(results, mask, strict=True)]
+    # A grid is mostly made of few numbers, and its gradient summed up: no use in gathering it for that.
+    wishes = [
+        Wanted(r.placements, prod(r.shape), or_sharded=r is results[1]) if needed else None
+        for r, needed in zip(results, mask, strict=True)
+    ]
     chosen = choose(operator, rows, named, wishes)
     computed: list[Layout | None] = [None, None]
     wanted: list[Layout | None] = [None, None]

@@ -86,8 +86,8 @@ def _beside(placement: Placement, layout: Layout, shape: tuple[int, ...]) -> Pla
 
 
 def _planned(operator: str, tensors: tuple[Any, ...]) -> LossPlan:
-    check_placed(operator, tuple(zip(("input", "target", "weight", "pos_weight"), tensors, strict=False)))
-    return plan_loss(operator, *(None if t is None else _torch.spec_of(t) for t in tensors))
+    named = tuple(zip(("input", "target", "weight", "pos_weight"), tensors, strict=False))
+    return plan_loss(operator, *check_placed(operator, named))
 
 
 @rule(
@@ -101,6 +101,8 @@ def loss(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if not plan.present:
         return absent(given[0], result)
     local = [move(tensor, target) for tensor, target in zip(given, plan.operands, strict=True)]
+    if not plan.mesh_dims:  # a rank has all of them
+        return wrap_dense(operator(*local, reduction, *numbers), result)
     each = operator(*local, NONE, *numbers)
     if reduction == NONE:
         return wrap_dense(each, plan.elements)
@@ -127,5 +129,5 @@ def loss_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict
 
 def _split(operator: _torch.Operator, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """(*tensors, reduction, the numbers that come after it)"""
-    place = next(i for i, argument in enumerate(operator._schema.arguments) if argument.name == "reduction")
+    place = _torch.signature(operator).names.index("reduction")
     return *arguments[:place], arguments[place], arguments[place + 1 :]

@@ -21,7 +21,7 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
-from .loss import MEAN, NONE
+from .loss import MEAN, NONE, SUM
 from .norm_core import new
 from .reduce_plan import absent, cutting, settled, wide, wrap_dense
 
@@ -112,8 +112,7 @@ def _targets(plan: NllPlan, target: Any, weight: Any, ignored: int, dtype: torch
 
 def _check(input: Any, target: Any, weight: Any, *more: Any) -> NllPlan:
     named = zip(("input", "target", "weight", "grad_output"), (input, target, weight, *more), strict=False)
-    check_placed("nll_loss", tuple(named))
-    return plan_nll(_torch.spec_of(input), _torch.spec_of(target), None if weight is None else _torch.spec_of(weight))
+    return plan_nll(*check_placed("nll_loss", tuple(named))[:3])
 
 
 @rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, behaviour=FORWARD)
@@ -125,6 +124,13 @@ def nll_loss(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
         return absent(input, result), absent(input, plan.total)
     x = move(input, plan.input)
     dtype = wide(x.dtype)
+    if reduction != NONE and _by_kernel(plan, operator, x):
+        if not plan.mesh_dims:  # all ranks have all of it, and raise alike
+            loss, weights = operator(x, move(target, plan.target), move(weight, plan.weight), reduction, ignored)
+            return wrap_dense(loss, plan.total), wrap_dense(weights, plan.total)
+        sums = _sums_by_kernel(plan, operator, x, move(target, plan.target), move(weight, plan.weight), ignored)
+        if sums is not None:
+            return _put_together(plan, sums, reduction)
     targets = _targets(plan, target, weight, int(ignored), dtype)
     each = torch.where(targets.has, -_pick(plan, x, targets).to(dtype) * targets.weight, 0)
     mesh = plan.input.mesh
@@ -136,10 +142,35 @@ def nll_loss(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     weights, wrong = targets.weight.sum(), targets.wrong.sum().to(dtype)
     if not plan.counts_weights:
         weights, wrong = torch.zeros_like(weights), torch.zeros_like(wrong)
-    loss, weights, wrong = all_reduce(torch.stack([each.sum(), weights, wrong]), mesh, plan.mesh_dims)
+    return _put_together(plan, [each.sum(), weights, wrong], reduction)
+
+
+def _put_together(plan: NllPlan, sums: list[torch.Tensor], reduction: int) -> tuple[DTensor, DTensor]:
+    """From this rank's losses, weights and number of wrong targets to those of all."""
+    loss, weights, wrong = all_reduce(torch.stack(sums), plan.input.mesh, plan.mesh_dims)
     _raise_if(wrong, plan)
     loss = (loss / weights if reduction == MEAN else loss).masked_fill(wrong > 0, torch.nan)
     return wrap_dense(loss, plan.total), wrap_dense(weights, plan.total)
+
+
+def _by_kernel(plan: NllPlan, operator: _torch.Operator, x: torch.Tensor) -> bool:
+    """Whether torch's own kernel does for a rank's part: one call instead of ten, of which only a CPU says what is
+    wrong, and none knows of classes on other ranks, of more than two dimensions of space, or of wide sums."""
+    spatial = operator in (aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default)
+    fits = x.dim() == 4 if spatial else x.dim() == 2
+    eager = x.device.type == "cpu" and plan.target.dtype == torch.int64 and not _torch.tracing()
+    return fits and eager and not plan.class_mesh_dims and bool(x.numel()) and wide(x.dtype) == x.dtype
+
+
+def _sums_by_kernel(
+    plan: NllPlan, operator: _torch.Operator, x: torch.Tensor, target: torch.Tensor, weight: Any, ignored: int
+) -> list[torch.Tensor] | None:
+    """None where a target is wrong: then all ranks have to be told before one of them raises."""
+    try:
+        loss, weights = operator(x, target, weight, SUM, ignored)
+    except IndexError:
+        return None
+    return [loss, weights, torch.zeros_like(loss)]
 
 
 def _pick(plan: NllPlan, x: torch.Tensor, targets: _Targets) -> torch.Tensor:
@@ -160,12 +191,16 @@ def nll_loss_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: 
     plan = _check(input, target, weight, gradient)
     if not plan.present:
         return absent(input, plan.input.dense)
-    targets = _targets(plan, target, weight, int(ignored), wide(input.dtype))
     gy = move(gradient, plan.picked if reduction == NONE else plan.total)
+    x = move(input, plan.input)
+    if reduction != NONE and _by_kernel(plan, operator, x):
+        numbers = move(target, plan.target), move(weight, plan.weight), reduction, ignored, move(total, plan.total)
+        return wrap_dense(operator(gy, x, *numbers), plan.input.dense)
+    targets = _targets(plan, target, weight, int(ignored), wide(input.dtype))
     if reduction == MEAN:
         gy = gy / move(total, plan.total)
     values = torch.where(targets.has, -targets.weight * gy, 0).to(input.dtype)
-    gx = torch.zeros_like(move(input, plan.input), memory_format=torch.preserve_format)
+    gx = torch.zeros_like(x, memory_format=torch.preserve_format)
     if len(plan.classes):
         gx.scatter_(plan.class_dim, targets.place.unsqueeze(plan.class_dim), values.unsqueeze(plan.class_dim))
     return wrap_dense(gx, plan.input.dense)

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Replicate
+from torch.distributed.tensor.placement_types import Replicate
 
 from .. import _torch
 from ..sharding import parts, registry
+from ..sharding.cache import planned
 from ..sharding.dispatch import move
-from ..sharding.layout import Layout
+from ..sharding.layout import Layout, is_sum
 from ..sharding.registry import Behaviour, rule
 
 aten = torch.ops.aten
@@ -21,8 +22,8 @@ FILL = Behaviour("elementwise", "all dimensions, pending sums", "a part of a sha
 
 def copy_of(part: DTensor, whole: DTensor, take: parts.Take, put_back: parts.PutBack) -> DTensor:
     """`part`, a copy of some of `whole`, of which writes are put back."""
-    parts.mark(part, whole, take, put_back)
-    registry.guard_writes()
+    if parts.mark(part, whole, take, put_back):
+        registry.guard_writes()
     return part
 
 
@@ -30,12 +31,19 @@ def copy_of(part: DTensor, whole: DTensor, take: parts.Take, put_back: parts.Put
 def fill(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of a pending sum, one rank has the value, and the others nothing to add."""
     target, *value = args
-    spec = _torch.spec_of(target)
-    local, here = _torch.local_of(target), spec.mesh.get_coordinate()
-    added_up = [m for m, p in enumerate(spec.placements) if isinstance(p, Partial) and p.reduce_op == "sum"]
-    first = here is not None and not any(here[m] for m in added_up)
-    local.fill_(_whole(value[0]) if value and first else 0)
+    local = _torch.local_of(target)
+    if not value:
+        local.zero_()
+    else:
+        whole = _whole(value[0])
+        local.fill_(whole if _has_value(_torch.spec_of(target)) else 0)
     return target
+
+
+@planned
+def _has_value(spec: _torch.Spec) -> bool:
+    here = spec.mesh.get_coordinate()
+    return here is not None and not any(here[m] for m, placement in enumerate(spec.placements) if is_sum(placement))
 
 
 def _whole(value: Any) -> Any:

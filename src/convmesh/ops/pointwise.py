@@ -1,7 +1,7 @@
 """Elementwise operators on DTensors: each rank works on its own part, however uneven the parts are.
 
-torch's DTensor gathers where a dimension has fewer indices than the mesh has ranks, and where uneven parts meet a tensor
-that is broadcast along them. A network has hundreds of these calls, so the common case does as little as it can.
+torch's DTensor gathers where a dimension has fewer indices than the mesh has ranks, and where uneven parts meet a
+tensor that is broadcast along them. A network has hundreds of these calls, so the common case does as little as it can.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ UNARY = (
     "deg2rad", "digamma", "elu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "gelu",
     "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "i0", "isinf", "isnan", "isneginf", "isposinf",
     "leaky_relu", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "logit", "mish", "nan_to_num", "neg",
-    "rad2deg", "reciprocal", "relu", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh",
-    "softplus", "softshrink", "sqrt", "tan", "tanh", "threshold", "trunc",
+    "rad2deg", "reciprocal", "relu", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc",
+    "sinh", "softplus", "softshrink", "sqrt", "tan", "tanh", "threshold", "trunc",
 )
 SEVERAL = (
-    "add", "addcdiv", "addcmul", "atan2", "bitwise_and", "bitwise_or", "bitwise_xor", "clamp", "clamp_max",
-    "clamp_min", "copysign", "div", "eq", "floor_divide", "fmax", "fmin", "fmod", "ge", "gt", "heaviside", "hypot", "le",
-    "lerp", "logaddexp", "logical_and", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul",
-    "ne", "pow", "remainder", "rsub", "sub", "where", "xlogy",
+    "_prelu_kernel", "add", "addcdiv", "addcmul", "atan2", "bitwise_and", "bitwise_or", "bitwise_xor", "clamp",
+    "clamp_max", "clamp_min", "copysign", "div", "eq", "floor_divide", "fmax", "fmin", "fmod", "ge", "gt", "heaviside",
+    "hypot", "le", "lerp", "logaddexp", "logical_and", "logical_or", "logical_xor", "lt", "masked_fill", "maximum",
+    "minimum", "mul", "ne", "pow", "remainder", "rsub", "sub", "where", "xlogy",
 )
 BACKWARD = (
-    "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log_sigmoid", "logit", "mish",
+    "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logit", "mish",
     "native_dropout", "sigmoid", "silu", "softplus", "softshrink", "tanh", "threshold",
 )
 # fmt: on
@@ -57,16 +57,17 @@ COPIED = ("clone", "_to_copy")
 OPERATORS = [
     operator
     for operator in overloads(*UNARY, *SEVERAL, *(f"{name}_backward" for name in BACKWARD), *COPIED)
-    if operator not in APART and _torch.elementwise(operator)
+    if operator not in APART and _torch.gives_one_tensor(operator) and not _torch.is_composite(operator)
 ] + [aten.copy_.default]
 
 made_of_others(
-    *overloads("clip", "divide", "multiply", "negative", "positive", "relu6", "selu", "square", "subtract", "true_divide"),
-    aten.isfinite.default, aten.max.other, aten.min.other,
+    *overloads("clip", "divide", "multiply", "negative", "positive", "relu6", "selu", "square", "subtract"),
+    *overloads("true_divide"), aten.isfinite.default, aten.max.other, aten.min.other,
     aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
 )  # fmt: skip
 
 _table = Table()
+_plans = _table.plans
 
 
 def _key(operator: _torch.Operator, specs: tuple[_torch.Spec | None, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,9 +80,9 @@ def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     opened = _torch.opened(args)
     if opened is None:
         return _with_care(operator, args, kwargs)
-    specs, values = opened
-    plan = _table.plans().get(_key(operator, specs, kwargs))
-    if plan is None or not plan.ready:
+    specs, values, mesh = opened
+    plan = _plans.get(_key(operator, specs, kwargs))
+    if plan is None or not plan.ready or plan.output.mesh is not mesh:
         return _moved(operator, args, kwargs, specs, values)
     result = operator(*values, **kwargs)
     return _torch.wrap(result, plan.specs.get(result.dtype) or plan.spec(result.dtype))
@@ -92,9 +93,9 @@ def in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     opened = _torch.opened(args)
     if opened is None:
         return _with_care(operator, args, kwargs)
-    specs, values = opened
-    plan = _table.plans().get(_key(operator, specs, kwargs))
-    if plan is None or not plan.ready:
+    specs, values, mesh = opened
+    plan = _plans.get(_key(operator, specs, kwargs))
+    if plan is None or not plan.ready or plan.output.mesh is not mesh:
         return _moved(operator, args, kwargs, specs, values)
     operator(*values, **kwargs)
     return args[0]
@@ -114,9 +115,7 @@ def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     if isinstance(tensor, DTensor) or tensor.numel() != 1:
         return tensor
     placements = (Replicate(),) * mesh.ndim
-    return _torch.wrap(
-        tensor, _torch.make_spec(mesh, placements, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    )
+    return _torch.wrap(tensor, _torch.make_spec(mesh, placements, tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
 
 def _moved(

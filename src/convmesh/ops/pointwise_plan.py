@@ -29,8 +29,9 @@ Operands = Sequence[Layout | None]
 # By operator: the groups of arguments in which it is linear together, while all others are replicated.
 ALONE = ((0,),)
 LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
-    "copy_": ((0, 1),), "neg": ALONE, "clone": ALONE, "_to_copy": ALONE, "div.Tensor": ALONE, "div_.Tensor": ALONE, "div_.Scalar": ALONE,
-    "mul.Tensor": ((0,), (1,)), "mul_.Tensor": ALONE, "mul_.Scalar": ALONE, "neg_": ALONE,
+    "clone": ALONE, "_to_copy": ALONE, "neg_": ALONE, "copy_": ((0, 1),),
+    "div.Tensor": ALONE, "div_.Tensor": ALONE, "div_.Scalar": ALONE,
+    "mul.Tensor": ((0,), (1,)), "mul_.Tensor": ALONE, "mul_.Scalar": ALONE,
     "add.Tensor": ((0, 1),), "sub.Tensor": ((0, 1),), "add_.Tensor": ((0, 1),), "sub_.Tensor": ((0, 1),),
     "rsub.Tensor": ((0, 1),), "where.self": ((1, 2),), "lerp": ((0, 1),), "lerp_": ((0, 1),),
     "addcmul": ((0, 1), (0, 2)), "addcmul_": ((0, 1), (0, 2)), "addcdiv": ((0, 1),), "addcdiv_": ((0, 1),),
@@ -94,13 +95,14 @@ def _result(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of the result on one device; torch itself complains about what does not fit together."""
     with _torch.no_modes():
-        models = [
-            arg if layout is None else torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-            for arg, layout in zip(args, operands, strict=True)
-        ]
+        models = [arg if layout is None else _model(layout) for arg, layout in zip(args, operands, strict=True)]
         options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         result = operator(*models, **options)
     return tuple(result.shape), tuple(result.stride())
+
+
+def _model(layout: Layout) -> torch.Tensor:
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
 def _choose(

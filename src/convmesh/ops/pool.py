@@ -65,9 +65,9 @@ def _each(value: int | list[int]) -> list[int]:
 def _max_pool(
     operator: _torch.Operator, local: LocalPooling, x: torch.Tensor, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    held = local.reach.fetch(x)
+    fetch = local.reach.fetch(x)
     if not prod(shape):
-        return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+        return fetch.tie(x.new_empty(shape)), x.new_empty(shape, dtype=torch.int64)
     # The operator pads in front, so that a window without any number points at its first index as it does on one
     # device; behind, padding is a fill that no window prefers to what comes before it.
     starts, paddings, box = [0] * len(local.kernel), local.padding, []
@@ -79,12 +79,12 @@ def _max_pool(
             assert paddings[axis] <= window.padding
             box.append(Interval(starts[axis], max(min(read.stop, size), read.stop - paddings[axis])))
     lowest = -inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    block = held.read(tuple(box), fill=lowest)
+    block = fetch.held.read(tuple(box), fill=lowest)
     values, indices = operator(block, local.kernel, local.stride, paddings, local.dilation, local.pooling.ceil)
     for axis in range(len(local.kernel)):
         count = shape[local.first + axis]
         values, indices = (t.narrow(local.first + axis, 0, count) for t in (values, indices))
-    return values, shifted(indices, block.shape[local.first :], starts, local.source_sizes)
+    return fetch.tie(values), shifted(indices, block.shape[local.first :], starts, local.source_sizes)
 
 
 @rule(
@@ -131,16 +131,16 @@ def avg_pool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     if plan.local is None:
         return plan.layouts.outside(input)
     local, x = plan.local, move(input, plan.layouts.operands[0])
-    held = local.reach.fetch(x)
+    fetch = local.reach.fetch(x)
     shape = plan.layouts.computed.local_shape
     if not prod(shape):
-        return plan.layouts.finish(x.new_empty(shape))
+        return plan.layouts.finish(fetch.tie(x.new_empty(shape)))
     if not local.reach.dims:
         y = operator(x, local.kernel, local.stride, local.padding, ceil, with_padding, divisor)
         return plan.layouts.finish(y)
-    block = held.read(local.reach.read)
+    block = fetch.held.read(local.reach.read)
     y = operator(block, local.kernel, local.stride, local.padding, ceil, True, divisor or prod(local.kernel))
-    return plan.layouts.finish(y if divisor else _reweighted(y, local, with_padding))
+    return plan.layouts.finish(fetch.tie(y if divisor else _reweighted(y, local, with_padding)))
 
 
 @rule(

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from .. import _torch
 from ..comm import Held, Line, give_back, line
 from ..geometry import Box, Cut, HaloPlan, Interval, Reading
+from ..sharding.dispatch import relocated
 from ..sharding.layout import Layout, dense_stride, is_sum
 from ..sharding.rows import Row, Wanted, choose, input_placements, output_placements
 from .tiling import Fetch
@@ -47,13 +48,13 @@ class Reach:
         """The targets that read this rank's sources."""
         return tuple(cut.touched(side) for cut, side in zip(self.cuts, self.sources, strict=True))
 
-    def fetch(self, own: torch.Tensor) -> Held:
-        """Hold the sources that this rank's targets read."""
-        return Fetch(self, self._source_plans, self.sources, own).complete()
+    def fetch(self, own: torch.Tensor) -> Fetch:
+        """Hold the sources that this rank's targets read. What is made of them has to be tied to the exchange."""
+        return Fetch(self, self._source_plans, self.sources, own).completed()
 
-    def fetch_touched(self, own: torch.Tensor) -> Held:
-        """Hold the targets that read this rank's sources."""
-        return Fetch(self, self._target_plans, self.targets, own).complete()
+    def fetch_touched(self, own: torch.Tensor) -> Fetch:
+        """Hold the targets that read this rank's sources, likewise."""
+        return Fetch(self, self._target_plans, self.targets, own).completed()
 
     def return_read(self, block: torch.Tensor) -> torch.Tensor:
         """The adjoint of `fetch`: sources get the sum of what ranks made of them. `block` has the box `read`."""
@@ -96,8 +97,7 @@ class ReachPlan:
     reach: Reach | None  # None on a rank outside of the mesh
 
     def finish(self, local: torch.Tensor) -> DTensor:
-        if self.computed.placements != self.wanted.placements:
-            local = _torch.redistribute(local, self.computed.spec, self.wanted.spec)
+        local = relocated(local, self.computed, self.wanted)
         return _torch.wrap(local.contiguous(memory_format=self.wanted.memory_format), self.wanted.spec)
 
     def outside(self, like: DTensor, dtype: torch.dtype | None = None) -> DTensor:

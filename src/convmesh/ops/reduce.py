@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..sharding.errors import refuse
+from ..sharding.pending import is_pending, reduce_once
 from ..sharding.registry import Behaviour, rule
 from .reduce_plan import Reduction, absent, begin, wide
 
@@ -106,6 +107,8 @@ def _loser(dtype: torch.dtype, greatest: bool) -> float | int | bool:
 @rule(aten.linalg_vector_norm.default, behaviour=SMALL)
 def vector_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, order, dim, keepdim, dtype = _torch.arguments(operator, args, kwargs)
+    if not input.requires_grad and is_pending(input):  # a gradient that is clipped is used again afterwards
+        input = reduce_once([input]).get(id(input), input)
     plan, local = begin("linalg_vector_norm", input, dim, keepdim)
     if abs(order) == inf or order < 0:
         check_filled("linalg_vector_norm", plan, input)

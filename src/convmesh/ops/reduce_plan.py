@@ -17,7 +17,7 @@ from .. import _torch
 from ..comm import all_reduce
 from ..geometry import Interval
 from ..sharding.cache import planned
-from ..sharding.dispatch import check_placed, move
+from ..sharding.dispatch import layouts_of, move, specs_of
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride, is_sum
 
@@ -56,7 +56,9 @@ class Reduction:
         output = self.output if dtype is None else self.output.typed(dtype)
         if not self.keepdim:
             result = result.squeeze(self.dims)
-        return _torch.wrap(result.to(output.dtype).contiguous(), output.spec)
+        if result.dtype != output.dtype:
+            result = result.to(output.dtype)
+        return _torch.wrap(result.contiguous(), output.spec)
 
 
 @planned
@@ -64,7 +66,7 @@ def plan_reduction(
     operator: str, spec: _torch.Spec, dims: tuple[int, ...] | None, keepdim: bool, linear: bool
 ) -> Reduction:
     """`linear` reductions take a pending sum as it is; before all others it is added up."""
-    given = Layout.of(spec)
+    (given,) = layouts_of(operator, [("input", spec)])
     rank = len(given.shape)
     if dims is not None and any(not -max(rank, 1) <= dim < max(rank, 1) for dim in dims):
         raise refuse(operator, f"the input has no dimensions {dims}", [("input", given)], "give dimensions it has")
@@ -120,9 +122,9 @@ def begin(
     operator: str, input: Any, dim: int | Sequence[int] | None, keepdim: bool, linear: bool = False
 ) -> tuple[Reduction, torch.Tensor | None]:
     """The plan of a reduction, and this rank's part of its operand: None on a rank outside of the mesh."""
-    check_placed(operator, (("input", input),))
+    (spec,) = specs_of(operator, (("input", input),))
     dims = dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-    plan = plan_reduction(operator, _torch.spec_of(input), dims, keepdim, linear)
+    plan = plan_reduction(operator, spec, dims, keepdim, linear)
     if plan.mesh.get_coordinate() is None:
         return plan, None
     return plan, move(input, plan.operand)

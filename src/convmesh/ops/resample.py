@@ -98,12 +98,12 @@ def _run(
     empty = 0 in shape
     if not layouts.reach.dims and not empty:
         return layouts.finish(operator(x, *stock))
-    held = layouts.reach.fetch(x)
+    fetch = layouts.reach.fetch(x)
     if empty:
-        return layouts.finish(x.new_empty(shape))
-    y = held.read(layouts.reach.read)
+        return layouts.finish(fetch.tie(x.new_empty(shape)))
+    y = fetch.held.read(layouts.reach.read)
     half = y.dtype in (torch.float16, torch.bfloat16)
     y = y.float() if half else y
     for weighing in plan.weighings:
         y = weighing.apply(y)
-    return layouts.finish(y.to(x.dtype))
+    return layouts.finish(fetch.tie(y.to(x.dtype)))

@@ -23,9 +23,8 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
-from .parts import copy_of
 from .remap_plan import settled
-from .slicing import sharded, without
+from .slicing import index_of, sharded, view_of, without
 
 aten = torch.ops.aten
 
@@ -55,13 +54,24 @@ def plan_select(spec: _torch.Spec, dim: int, index: int) -> SelectPlan:
     return SelectPlan(source, without(source.placed(whole), dim), halo, along, here)
 
 
+@planned
+def plan_whole_select(spec: _torch.Spec, dim: int, index: int) -> Layout | None:
+    """Where an index of a dimension lies that is not cut; None where only torch's DTensor knows, or complains."""
+    layout = Layout.of(spec)
+    plain = _torch.plain_order(spec) and layout.mesh.get_coordinate() is not None
+    if not plain or not layout.shape or not -layout.shape[dim] <= index < layout.shape[dim]:
+        return None
+    return without(layout, dim, (*layout.stride[:dim], *layout.stride[dim + 1 :]))
+
+
 @rule(aten.select.int, behaviour=Behaviour("indexing", "all other dimensions", "the one index, from its owner to all"))
 @_torch.view_rule
 def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, dim, index = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
     if not sharded(input, dim):
-        return _torch.stock(operator, args, kwargs)
+        output = plan_whole_select(_torch.spec_of(input), dim, int(index))
+        return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
     check_placed("select", (("input", input),))
     plan = plan_select(_torch.spec_of(input), dim, int(index))
     _remember(input, dim)
@@ -71,10 +81,7 @@ def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     one, received = from_owner(x, dim, plan.halo, plan.line)
     one = one.squeeze(dim).clone(memory_format=torch.contiguous_format)
     result = _torch.wrap(_torch.tie(one, x, tokens=[received]), plan.output.spec)
-    return copy_of(
-        result, input, lambda whole: aten.select.int(whole, dim, index),
-        lambda whole, part: aten.select_scatter.default(whole, part, dim, index),
-    )  # fmt: skip
+    return index_of(input, dim, index, result)
 
 
 _cut_before: dict[tuple[DeviceMesh, tuple[int, ...], int], tuple[Placement, ...]] = {}

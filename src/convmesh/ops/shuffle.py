@@ -39,15 +39,15 @@ def pixel_shuffle(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict
         return layouts.outside(input)
     reach = layouts.reach
     x = move(input, layouts.operands[0])
-    block = reach.fetch(x).read(reach.read)
+    fetch = reach.fetch(x)
     shape = layouts.computed.local_shape
     if not prod(shape):
-        return layouts.finish(x.new_empty(shape))
-    y = operator(block, factor)
+        return layouts.finish(fetch.tie(x.new_empty(shape)))
+    y = operator(fetch.held.read(reach.read), factor)
     for dim, cut, side, wanted in zip(reach.dims, reach.cuts, reach.read, reach.targets, strict=True):
         made = cut.reading.read_by(side) if isinstance(cut.reading, Repeat) else wanted
         y = y.narrow(dim, wanted.start - made.start, len(wanted))
-    return layouts.finish(y)
+    return layouts.finish(fetch.tie(y))
 
 
 @planned

@@ -60,13 +60,33 @@ def slice_maps(layout: Layout, dim: int, start: int | None, stop: int | None, st
 @_torch.view_rule
 def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, dim, start, stop, step = _torch.arguments(operator, args, kwargs)
+    start, stop = None if start is None else int(start), None if stop is None else int(stop)
     dim %= max(1, input.dim())
     if not sharded(input, dim):
-        return _torch.stock(operator, args, kwargs)
+        output = plan_whole_slice(_torch.spec_of(input), dim, start, stop, step)
+        return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
     size = int(input.shape[dim])
     if step == 1 and bounds(size, start, stop, 1) == (size, 0):
         return _torch.as_view(operator, args, kwargs, _alias(input))
     return part(input, dim, start, stop, step)
+
+
+@planned
+def plan_whole_slice(spec: _torch.Spec, dim: int, start: int | None, stop: int | None, step: int) -> Layout | None:
+    """Where a slice of a dimension lies that is not cut; None where only torch's DTensor knows, or complains."""
+    layout = Layout.of(spec)
+    if not _torch.plain_order(spec) or layout.mesh.get_coordinate() is None or not layout.shape or step < 1:
+        return None
+    count, _ = bounds(layout.shape[dim], start, stop, step)
+    shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :])
+    stride = (*layout.stride[:dim], layout.stride[dim] * step, *layout.stride[dim + 1 :])
+    return Layout(layout.mesh, layout.placements, shape, stride, layout.dtype)
+
+
+def view_of(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Layout) -> Any:
+    """A view operator that every rank runs on its own part."""
+    local = operator(_torch.local_of(args[0]), *args[1:], **kwargs)
+    return _torch.as_view(operator, args, kwargs, _torch.wrap(local, output.spec))
 
 
 def part(input: DTensor, dim: int, start: int | None, stop: int | None, step: int = 1) -> DTensor:
@@ -144,12 +164,20 @@ def unbind(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     x = move(input, target)
     if x.dim() != input.dim():  # a rank outside of the mesh
         return [_torch.wrap(x.new_empty(0), results.spec) for _ in range(input.shape[dim])]
-    return [
-        copy_of(_torch.wrap(one.clone(memory_format=torch.contiguous_format), results.spec), input,
-                lambda whole, at=at: aten.select.int(whole, dim, at),
-                lambda whole, part, at=at: aten.select_scatter.default(whole, part, dim, at))
-        for at, one in enumerate(aten.unbind.int(x, dim))
-    ]  # fmt: skip
+    return [index_of(input, dim, at, _torch.wrap(_own(one), results.spec)) for at, one in enumerate(x.unbind(dim))]
+
+
+def _own(one: torch.Tensor) -> torch.Tensor:
+    """In memory of its own, so that what is known of it does not hold for the others."""
+    return one.clone(memory_format=torch.contiguous_format)
+
+
+def index_of(input: DTensor, dim: int, index: int, one: DTensor) -> DTensor:
+    """`one`, a copy of an index of `input`."""
+    return copy_of(
+        one, input, lambda whole: aten.select.int(whole, dim, index),
+        lambda whole, part: aten.select_scatter.default(whole, part, dim, index),
+    )  # fmt: skip
 
 
 @planned
@@ -171,10 +199,11 @@ def recut(layout: Layout, dim: int) -> tuple[Placement, ...]:
     return tuple(placements)
 
 
-def without(layout: Layout, dim: int) -> Layout:
-    """The layout of one index of a dimension that is not cut."""
+def without(layout: Layout, dim: int, stride: tuple[int, ...] | None = None) -> Layout:
+    """The layout of one index of a dimension that is not cut; in new memory, if no strides are given."""
     placements = tuple(
         Shard(p.dim - 1) if isinstance(p, Shard) and p.dim > dim else p for p in layout.placements
     )  # fmt: skip
     shape = (*layout.shape[:dim], *layout.shape[dim + 1 :])
-    return Layout(layout.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
+    stride = dense_stride(shape, torch.contiguous_format) if stride is None else stride
+    return Layout(layout.mesh, placements, shape, stride, layout.dtype)

@@ -119,6 +119,10 @@ class Fetch:
             self.advance()
         return self.held
 
+    def completed(self) -> Fetch:
+        self.complete()
+        return self
+
     def tie(self, result: torch.Tensor) -> torch.Tensor:
         """`result`, in a way that keeps the compiler from leaving out an exchange of which this rank uses nothing."""
         self.complete()

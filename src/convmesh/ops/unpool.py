@@ -1,7 +1,10 @@
 """Max unpooling: values go to the places that indices name.
 
-Only the numbers say where that is, so values and indices, which are the small side, are made whole in space; each rank
-writes its own part of the output, the large side, which stays cut as the input was.
+Only the numbers say where that is, in all of space. So where space is cut, batch or channels are cut in its stead: each
+rank unpools whole planes, and the output goes back to how the input was cut. Where there are fewer planes than ranks,
+values and indices, which are the small side, are made whole, and each rank writes its own part of the output.
+
+torch makes the gradient of `view` and `gather`, whose rules cut other dimensions than space as well.
 """
 
 from __future__ import annotations
@@ -13,12 +16,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
-from ..geometry import Interval
+from ..geometry import Interval, shards
 from ..sharding.cache import planned
-from ..sharding.dispatch import check_placed, move
+from ..sharding.dispatch import check_placed, move, place
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
@@ -31,9 +34,10 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class UnpoolPlan:
     operands: tuple[Layout, Layout]
+    computed: Layout
     output: Layout
     first: int
-    own: tuple[Interval, ...] | None  # this rank's part of space; None on a rank outside of the mesh
+    own: tuple[Interval, ...] | None  # this rank's part of computed space; None on a rank outside of the mesh
 
 
 @rule(
@@ -41,30 +45,29 @@ class UnpoolPlan:
     aten.max_unpool3d.default,
     behaviour=Behaviour(
         "pooling",
-        "batch, channels; the output also in space",
-        "values and indices that are sharded in space are made whole, because an index may point anywhere; "
-        "the gradient is torch's own view and gather, and likewise whole in space",
-        "with a gradient: space that is cut unevenly",
+        "batch, channels, space",
+        "where space is cut an all-to-all of values, indices and output, because an index may point anywhere: batch or "
+        "channels are cut meanwhile; values and indices are made whole only where both are fewer than the ranks",
     ),
 )
 def max_unpool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, indices, sizes, *rest = _torch.arguments(operator, args, kwargs)
     check_placed(name_of(operator), (("input", input), ("indices", indices)))
     sizes = tuple(map(int, sizes))
-    specs = (_torch.spec_of(input), _torch.spec_of(indices))
-    differentiates = torch.is_grad_enabled() and input.requires_grad
-    plan = _plan(name_of(operator), *specs, sizes, spatial_of(operator), differentiates)
+    plan = _plan(name_of(operator), _torch.spec_of(input), _torch.spec_of(indices), sizes, spatial_of(operator))
     values, at = (move(tensor, layout) for tensor, layout in zip((input, indices), plan.operands, strict=True))
     if plan.own is None:
         return _torch.wrap(values.new_empty(0), plan.output.spec)
-    shape = plan.output.local_shape
+    shape = plan.computed.local_shape
     if not prod(shape):
         result = values.new_empty(shape)
     elif all(len(own) == size for own, size in zip(plan.own, sizes, strict=True)):
         result = operator(values, at, sizes, *rest)
     else:
         result = _write_own(values, at, sizes, plan)
-    return _torch.wrap(result.contiguous(memory_format=plan.output.memory_format), plan.output.spec)
+    wrapped = place(result, plan.computed, plan.output)
+    assert wrapped is not None, "there is a result"
+    return wrapped
 
 
 def _write_own(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], plan: UnpoolPlan) -> torch.Tensor:
@@ -86,29 +89,33 @@ def _write_own(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], pla
 
 @planned
 def _plan(
-    operator: str,
-    input_spec: _torch.Spec,
-    indices_spec: _torch.Spec,
-    sizes: tuple[int, ...],
-    spatial: int,
-    differentiates: bool,
+    operator: str, input_spec: _torch.Spec, indices_spec: _torch.Spec, sizes: tuple[int, ...], spatial: int
 ) -> UnpoolPlan:
     input, indices = Layout.of(input_spec), Layout.of(indices_spec)
-    named = (("input", input), ("indices", indices))
     first = len(input.shape) - spatial
     if first not in (1, 2) or input.shape != indices.shape or len(sizes) != spatial or min(sizes) < 1:
-        raise refuse(operator, f"input and indices do not fit an output of size {sizes}", named,
+        raise refuse(operator, f"input and indices do not fit an output of size {sizes}",
+                     (("input", input), ("indices", indices)),
                      f"give both (C, *space) or (N, C, *space), and {spatial} sizes")  # fmt: skip
-    kept = [p if isinstance(p, Shard) else Replicate() for p in input.placements]
-    before = tuple(p if isinstance(p, Shard) and p.dim < first else Replicate() for p in kept)
+    kept = tuple(p if isinstance(p, Shard) else Replicate() for p in input.placements)
+    planes = _planes_instead(input.placed(kept), first)
     shape = (*input.shape[:first], *sizes)
-    stride = dense_stride(shape, input.memory_format)
-    output = Layout(input.mesh, tuple(kept), shape, stride, input.dtype)
-    # torch's gradient flattens space, which DTensor does only of equal shards.
-    spaces = [(layout, dim) for layout in (input, indices, output) for dim in layout.cuts if dim >= first]
-    if differentiates and any(len({len(part) for part in layout.shards(dim)}) > 1 for layout, dim in spaces):
-        raise refuse(operator, "its gradient does not work on spatial dimensions that are cut unevenly", named,
-                     "redistribute input and indices to Replicate along space, or do without its gradient")  # fmt: skip
+    output = Layout(input.mesh, kept, shape, dense_stride(shape, input.memory_format), input.dtype)
+    # A mesh dimension that no plane is cut over writes its own part of space.
+    computed = output.placed(tuple(p if isinstance(p, Shard) else k for p, k in zip(planes, kept, strict=True)))
     inside = input.mesh.get_coordinate() is not None
-    own = tuple(output.own(first + axis) for axis in range(spatial)) if inside else None
-    return UnpoolPlan((input.placed(before), indices.placed(before)), output, first, own)
+    own = tuple(computed.own(first + axis) for axis in range(spatial)) if inside else None
+    operands = input.placed(planes), indices.placed(planes)
+    return UnpoolPlan(operands, computed, output, first, own)
+
+
+def _planes_instead(input: Layout, first: int) -> tuple[Placement, ...]:
+    """Over mesh dimensions that cut space, batch or channels are cut, if every rank gets some of them; else nothing."""
+    placements = list(input.placements)
+    for mesh_dim, placement in enumerate(input.placements):
+        if isinstance(placement, Shard) and placement.dim >= first:
+            taken = {p.dim for p in placements if isinstance(p, Shard)}
+            cut = {dim: shards(input.shape[dim], (input.mesh.size(mesh_dim),)) for dim in range(first)}
+            enough = (Shard(dim) for dim in cut if dim not in taken and all(cut[dim]))
+            placements[mesh_dim] = next(enough, Replicate())
+    return tuple(placements)

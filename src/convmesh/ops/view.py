@@ -73,13 +73,20 @@ def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None
         return None  # torch complains, or there is nothing to move
     given = tuple(settled(p) for p in layout.placements)
     as_it_is = viewed(given, layout, shape)
-    if as_it_is is not None and (back is None or as_it_is == back):
+    stays = as_it_is is not None and (back is None or as_it_is == back)
+    if as_it_is is not None and stays and not _resizes_uneven(given, as_it_is, layout, shape):
         return None
     source = given if as_it_is is not None else _nearest(given, layout, shape)
     placements = viewed(source, layout, shape)
     assert placements is not None, "a replicated tensor can be reshaped"
     output = Layout(layout.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
     return ViewPlan(layout.placed(source), output, output if back is None else output.placed(back))
+
+
+def _resizes_uneven(before: Placements, after: Placements, layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether an unevenly cut dimension is flattened, or made by it: torch does not do that, even where it could."""
+    pairs = [(p, q) for p, q in zip(before, after, strict=True) if isinstance(p, Shard) and isinstance(q, Shard)]
+    return any(layout.shape[p.dim] != shape[q.dim] and len(set(map(len, layout.shards(p.dim)))) > 1 for p, q in pairs)
 
 
 def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> Placements:
@@ -121,10 +128,12 @@ _came_from: dict[tuple[DeviceMesh, tuple[int, ...], tuple[int, ...], Placements]
 @_torch.view_rule
 def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, wanted = _torch.arguments(operator, args, kwargs)
-    if not any(type(p) is Shard for p in input.placements) or any(_strange(p) for p in input.placements):
-        return _torch.stock(operator, args, kwargs)
     before = tuple(int(size) for size in input.shape)
     shape = whole_shape(before, tuple(int(size) for size in wanted))
+    if not prod(before) and not prod(shape):
+        return _without_elements(_torch.spec_of(input), _torch.local_of(input), shape)
+    if not any(type(p) is Shard for p in input.placements) or any(_strange(p) for p in input.placements):
+        return _torch.stock(operator, args, kwargs)
     back = _came_from.get((input.device_mesh, before, shape, input.placements)) if _torch.in_backward() else None
     plan = plan_view(_torch.spec_of(input), shape, back)
     if plan is None:
@@ -135,13 +144,24 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     local = move(input, plan.source)
     if local.dim() == len(before):  # else the rank is outside of the mesh
         local = local.reshape(plan.output.local_shape)
+    if plan.wanted is plan.output and plan.source.placements == input.placements:
+        return _torch.as_view(operator, args, kwargs, _torch.wrap(local, plan.output.spec))
     # What has moved may lie with gaps, and the next view of it goes by the strides that its spec says.
     result = _torch.wrap(local.contiguous(), plan.output.spec)
     if plan.wanted is not plan.output:
         result = _torch.wrap(move(result, plan.wanted).contiguous(), plan.wanted.spec)
     return copy_of(
-        result, input, lambda whole: aten.view.default(whole, shape), lambda whole, part: aten.view.default(part, before)
-    )
+        result, input, lambda whole: aten.view.default(whole, shape),
+        lambda whole, part: aten.view.default(part, before),
+    )  # fmt: skip
+
+
+def _without_elements(spec: _torch.Spec, local: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
+    """Every rank has all of nothing; torch divides by its size."""
+    layout = Layout.of(spec)
+    replicated = (Replicate(),) * layout.mesh.ndim
+    output = Layout(layout.mesh, replicated, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
+    return _torch.wrap(local.new_empty(output.local_shape), output.spec)
 
 
 def _strange(placement: Placement) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,8 @@ from .._torch import Operator
 from . import registry
 from .rendezvous import Fingerprint, agree
 
+_REMEMBERED = 100
+
 
 @dataclass
 class _Path:
@@ -29,6 +32,12 @@ class _Path:
 
     communications: int = 0
     operators: list[str] = field(default_factory=list)
+
+    def note(self, operator: str) -> None:
+        self.operators.append(operator)
+        if len(self.operators) > 2 * _REMEMBERED:  # there may be no communication along this group for long
+            earlier = blake2b("\n".join(self.operators[:_REMEMBERED]).encode(), digest_size=8).hexdigest()
+            self.operators[:_REMEMBERED] = [f"earlier ones ({earlier})"]
 
 
 _paths: WeakKeyDictionary[dist.ProcessGroup, _Path] = WeakKeyDictionary()
@@ -67,7 +76,7 @@ def _note(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     described = f"{operator}({', '.join(map(_describe, values))})"
     for mesh in {tensor.device_mesh for tensor in _distributed(values)}:
         for group in _groups(mesh):
-            _path(group).operators.append(described)
+            _path(group).note(described)
 
 
 def _distributed(values: Iterable[object]) -> Iterator[DTensor]:
@@ -105,4 +114,12 @@ def _compare(operator: Operator, args: tuple[Any, ...], group: dist.ProcessGroup
         what = f"{name} of {shapes}{''.join(f', {value}' for value in args[1:-1])}"
     mine = Fingerprint(what, tuple(path.operators), tuple(sends), tuple(receives), comm.caller())
     number, path.communications, path.operators = path.communications, path.communications + 1, []
-    agree(mine, group, number, _timeout if _timeout is not None else _torch.timeout_of(group).total_seconds())
+    timeout = _timeout if _timeout is not None else _torch.timeout_of(group).total_seconds()
+    try:
+        agree(mine, group, number, timeout)
+    except dist.DistError as error:
+        raise comm.CommunicationError(
+            f"the store through which ranks compare what they do cannot be reached from rank {dist.get_rank()}\n"
+            f"  reason: {error}\n"
+            f"  remedy: see whether its host still runs (the first rank, or the launcher), and start again"
+        ) from error

@@ -43,20 +43,24 @@ def planned(make: Callable[..., Plan]) -> Callable[..., Plan]:
 
 
 class Table:
-    """Plans by keys of one's own, for where not all that a plan is made from tells it from others."""
+    """Plans by keys of one's own, for where not all that a plan is made from tells it from others.
+
+    Who reads `plans` itself sees to it that a plan's mesh is the one at hand; an equal one may be of an older world.
+    """
 
     def __init__(self) -> None:
-        self._kept = Kept(dict)
+        self.plans: dict[Hashable, Any] = {}
+        self._current = Kept(self._forget)
 
-    def plans(self) -> dict[Hashable, Any]:
-        found: dict[Hashable, Any] = self._kept.get()
-        return found
+    def _forget(self) -> bool:
+        self.plans.clear()
+        return True
 
     def look_up(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
-        plans = self.plans()
-        found: Plan | None = plans.get(key)
+        self._current.get()
+        found: Plan | None = self.plans.get(key)
         if found is None:
-            if len(plans) >= LARGEST:
-                plans.clear()
-            found = plans[key] = make()
+            if len(self.plans) >= LARGEST:
+                self.plans.clear()
+            found = self.plans[key] = make()
         return found

@@ -49,9 +49,14 @@ def layouts_of(operator: str, named: Sequence[tuple[str, _torch.Spec | None]]) -
     return layouts
 
 
-def check_placed(operator: str, named: Named) -> None:
-    """All are DTensors on one mesh, cut in its own order. A look-up, once the same layouts have been seen."""
-    _checked(operator, tuple(name for name, _ in named), *specs_of(operator, named))
+def check_placed(operator: str, named: Named) -> list[Any]:
+    """All are DTensors on one mesh, cut in its own order. A look-up, once the same layouts have been seen.
+
+    Returns where they lie, the keys of a plan.
+    """
+    specs = specs_of(operator, named)
+    _checked(operator, tuple([name for name, _ in named]), *specs)
+    return specs
 
 
 @planned
@@ -70,17 +75,17 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
             raise refuse("DTensor", f"this rank's part has shape {tuple(local.shape)}, not {target.local_shape}",
                          [("tensor", tensor)], "cut it as torch.chunk does: that is what Shard means")  # fmt: skip
         return local
-    return _carried(local, Layout.of(_torch.spec_of(tensor)), target)
+    return relocated(local, Layout.of(_torch.spec_of(tensor)), target)
 
 
-def _carried(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
+def relocated(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     """This rank's part of a tensor that lies as `source` says, where `target` has it. May have gaps."""
-    for mesh_dim in range(source.mesh.ndim):
-        if swaps(source, target, mesh_dim):
-            before, after = source.placements[mesh_dim].dim, target.placements[mesh_dim].dim  # type: ignore[attr-defined]
-            local = swap(local, before, source.shape[before], after, line(source.mesh, (mesh_dim,)))
-            changed = (*source.placements[:mesh_dim], target.placements[mesh_dim], *source.placements[mesh_dim + 1 :])
-            source = source.placed(changed)
+    while (mesh_dim := _next_swap(source, target)) is not None:
+        before, after = source.placements[mesh_dim].dim, target.placements[mesh_dim].dim  # type: ignore[attr-defined]
+        left, right = source.placements[:mesh_dim], source.placements[mesh_dim + 1 :]
+        size = len(source.placed((*left, Replicate(), *right)).own(before))
+        local = swap(local, before, size, after, line(source.mesh, (mesh_dim,)))
+        source = source.placed((*left, target.placements[mesh_dim], *right))
     for dim in list(source.cuts):
         if source.shape[dim] == 1 and source.mesh.get_coordinate() is not None:
             local, source = _shared(local, source, target, dim)
@@ -92,22 +97,28 @@ def _shared(local: torch.Tensor, source: Layout, target: Layout, dim: int) -> tu
     mesh_dims = source.cuts[dim]
     if not all(isinstance(target.placements[m], Replicate) for m in mesh_dims):
         return local, source
-    ranks = tuple(source.mesh.size(m) for m in mesh_dims)
-    local, received = from_owner(local, dim, owner_plan(1, 0, ranks), line(source.mesh, mesh_dims))
     placements = tuple(Replicate() if m in mesh_dims else p for m, p in enumerate(source.placements))
-    return _torch.tie(local, tokens=[received]), source.placed(placements)
+    cutting = tuple(m for m in mesh_dims if source.mesh.size(m) > 1)
+    if cutting:
+        plan = owner_plan(1, 0, tuple(source.mesh.size(m) for m in cutting))
+        local, received = from_owner(local, dim, plan, line(source.mesh, cutting))
+        local = _torch.tie(local, tokens=[received])
+    return local, source.placed(placements)
 
 
-def swaps(source: Layout, target: Layout, mesh_dim: int) -> bool:
-    """Whether another dimension is to be cut over this mesh dimension, and no other mesh dimension cuts the two.
+def _next_swap(source: Layout, target: Layout) -> int | None:
+    """A mesh dimension over which another dimension is to be cut, and can be at once; DTensor gathers on gloo for it.
 
-    DTensor gathers for it where the backend is gloo.
+    Other mesh dimensions may cut the two further outside, but not further inside.
     """
-    before, after = source.placements[mesh_dim], target.placements[mesh_dim]
-    if type(before) is not Shard or type(after) is not Shard or before == after:
-        return False
-    alone = len(source.cuts[before.dim]) == 1 and after.dim not in source.cuts
-    return alone and source.mesh.get_coordinate() is not None
+    if source.mesh.get_coordinate() is None:
+        return None
+    for mesh_dim, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
+        if type(before) is Shard and type(after) is Shard and before != after:
+            innermost = source.cuts[before.dim][-1] == mesh_dim
+            if innermost and source.cuts.get(after.dim, (-1,))[-1] < mesh_dim:
+                return mesh_dim
+    return None
 
 
 def move_beside(tensor: DTensor, other: Layout) -> torch.Tensor:
@@ -116,7 +127,7 @@ def move_beside(tensor: DTensor, other: Layout) -> torch.Tensor:
     if tensor.placements == other.placements:
         return local
     source = Layout.of(_torch.spec_of(tensor))
-    return _carried(local, source, source.placed(other.placements))
+    return relocated(local, source, source.placed(other.placements))
 
 
 def place(local: torch.Tensor | None, computed: Layout | None, wanted: Layout | None) -> DTensor | None:
@@ -124,6 +135,6 @@ def place(local: torch.Tensor | None, computed: Layout | None, wanted: Layout | 
     if local is None or computed is None or wanted is None:
         return None
     if computed.placements != wanted.placements:
-        local = _carried(local, computed, wanted)
+        local = relocated(local, computed, wanted)
     # Views of a DTensor are made by its global strides, so the local ones must agree with them.
-    return _torch.wrap(local.contiguous(memory_format=computed.memory_format), wanted.spec)
+    return _torch.wrap(local.contiguous(memory_format=wanted.memory_format), wanted.spec)

@@ -76,6 +76,8 @@ class Layout:
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
+        if self.mesh.get_coordinate() is None:
+            return (0,)  # what DTensor gives a rank outside of the mesh
         return tuple(len(self.own(dim)) for dim in range(len(self.shape)))
 
     @cached_property

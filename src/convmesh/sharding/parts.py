@@ -9,10 +9,9 @@ the values go back. This holds for all views of the copy too, which share its me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
-from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -39,42 +38,48 @@ class Notes:
 
 @dataclass(frozen=True)
 class Place:
-    """A DTensor that can be made again from its memory."""
+    """Where in its memory a DTensor is, so that it can be made again."""
 
     spec: _torch.Spec
-    model: torch.Tensor  # of the same type, without elements
-    storage: Callable[[], torch.UntypedStorage | None]
+    dtype: torch.dtype
     geometry: tuple[int, tuple[int, ...], tuple[int, ...]]
 
     @staticmethod
-    def of(tensor: DTensor, keep: bool = False) -> Place:
-        """Its memory is not kept alive: when it goes nobody can see what is written. Unless it is only a step on the way
-        to other memory, as a part of a part is."""
+    def of(tensor: DTensor) -> Place:
         local = _torch.local_of(tensor)
-        geometry = local.storage_offset(), tuple(local.shape), tuple(local.stride())
-        storage = local.untyped_storage()
-        return Place(_torch.spec_of(tensor), local.new_empty(0), (lambda: storage) if keep else ref(storage), geometry)
+        geometry = int(local.storage_offset()), tuple(local.shape), tuple(local.stride())
+        return Place(_torch.spec_of(tensor), local.dtype, geometry)
 
-    def local(self) -> torch.Tensor | None:
-        storage = self.storage()
-        return None if storage is None else torch.empty_like(self.model).set_(storage, *self.geometry)
+    def tensor(self, memory: torch.UntypedStorage) -> DTensor:
+        local = torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.geometry)
+        return _torch.wrap(local, self.spec)
+
+    def write(self, memory: torch.UntypedStorage, values: DTensor) -> None:
+        _torch.local_of(self.tensor(memory)).copy_(move(values, Layout.of(self.spec)))
 
 
 @dataclass
 class Origin:
+    """What a copy is a copy of. It keeps that memory, as a view does: were it not to, ranks could differ in whether
+    it is still there, and those that write to it would wait for the others."""
+
+    memory: torch.UntypedStorage
     whole: Place
     part: Place
     take: Take
     put_back: PutBack
-    seen: int = field(default=0)  # how often the whole had been written when the part was last like it
+    seen: int  # how often the whole had been written when the part was last like it
 
 
-def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> None:
+def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> bool:
     """Note that `part` is a copy of some of `whole`. A compiler makes functions of writes, and needs no notes."""
-    if type(_torch.local_of(part)) is torch.Tensor and type(_torch.local_of(whole)) is torch.Tensor:
-        above = _made(whole)
-        kept = Place.of(whole, keep=above.origin is not None)
-        _made(part).origin = Origin(kept, Place.of(part), take, put_back, above.writes)
+    local = _torch.local_of(whole)
+    plain = type(_torch.local_of(part)) is torch.Tensor and type(local) is torch.Tensor
+    if plain:
+        memory = local.untyped_storage()
+        origin = Origin(memory, Place.of(whole), Place.of(part), take, put_back, _made(memory).writes)
+        _made(_torch.local_of(part).untyped_storage()).origin = origin
+    return plain
 
 
 def is_copy(local: torch.Tensor) -> bool:
@@ -82,12 +87,11 @@ def is_copy(local: torch.Tensor) -> bool:
     return notes is not None and notes.origin is not None
 
 
-def _made(tensor: DTensor) -> Notes:
-    storage = _torch.local_of(tensor).untyped_storage()
-    notes: Notes | None = getattr(storage, _NOTES, None)
+def _made(memory: torch.UntypedStorage) -> Notes:
+    notes: Notes | None = getattr(memory, _NOTES, None)
     if notes is None:
         notes = Notes()
-        setattr(storage, _NOTES, notes)
+        setattr(memory, _NOTES, notes)
     return notes
 
 
@@ -98,24 +102,18 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
 
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if first_only and (notes := _quick(args[0])) is None:
-            return handler(operator, args, kwargs)
+        if first_only and _torch.noted(args[0], _NOTES) is None and not args[0]._is_view():
+            return handler(operator, args, kwargs)  # nearly always
         targets = [args[0]] if first_only else list(_written(known, args, kwargs))
         for target in targets:
             _before(target)
         result = handler(operator, args, kwargs)
         for target in targets:
-            notes = _notes(target)
-            if notes is not None:
-                _after(notes)
+            if _torch.noted(target, _NOTES) is not None:
+                _after(_torch.local_of(target).untyped_storage())
         return result
 
     return run
-
-
-def _quick(target: Any) -> bool | None:
-    """None for a tensor of which nothing is known, and which is no view, either."""
-    return None if _notes(target) is None and not target._is_view() else True
 
 
 def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
@@ -124,15 +122,10 @@ def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str
         yield from value if isinstance(value, list | tuple) else (value,)
 
 
-def _notes(target: Any) -> Notes | None:
-    local = _torch.part_in_memory(target)
-    return None if local is None else getattr(local.untyped_storage(), _NOTES, None)
-
-
 def _before(target: Any) -> None:
-    notes = _notes(target)
+    notes = _torch.noted(target, _NOTES)
     if notes is not None and notes.origin is not None:
-        _refresh(notes.origin)
+        _refresh(_torch.local_of(target).untyped_storage(), notes.origin)
     elif isinstance(target, DTensor) and target._is_view():
         base = target._base
         if base is not None and not _torch.shares_memory(target, base):
@@ -141,29 +134,23 @@ def _before(target: Any) -> None:
                          "clone it first, or use the operator that returns a new tensor")  # fmt: skip
 
 
-def _refresh(origin: Origin) -> None:
-    whole, part = origin.whole.local(), origin.part.local()
-    if whole is None or part is None:
-        return
-    notes: Notes = getattr(whole.untyped_storage(), _NOTES)
-    if notes.origin is not None:
-        _refresh(notes.origin)
-    if origin.seen != notes.writes:
-        taken = origin.take(_torch.wrap(whole, origin.whole.spec))
-        part.copy_(move(taken, Layout.of(origin.part.spec)))
-        origin.seen = notes.writes
+def _refresh(memory: torch.UntypedStorage, origin: Origin) -> None:
+    """Bring a copy up to date if what it is a copy of was written since."""
+    above = _made(origin.memory)
+    if above.origin is not None:
+        _refresh(origin.memory, above.origin)
+    if origin.seen != above.writes:
+        origin.part.write(memory, origin.take(origin.whole.tensor(origin.memory)))
+        origin.seen = above.writes
 
 
-def _after(notes: Notes) -> None:
+def _after(memory: torch.UntypedStorage) -> None:
+    """What was written into a copy goes back to where it was taken from, and on from there."""
+    notes = _made(memory)
     notes.writes += 1
     origin = notes.origin
-    if origin is None:
-        return
-    whole, part = origin.whole.local(), origin.part.local()
-    if whole is None or part is None:
-        return  # nobody can see it any more
-    written = origin.put_back(_torch.wrap(whole, origin.whole.spec), _torch.wrap(part, origin.part.spec))
-    whole.copy_(move(written, Layout.of(origin.whole.spec)))
-    above: Notes = getattr(whole.untyped_storage(), _NOTES)
-    _after(above)
-    origin.seen = above.writes
+    if origin is not None:
+        whole, part = origin.whole.tensor(origin.memory), origin.part.tensor(memory)
+        origin.whole.write(origin.memory, origin.put_back(whole, part))
+        _after(origin.memory)
+        origin.seen = _made(origin.memory).writes

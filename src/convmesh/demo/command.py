@@ -1,0 +1,116 @@
+"""The command: trains, shows how it goes, writes the page and says where it is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import fields
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .launch import join, joins_torchrun, spawn
+from .machine import command
+from .page import page
+from .picture import load
+from .report import Report, Runs, size
+from .settings import PICTURES, DemoError, Settings, Shape, mesh_name, mesh_shape
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    usual = Settings()
+    parser.add_argument(
+        "--mesh",
+        type=_shape,
+        nargs="+",
+        default=[(1, 2), (2, 2)],
+        metavar="HxW",
+        help="ranks along the height x ranks along the width, one mesh or several (default: 1x2 2x2)",
+    )
+    parser.add_argument("--steps", type=_positive, default=usual.steps, help=f"default: {usual.steps}")
+    parser.add_argument("--picture", choices=PICTURES, default=usual.picture, help=f"default: {usual.picture}")
+    parser.add_argument("--crop", type=_positive, help="only a square of this side, from the middle of the picture")
+    parser.add_argument("--double", action="store_true", help="in float64")
+    parser.add_argument("--seed", type=int, default=usual.seed, help=f"default: {usual.seed}")
+    parser.add_argument("--mesh-only", action="store_true", help="without one process to compare with")
+    parser.add_argument("--out", type=Path, default=Path("demo/report.html"), help="default: demo/report.html")
+
+
+def _shape(text: str) -> Shape:
+    try:
+        return mesh_shape(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0, or 1 with the reason on the screen."""
+    console = Console()
+    settings = Settings(**{f.name: getattr(options, f.name) for f in fields(Settings) if hasattr(options, f.name)})
+    began = time.perf_counter()
+    try:
+        load(settings)  # if there is no picture, it is known before any process starts
+        runs = _joined(settings, options, console) if joins_torchrun() else _spawned(settings, options, console)
+    except DemoError as error:
+        console.print(f"[bold red]The demo failed.[/] {error}", highlight=False)
+        return 1
+    if runs is None:  # of torchrun's ranks, the first one writes the page
+        return 0
+    report = Report(settings, runs, command(), time.perf_counter() - began)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(page(report), encoding="utf-8")
+    console.print(summary(report))
+    console.print(f"\nThe page is [bold]{options.out}[/]: open {options.out.resolve().as_uri()}", soft_wrap=True)
+    return 0
+
+
+def _spawned(settings: Settings, options: argparse.Namespace, console: Console) -> Runs:
+    shapes: list[Shape | None] = [*([] if options.mesh_only else [None]), *dict.fromkeys(options.mesh)]
+    with _Steps(settings, shapes, console) as steps:
+        return {shape: spawn(settings, shape, steps.done) for shape in shapes}
+
+
+def _joined(settings: Settings, options: argparse.Namespace, console: Console) -> Runs | None:
+    """torchrun gives one world, so there is one mesh: the last one that was asked for."""
+    shape, alone = options.mesh[-1], not options.mesh_only
+    console.quiet = os.environ["RANK"] != "0"
+    with _Steps(settings, [shape, *([None] if alone else [])], console) as steps:
+        return join(settings, shape, alone, steps.done)
+
+
+class _Steps(Progress):
+    """A bar for each run, with the loss of its latest step."""
+
+    def __init__(self, settings: Settings, shapes: list[Shape | None], console: Console):
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        super().__init__(*columns, TextColumn("{task.fields[loss]}"), console=console)
+        self.bars = {s: self.add_task(mesh_name(s), total=settings.steps, loss="", start=False) for s in shapes}
+
+    def done(self, shape: Shape | None, loss: float | None) -> None:
+        """The run has begun, or it has made a step with this loss."""
+        if loss is None:
+            self.start_task(self.bars[shape])
+        else:
+            self.update(self.bars[shape], advance=1, loss=f"loss {loss:.6f}")
+
+
+def summary(report: Report) -> Table:
+    table = Table(title=f"{report.settings.steps} steps on {report.settings.picture}")
+    for heading in ("", "last loss", "furthest apart", "peak memory", "halos sent / least", "time of a step"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for shape, runs in report.runs.items():
+        apart = "" if shape is None or report.one is None else f"{max(report.differences(shape)):.1e}"
+        sent, least = (0, 0) if shape is None else report.totals(shape)
+        traffic = "" if shape is None else f"{size(sent)} / {size(least)}"
+        memory, seconds = size(report.memory(shape)), f"{report.step_seconds(shape):.2f} s"
+        table.add_row(mesh_name(shape), f"{runs[0].losses[-1]:.6f}", apart, memory, traffic, seconds)
+    return table

@@ -1,0 +1,87 @@
+"""The layers of a network on a mesh: what a rank reads of its neighbours, and the least that has to travel for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from ..geometry import Box, HaloPlan, Interval, Split, Window, volume
+from .settings import Shape
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The two sides of a convolution whose first two spatial dimensions are cut over the mesh."""
+
+    splits: tuple[Split, Split]  # of height and width
+    transposed: bool
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+    learns_input: bool  # the input needs a gradient, which the picture does not
+
+    def reads(self, place: Sequence[int]) -> Box:
+        """What the rank at `place` of the mesh reads of the input, without the padding."""
+        return _needed(self._plans(self.transposed), place)
+
+    def owns(self, place: Sequence[int]) -> Box:
+        return tuple(plan.owned[rank] for plan, rank in zip(self._plans(self.transposed), place, strict=True))
+
+    def least_bytes(self, element_size: int) -> int:
+        """What all ranks together have to send in a step.
+
+        Forward the part of the input that a rank reads and does not own; backward the same of the output's gradient,
+        for the gradient of the input. With these, the gradient of the weight needs nothing more. Where only that one
+        is wanted, one of the two has to travel, if forward's was not kept: the smaller one.
+        """
+        forward = _missing(self._plans(self.transposed)) * _deep(self.input)
+        backward = _missing(self._plans(not self.transposed)) * _deep(self.output)
+        return (forward + (backward if self.learns_input else min(forward, backward))) * element_size
+
+    def _plans(self, coarse: bool) -> list[HaloPlan]:
+        return [split.coarse_plan if coarse else split.fine_plan for split in self.splits]
+
+
+def sides_of(module: nn.Module, input: Sequence[int], output: Sequence[int], learns: bool, mesh: Shape) -> Sides | None:
+    """Of a convolution; nothing of any other layer."""
+    transposed = isinstance(module, TRANSPOSED)
+    if not transposed and not isinstance(module, CONVOLUTIONS):
+        return None
+    options: Any = module
+    fine, coarse = (output, input) if transposed else (input, output)
+
+    def split(dim: int) -> Split:
+        window = Window(options.kernel_size[dim], options.stride[dim], options.padding[dim], options.dilation[dim])
+        return Split(window, fine[2 + dim], coarse[2 + dim], (mesh[dim],))
+
+    return Sides((split(0), split(1)), transposed, tuple(input), tuple(output), learns)
+
+
+def _needed(plans: Sequence[HaloPlan], place: Sequence[int]) -> Box:
+    sides = []
+    for plan, rank in zip(plans, place, strict=True):
+        (needed,) = plan.needed[rank]
+        sides.append(needed & Interval(0, plan.size))
+    return tuple(sides)
+
+
+def _missing(plans: Sequence[HaloPlan]) -> int:
+    """How many pixels all ranks together read that others own."""
+    total = 0
+    for place in product(*(range(len(plan.owned)) for plan in plans)):
+        needed = _needed(plans, place)
+        own = [plan.owned[rank] for plan, rank in zip(plans, place, strict=True)]
+        total += volume(needed) - volume([a & b for a, b in zip(needed, own, strict=True)])
+    return total
+
+
+def _deep(shape: Sequence[int]) -> int:
+    """The elements of a pixel: samples x channels x further dimensions, which are not cut."""
+    return prod(shape) // (shape[2] * shape[3])

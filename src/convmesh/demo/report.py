@@ -1,0 +1,71 @@
+"""The numbers of a report, from what the runs have told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log10
+from statistics import median
+
+from .settings import Settings, Shape
+from .traffic import Layer
+from .training import Run
+
+Runs = dict[Shape | None, list[Run]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that the page tells. `runs` has the single process, if there was one, before the meshes."""
+
+    settings: Settings
+    runs: Runs
+    command: str
+    seconds: float
+
+    @property
+    def meshes(self) -> list[Shape]:
+        return [shape for shape in self.runs if shape is not None]
+
+    @property
+    def largest(self) -> Shape:
+        return max(self.meshes, key=lambda shape: shape[0] * shape[1])
+
+    @property
+    def one(self) -> Run | None:
+        return self.runs[None][0] if None in self.runs else None
+
+    def differences(self, shape: Shape) -> list[float]:
+        """Of each step's loss from that of one process, relative to it."""
+        assert self.one is not None
+        pairs = zip(self.runs[shape][0].losses, self.one.losses, strict=True)
+        return [abs(loss - expected) / abs(expected) for loss, expected in pairs]
+
+    def traffic(self, shape: Shape) -> list[tuple[Layer, int, int]]:
+        """(layer, bytes of halos that all ranks sent for it in a step, the least possible)"""
+        element = 8 if self.settings.double else 4
+        rows = []
+        for ranks in zip(*(run.layers for run in self.runs[shape]), strict=True):
+            sides = ranks[0].sides
+            rows.append((ranks[0], sum(layer.halo for layer in ranks), sides.least_bytes(element) if sides else 0))
+        return rows
+
+    def totals(self, shape: Shape) -> tuple[int, int]:
+        rows = self.traffic(shape)
+        return sum(sent for _, sent, _ in rows), sum(least for _, _, least in rows)
+
+    def memory(self, shape: Shape | None) -> int:
+        return max(run.memory for run in self.runs[shape])
+
+    def step_seconds(self, shape: Shape | None) -> float:
+        """A mesh is as slow as its slowest rank."""
+        return max(median(run.seconds) for run in self.runs[shape])
+
+
+def size(count: float) -> str:
+    """Bytes as people read them."""
+    units = ["B", "kB", "MB", "GB"]
+    while count >= 1000 and len(units) > 1:
+        count /= 1000
+        units.pop(0)
+    digits = 0 if units[0] == "B" else max(0, 2 - int(log10(count)))  # three that matter
+    return f"{count:.{digits}f} {units[0]}"

@@ -1,0 +1,120 @@
+"""What each layer of a network sends in a training step, seen from outside: by whoever started the collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .. import _torch
+from .layers import CONVOLUTIONS, TRANSPOSED, Sides, sides_of
+from .settings import Shape
+
+LOSS, WEIGHTS = "loss", "weight gradients"
+
+
+@dataclass
+class Layer:
+    """What this rank sends for one layer in a step, in bytes: for the halos, for sums, and in any other way."""
+
+    name: str
+    kind: str
+    halo: int = 0
+    sums: int = 0
+    other: int = 0
+    sides: Sides | None = None
+
+
+def _kind(module: nn.Module) -> str:
+    """`Conv2d 3x3, stride 2`; of other layers their name."""
+    if not isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+        return type(module).__name__
+    kernel, stride = "x".join(map(str, module.kernel_size)), module.stride[0]
+    return f"{type(module).__name__} {kernel}{f', stride {stride}' if stride > 1 else ''}"
+
+
+class Watch(_torch.TorchDispatchMode):
+    """Books what every collective sends to the layer that is at work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: dict[str, Layer] = {}
+        self.at_work = self.layer(LOSS, "")
+
+    def layer(self, name: str, kind: str) -> Layer:
+        return self.layers.setdefault(name, Layer(name, kind))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does itself is seen here afterwards
+        namespace, name = func._schema.name.split("::")
+        if namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
+            size = args[0].numel() * args[0].element_size()
+            use = "halo" if "all_to_all" in name else "sums" if "all_reduce" in name else "other"
+            setattr(self.at_work, use, getattr(self.at_work, use) + size)
+        return func(*args, **(kwargs or {}))
+
+
+class _Labels:
+    """Says which layer is at work: forward by hooks of the modules, backward by hooks of the graph's nodes.
+
+    Modules have backward hooks too, but these do not let an in-place activation follow.
+    """
+
+    def __init__(self, watch: Watch, mesh: Shape):
+        self.watch, self.mesh = watch, mesh
+        self.known: set[Any] = set()
+
+    def attach(self, name: str, module: nn.Module) -> list[Any]:
+        layer = self.watch.layer(name, _kind(module))
+
+        def enter(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            self.watch.at_work = layer
+
+        def leave(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            x = inputs[0]
+            layer.sides = sides_of(module, x.shape, output.shape, x.requires_grad, self.mesh)
+            self.book(output.grad_fn, layer, stop=x.grad_fn)
+            self.watch.at_work = self.watch.layer(LOSS, "")
+
+        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+
+    def book(self, start: Any, layer: Layer, stop: Any = None) -> None:
+        """From the node `start` back to what has been booked already, the backward pass works for `layer`."""
+        waiting = [start]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node is stop or node in self.known:
+                continue
+            self.known.add(node)
+            collects = hasattr(node, "variable")  # the end of the graph, where a parameter collects its gradient
+            self._say(node, self.watch.layer(WEIGHTS, "") if collects else layer)
+            waiting += [following for following, _ in node.next_functions]
+
+    def _say(self, node: Any, layer: Layer) -> None:
+        def at_work(gradients: object) -> None:
+            self.watch.at_work = layer
+
+        node.register_prehook(at_work)
+
+
+def watch_step(model: nn.Module, forward: Callable[[], torch.Tensor], mesh: Shape) -> list[Layer]:
+    """One forward and backward pass: its layers in their order, then what belongs to none of them."""
+    watch = Watch()
+    labels = _Labels(watch, mesh)
+    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
+    handles = [handle for name, module in leaves for handle in labels.attach(name, module)]
+    try:
+        with watch:
+            loss = forward()
+            labels.book(loss.grad_fn, watch.layer(LOSS, ""))
+            loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    outside = [watch.layers.pop(name) for name in (LOSS, WEIGHTS) if name in watch.layers]
+    return [*watch.layers.values(), *outside]

@@ -1,0 +1,102 @@
+"""The training, written once: for one process without a mesh, for each rank with one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..models import UNet
+from ..process_memory import peak_memory
+from ..training import distribute, shard
+from . import picture
+from .settings import AXES, Settings
+from .traffic import Layer, watch_step
+
+# Adam takes a full step even where a gradient is nothing but rounding, unless it is small against this.
+EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process reports of its training. Pictures and weights are whole, and only of the first rank."""
+
+    losses: list[float]
+    seconds: list[float]  # of each step
+    memory: int  # by how much the process, or what it uses of its GPU, grew at most while it trained
+    threads: int
+    device: str
+    layers: list[Layer]
+    noisy: torch.Tensor | None
+    output: torch.Tensor | None
+    weights: torch.Tensor | None
+
+
+def build(settings: Settings) -> UNet:
+    """It starts from no correction at all: its last layer begins with zeros."""
+    model = UNet(2, 3, 3, settings.channels, settings.strides, convs=1)
+    nn.init.zeros_(model.exit.weight)
+    nn.init.zeros_(model.exit.bias)
+    return model
+
+
+def train(settings: Settings, mesh: DeviceMesh | None, device: str, report: Callable[[float], None]) -> Run:
+    """Adam on a picture with new noise in every step; `report` gets each step's loss.
+
+    All that a mesh changes of the training is that the model is distributed and the picture sharded.
+    """
+    torch.manual_seed(settings.seed)
+    dtype = torch.float64 if settings.double else torch.float32
+    model: nn.Module = build(settings).to(device, dtype)
+    clean = picture.load(settings).to(device, dtype)
+    if mesh is not None:
+        model, clean = distribute(model, mesh), shard(clean, mesh, **AXES)
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.rate, eps=EPSILON)
+
+    def corrected() -> tuple[torch.Tensor, torch.Tensor]:
+        noisy = clean + settings.noise * torch.randn_like(clean)
+        return noisy, noisy - model(noisy)
+
+    def forward() -> torch.Tensor:
+        optimizer.zero_grad()
+        return F.mse_loss(corrected()[1], clean)
+
+    losses: list[float] = []
+    seconds: list[float] = []
+
+    def steps() -> None:
+        for _ in range(settings.steps):
+            began = time.perf_counter()
+            loss = forward()
+            loss.backward()
+            optimizer.step()
+            losses.append(_whole(loss.detach()).item())  # also waits until the step is done
+            seconds.append(time.perf_counter() - began)
+            report(losses[-1])
+
+    memory = peak_memory(steps) if device == "cpu" else _peak_on_gpu(steps)
+    with torch.no_grad():
+        noisy, output = (picture.to_bytes(_whole(part)) for part in corrected())
+    weights = torch.cat([_whole(parameter.detach()).reshape(-1).cpu() for parameter in model.parameters()])
+    layers = [] if mesh is None else watch_step(model, forward, (mesh.size(0), mesh.size(1)))
+    first = mesh is None or mesh.get_rank() == 0
+    shown = (noisy, output, weights) if first else (None, None, None)
+    return Run(losses, seconds, memory, torch.get_num_threads(), device, layers, *shown)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """For a report: training itself gathers nothing."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _peak_on_gpu(work: Callable[[], object]) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    return torch.cuda.max_memory_allocated() - before
