@@ -195,7 +195,8 @@ def nll_loss_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: 
     x = move(input, plan.input)
     if reduction != NONE and _by_kernel(plan, operator, x):
         numbers = move(target, plan.target), move(weight, plan.weight), reduction, ignored, move(total, plan.total)
-        return wrap_dense(operator(gy, x, *numbers), plan.input.dense)
+        # Of the input only the shape is used, but the kernel wants to write a result without gaps like it.
+        return wrap_dense(operator(gy, x.contiguous(), *numbers), plan.input.dense)
     targets = _targets(plan, target, weight, int(ignored), wide(input.dtype))
     if reduction == MEAN:
         gy = gy / move(total, plan.total)
