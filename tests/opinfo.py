@@ -48,7 +48,6 @@ FAMILIES = {
         (*_functional("interpolate", "upsample_bilinear", "upsample_nearest", "pixel_shuffle", "pixel_unshuffle",
                       "grid_sample"),
          "_upsample_bilinear2d_aa", "grid_sampler_2d", "grid_sampler_3d"),
-        alone=True,
     ),
     "padding": Family((*_functional("pad"), "constant_pad_nd")),
     "indexing": Family(
@@ -57,10 +56,11 @@ FAMILIES = {
          "__getitem__", "index_select", "index_add", "gather", *_functional("unfold")),
     ),
     "linear": Family(
-        (*_functional("linear", "scaled_dot_product_attention", "gelu", "prelu"), "matmul", "mm", "bmm", "addmm",
+        (*_functional("linear", "gelu", "prelu"), "matmul", "mm", "bmm", "addmm",
          "flatten", "permute", "transpose", "softmax", "log_softmax"),
         alone=True,
     ),
+    "attention": Family(_functional("scaled_dot_product_attention")),  # keys and values are cut as the queries are
     "losses": Family(
         _functional("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
                     "binary_cross_entropy_with_logits", "kl_div", "nll_loss", "cross_entropy", "soft_margin_loss",
