@@ -82,6 +82,8 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     *((torch.ops._c10d_functional, name) for name in COLLECTIVES),
     (DTensor._op_dispatcher, "_allow_implicit_replication"),
     (torch.autograd.Variable, "_execution_engine"),
+    (torch._C, "_get_dispatch_mode"),
+    (torch._C._TorchDispatchModeKey, "PROXY"),
     (torch._C, "_dispatch_get_all_op_names"),
 )
 
@@ -248,13 +250,41 @@ def all_to_all(
     buffer: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Start sending; the result is there after `wait`. A functional collective, so that compilers can trace it."""
-    return collectives.all_to_all_single(buffer, list(receive_counts), list(send_counts), group)
+    return _kept(collectives.all_to_all_single(_after_the_last(buffer), list(receive_counts), list(send_counts), group))
 
 
 def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
     """Start reducing over a group; the result is there after `wait`. A functional collective, too."""
-    started: torch.Tensor = collectives.all_reduce(tensor, op, group)
-    return started
+    return _kept(collectives.all_reduce(_after_the_last(tensor), op, group))
+
+
+# While a graph is traced: its tracer, and the result of the last communication in it.
+_last: tuple[Any, torch.Tensor] | None = None
+
+
+def _tracer() -> Any:
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) if tracing() else None
+    return None if mode is None else mode.tracer
+
+
+def _after_the_last(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a communication depend on the one before it in the same graph.
+
+    A compiler may reorder what does not depend on each other, by the graph, and the ranks' graphs differ.
+    """
+    if _last is None or _tracer() is not _last[0]:
+        return tensor
+    return tie(tensor, tokens=[_last[1].reshape(-1)[:1]])
+
+
+def _kept(result: torch.Tensor) -> torch.Tensor:
+    global _last
+    tracer = _tracer()
+    if tracer is None:
+        _last = None
+    elif result.numel():
+        _last = (tracer, result)
+    return result
 
 
 def tie(result: torch.Tensor, *operands: torch.Tensor, tokens: Sequence[torch.Tensor | None] = ()) -> torch.Tensor:

@@ -23,7 +23,7 @@ class DemoError(RuntimeError):
 class Settings:
     picture: str = "hubble_deep_field"
     crop: int | None = None  # the side of a square in the middle of the picture; all of it by default
-    steps: int = 20
+    steps: int = 12
     noise: float = 0.1  # its standard deviation, where white is 1
     channels: tuple[int, ...] = (12, 20, 28)
     strides: tuple[int, ...] = (2, 2)
