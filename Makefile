@@ -29,8 +29,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Two at a time: tests in one process beside tests whose ranks mostly wait for each other. A file stays together.
 unit: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 fuzz: $(READY)  ## N=... random convolutions against one process; prints the seed of a failure
 	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(SEED),--seed $(SEED))
