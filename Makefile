@@ -29,9 +29,11 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two at a time: tests in one process beside tests whose ranks mostly wait for each other. A file stays together.
+# Two at a time: tests in one process, beside tests whose ranks mostly wait for each other.
 unit: $(READY)
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	@$(BIN)/pytest tests/batching > $(VENV)/batching.log 2>&1 & batching=$$!; \
+	$(BIN)/pytest --ignore tests/batching; rest=$$?; \
+	wait $$batching; alone=$$?; cat $(VENV)/batching.log; exit $$((rest + alone))
 
 fuzz: $(READY)  ## N=... random convolutions against one process; prints the seed of a failure
 	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(SEED),--seed $(SEED))

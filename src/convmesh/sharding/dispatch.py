@@ -71,7 +71,7 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
         return None
     local = _torch.local_of(tensor)
     if tensor.placements == target.placements:
-        if local.shape != target.local_shape:
+        if local.shape != target.local_shape and target.mesh.get_coordinate() is not None:
             raise refuse("DTensor", f"this rank's part has shape {tuple(local.shape)}, not {target.local_shape}",
                          [("tensor", tensor)], "cut it as torch.chunk does: that is what Shard means")  # fmt: skip
         return local
