@@ -235,14 +235,20 @@ if __name__ == "__main__":
 """
 
 
+def _heed_interrupts() -> None:
+    """Whoever runs the tests in the background of a shell ignores them, and so would everything that is started."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left_when_the_run_is_interrupted(tmp_path: Path, how: signal.Signals) -> None:
     script = tmp_path / "interrupted_run.py"
     script.write_text(INTERRUPTED_RUN)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as run:
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        preexec_fn=_heed_interrupts,
+    ) as run:  # fmt: skip
         assert run.stdout is not None
         assert any("all ranks are running" in line for line in run.stdout)
         run.send_signal(how)
