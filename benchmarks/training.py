@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
 from benchmarks.measure import interleave, timed
-from convmesh import _torch
 from convmesh.models import ConvNeXt, ResNet, UNet
 from convmesh.process_memory import peak_memory
 from tests.harness import Pool
@@ -116,9 +116,9 @@ def prepare(mesh: DeviceMesh, network: Network) -> tuple[int, int]:
 def measure(mesh: DeviceMesh, reduce: bool) -> tuple[float, float]:
     """Seconds of a step, and those of them in which this rank waited for others."""
     waited = 0.0
-    wait = _torch.wait
+    wait = AsyncCollectiveTensor.wait
 
-    def timed_wait(tensor: torch.Tensor) -> torch.Tensor:
+    def timed_wait(tensor: AsyncCollectiveTensor) -> torch.Tensor:
         nonlocal waited
         start = time.perf_counter()
         result = wait(tensor)
@@ -126,11 +126,11 @@ def measure(mesh: DeviceMesh, reduce: bool) -> tuple[float, float]:
         return result
 
     dist.barrier(mesh.get_group(0))
-    _torch.wait = timed_wait
+    AsyncCollectiveTensor.wait = timed_wait
     try:
         seconds = timed(lambda: Rank.step(reduce))
     finally:
-        _torch.wait = wait
+        AsyncCollectiveTensor.wait = wait
     return seconds, waited
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from .. import _torch
 from ..geometry import IndexMap, index_map
 from ..sharding.cache import planned
+from ..sharding.constants import the_same_everywhere
 from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
@@ -44,18 +44,13 @@ class JoinPlan:
 def with_meshes(operator: str, tensors: Sequence[Any]) -> list[DTensor]:
     """All as DTensors. Autograd makes plain zeros for parts without a gradient: those are whole on every rank."""
     mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    placed = [_replicated(t, mesh) if _made_by_autograd(t) else t for t in tensors]
+    placed = [the_same_everywhere(t, mesh) if _made_by_autograd(t) else t for t in tensors]
     check_placed(operator, [(f"tensor {number}", tensor) for number, tensor in enumerate(placed)])
     return placed
 
 
 def _made_by_autograd(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, DTensor) and _torch.in_backward()
-
-
-def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    spec = _torch.make_spec(mesh, (R,) * mesh.ndim, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    return _torch.wrap(tensor, spec)
 
 
 def join_rows(operands: Sequence[Layout], shift: Callable[[int], int] = lambda dim: dim) -> list[Row]:

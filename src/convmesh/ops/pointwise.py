@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
 
 from .. import _torch
 from ..sharding.cache import Table
+from ..sharding.constants import the_same_everywhere
 from ..sharding.dispatch import move, specs_of
 from ..sharding.pending import reduce_once
 from ..sharding.registry import Behaviour, made_of_others, overloads, rule
@@ -59,6 +58,7 @@ OPERATORS = [
     for operator in overloads(*UNARY, *SEVERAL, *(f"{name}_backward" for name in BACKWARD), *COPIED)
     if operator not in APART and _torch.gives_one_tensor(operator) and not _torch.is_composite(operator)
 ] + [aten.copy_.default]
+WRITING = frozenset(operator for operator in OPERATORS if operator._schema.is_mutable)
 
 made_of_others(
     *overloads("clip", "divide", "multiply", "negative", "positive", "relu6", "selu", "square", "subtract"),
@@ -75,7 +75,8 @@ def _key(operator: _torch.Operator, specs: tuple[_torch.Spec | None, ...], kwarg
     return (operator, specs, kwargs.get("dtype"), kwargs.get("memory_format")) if kwargs else (operator, specs)
 
 
-@rule(*(operator for operator in OPERATORS if not operator._schema.is_mutable), behaviour=POINTWISE)
+@rule(*WRITING, behaviour=IN_PLACE)
+@rule(*(operator for operator in OPERATORS if operator not in WRITING), behaviour=POINTWISE)
 def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     opened = _torch.opened(args)
     if opened is None:
@@ -85,37 +86,23 @@ def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     if plan is None or not plan.ready or plan.output.mesh is not mesh:
         return _moved(operator, args, kwargs, specs, values)
     result = operator(*values, **kwargs)
+    if operator in WRITING:
+        return args[0]
     return _torch.wrap(result, plan.specs.get(result.dtype) or plan.spec(result.dtype))
-
-
-@rule(*(operator for operator in OPERATORS if operator._schema.is_mutable), behaviour=IN_PLACE)
-def in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    opened = _torch.opened(args)
-    if opened is None:
-        return _with_care(operator, args, kwargs)
-    specs, values, mesh = opened
-    plan = _plans.get(_key(operator, specs, kwargs))
-    if plan is None or not plan.ready or plan.output.mesh is not mesh:
-        return _moved(operator, args, kwargs, specs, values)
-    operator(*values, **kwargs)
-    return args[0]
 
 
 def _with_care(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """While tracing, where a collective is under way, or beside plain tensors: those of one element are replicated."""
     mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
-    placed = tuple(_replicated(arg, mesh) if isinstance(arg, torch.Tensor) else arg for arg in args)
+    placed = tuple(the_same_everywhere(arg, mesh) if _is_plain_number(arg) else arg for arg in args)
     tensors = [arg if isinstance(arg, torch.Tensor) else None for arg in placed]
     specs = tuple(specs_of(operator._schema.name, [(f"operand {n}", tensor) for n, tensor in enumerate(tensors)]))
     values = [_torch.local_of(arg) if isinstance(arg, DTensor) else arg for arg in placed]
     return _moved(operator, placed, kwargs, specs, values)
 
 
-def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    if isinstance(tensor, DTensor) or tensor.numel() != 1:
-        return tensor
-    placements = (Replicate(),) * mesh.ndim
-    return _torch.wrap(tensor, _torch.make_spec(mesh, placements, tuple(tensor.shape), tensor.stride(), tensor.dtype))
+def _is_plain_number(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor) and arg.numel() == 1
 
 
 def _moved(
@@ -148,7 +135,7 @@ def _reduced(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     """Write into a pending sum what cannot be written term by term: it is added up, and stays so where it can."""
     target: DTensor = args[0]
     whole = reduce_once([target])[id(target)]
-    in_place(operator, (whole, *args[1:]), kwargs)
+    pointwise(operator, (whole, *args[1:]), kwargs)
     if whole is not target and target.device_mesh.get_coordinate() is not None:
         # Another tensor shares its memory: then one rank has all of the sum, and the others zeros.
         moved = _torch.redistribute(_torch.local_of(whole), _torch.spec_of(whole), _torch.spec_of(target))

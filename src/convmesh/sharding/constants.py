@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -70,10 +71,14 @@ def replicated(
                 f"{operator}: a plain tensor of shape {tuple(tensor.shape)} beside DTensors requires a gradient\n"
                 "  remedy: register it as a parameter of the module before convmesh.distribute"
             )
-        spec = _torch.make_spec(
-            mesh, (Replicate(),) * mesh.ndim, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-        )
-        return _torch.wrap(tensor, spec)
+        return the_same_everywhere(tensor, mesh)
 
     wrapped_args, wrapped_kwargs = tree_map_only(torch.Tensor, wrap, (args, dict(kwargs)))
     return wrapped_args, wrapped_kwargs
+
+
+def the_same_everywhere(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A plain tensor that every rank has all of, as a DTensor."""
+    placements = (Replicate(),) * mesh.ndim
+    spec = _torch.make_spec(mesh, placements, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    return _torch.wrap(tensor, spec)

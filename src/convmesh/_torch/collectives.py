@@ -1,0 +1,130 @@
+"""Starting communications, awaiting them, and seeing them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+
+from .names import COLLECTIVES, Operator, Store
+from .tracing import tie, tracing
+
+
+def all_to_all(
+    buffer: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Start sending; the result is there after `wait`. A functional collective, so that compilers can trace it."""
+    return _kept(collectives.all_to_all_single(_after_the_last(buffer), list(receive_counts), list(send_counts), group))
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """Start reducing over a group; the result is there after `wait`. A functional collective, too."""
+    return _kept(collectives.all_reduce(_after_the_last(tensor), op, group))
+
+
+# While a graph is traced: its tracer, and the result of the last communication in it.
+_last: tuple[Any, torch.Tensor] | None = None
+
+
+def _tracer() -> Any:
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) if tracing() else None
+    return None if mode is None else mode.tracer
+
+
+def _after_the_last(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a communication depend on the one before it in the same graph.
+
+    A compiler may reorder what does not depend on each other, by the graph, and the ranks' graphs differ.
+    """
+    if _last is None or _tracer() is not _last[0]:
+        return tensor
+    return tie(tensor, tokens=[_last[1].reshape(-1)[:1]])
+
+
+def _kept(result: torch.Tensor) -> torch.Tensor:
+    global _last
+    tracer = _tracer()
+    if tracer is None:
+        _last = None
+    elif result.numel():
+        _last = (tracer, result)
+    return result
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a collective, once it is there."""
+    return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
+
+
+def intercept_collectives(
+    around: Callable[[Operator, tuple[Any, ...], Callable[[], Any]], Any],
+    failed: Callable[[torch.Tensor, RuntimeError], Exception],
+) -> Callable[[], None]:
+    """Let `around(operator, args, run)` run every functional collective, and raise `failed(tensor, error)` where a wait
+    for one raises `error`; returns what undoes that.
+
+    The place is the last one before the backend, so compiled code comes by as well, and what a compiler only traces
+    is known by its device. Collectives of `torch.distributed` itself (`dist.all_reduce`) do not pass here.
+    """
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    beyond = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    await_it = torch.ops._c10d_functional.wait_tensor.default.redispatch
+
+    def starting(operator: Operator) -> Callable[..., Any]:
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+            if first.is_meta:
+                return operator.redispatch(keys & beyond, *args, **kwargs)
+            return around(operator, args, lambda: operator.redispatch(keys & beyond, *args, **kwargs))
+
+        return run
+
+    def waiting(keys: Any, tensor: torch.Tensor) -> Any:
+        try:
+            return await_it(keys & beyond, tensor)
+        except RuntimeError as error:
+            raise failed(tensor, error) from error
+
+    for name in COLLECTIVES:
+        kernel = starting(getattr(torch.ops._c10d_functional, name).default)
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)
+    library.impl("wait_tensor", waiting, "BackendSelect", with_keyset=True)
+    return library._destroy
+
+
+def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
+    """The process group that a functional collective was given, by its name or itself."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(group))
+    return found
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of this group may take; torch's default where its backend does not say."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    said: timedelta | None = getattr(options, "_timeout", None)
+    return default_pg_timeout if said is None else said
+
+
+def inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Give a group that nobody set a time-out for the one that was given to `init_process_group`.
+
+    torch makes the groups of a mesh with a time-out of its own, of half an hour.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "a group is part of an initialised world"
+    wanted = timeout_of(world)
+    if timeout_of(group) in (default_pg_timeout, default_pg_nccl_timeout) and timeout_of(group) != wanted:
+        dist.distributed_c10d._set_pg_timeout(wanted, group)
+
+
+def store() -> Store:
+    """Where all ranks can leave each other messages without a collective."""
+    found: Store = dist.distributed_c10d._get_default_store()
+    return found

@@ -1,0 +1,76 @@
+"""How DTensor and autograd come to an operator, and what they do by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import OutputSharding
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from .names import Handler, Operator
+from .operators import signature
+
+
+def handlers() -> dict[Operator, Handler]:
+    """DTensor's table of operators that are handled apart; it is consulted on every call."""
+    table: dict[Operator, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return table
+
+
+def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What DTensor itself does for an operator whose rule leaves this call alone; a view stays a view."""
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(operator, args, kwargs)
+    found = dispatcher._propagate_op_sharding_dispatch_slow_path(operator, args, kwargs, info, try_cache=True)
+    if not isinstance(found, OutputSharding):
+        return found  # an operator that was taken apart
+    info.output_sharding = found
+    results = dispatcher._dispatch_get_local_results_slow_path(operator, args, info)
+    if operator._schema.is_mutable:
+        out = signature(operator).has_out
+        return dispatcher._dispatch_fast_path_python_tail(
+            operator, args, kwargs, info.compute_mesh, found, results, True, not out, out
+        )
+    result = dispatcher.wrap(results, found.output_spec)
+    return as_view(operator, args, kwargs, result) if operator._schema._is_view_op() else result
+
+
+def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Tell torch that a view operator's result shares its memory with the operand."""
+    return return_and_correct_aliasing(operator, args, kwargs, result)
+
+
+def view_rule(handler: Handler) -> Handler:
+    """A view operator's rule: in inference mode torch wants views of other tensors to be other tensors too."""
+
+    @wraps(handler)
+    def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_inference_mode_enabled() or args[0].is_inference():
+            return handler(operator, args, kwargs)
+        with torch.inference_mode(False):
+            return handler(operator, args, kwargs)
+
+    return run
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: it makes plain zeros where a gradient is missing, and writes into no gradient."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Call back at the end of the backward pass that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def replicates_implicitly() -> bool:
+    """Whether DTensor's own operators take a plain tensor for one that is the same on every rank."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def replicate_implicitly(on: bool) -> None:
+    DTensor._op_dispatcher._allow_implicit_replication = on

@@ -1,0 +1,83 @@
+"""What the names of torch that convmesh uses are called here, and which of them are private."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+Operator = torch._ops.OpOverload
+Handler = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
+Spec = DTensorSpec
+Store = dist.distributed_c10d.Store
+
+VERSION = "0.1.0"  # of convmesh: it is part of the key of compiled code
+OLDEST, TOO_NEW = (2, 13), (2, 16)
+
+# Everything that starts a communication, in eager and in compiled code.
+COLLECTIVES = (
+    "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_",
+    "all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced",
+    "reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced",
+    "all_to_all_single", "broadcast", "broadcast_",
+)  # fmt: skip
+
+REQUIRED: tuple[tuple[object, str], ...] = (
+    (DTensor, "_op_dispatcher"),
+    (DTensor._op_dispatcher, "_custom_op_handlers"),
+    (DTensor, "_local_tensor"),
+    (DTensor, "_spec"),
+    (torch.Tensor, "_dtensor__new__"),
+    (DTensorSpec, "shard_order"),
+    (DTensorSpec, "is_default_device_order"),
+    (DTensor._op_dispatcher, "unwrap_to_op_info"),
+    (DTensor._op_dispatcher, "_propagate_op_sharding_dispatch_slow_path"),
+    (DTensor._op_dispatcher, "_dispatch_get_local_results_slow_path"),
+    (DTensor._op_dispatcher, "_dispatch_fast_path_python_tail"),
+    (DTensor._op_dispatcher, "wrap"),
+    (torch.utils._python_dispatch, "return_and_correct_aliasing"),
+    (torch.utils._python_dispatch, "TorchDispatchMode"),
+    (torch._C, "_current_graph_task_id"),
+    (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
+    (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
+    (collectives, "all_to_all_single"),
+    (collectives, "all_reduce"),
+    (collectives, "AsyncCollectiveTensor"),
+    (collectives, "_are_we_tracing"),
+    (torch.utils._python_dispatch, "_disable_current_modes"),
+    (torch.ops.aten._convolution_double_backward.default, "decompose"),
+    (torch.library.Library, "_destroy"),
+    (torch._C, "_DisablePythonDispatcher"),
+    (torch.ops.aten.upsample_nearest2d.default, "py_kernels"),
+    (torch.ops.aten.upsample_nearest2d.default, "_dispatch_cache"),
+    (torch.compiler.config, "cache_key_tag"),
+    (torch._C, "_storage_Use_Count"),
+    (torch._C, "_dispatch_keyset_full_after"),
+    (torch._ops.OpOverload, "redispatch"),
+    (torch._C._distributed_c10d, "_resolve_process_group"),
+    (dist.distributed_c10d, "_get_default_store"),
+    (dist.distributed_c10d, "_set_pg_timeout"),
+    (dist.ProcessGroup, "_get_backend"),
+    (dist.ProcessGroup, "_device_types"),
+    *((torch.ops._c10d_functional, name) for name in COLLECTIVES),
+    (DTensor._op_dispatcher, "_allow_implicit_replication"),
+    (torch.autograd.Variable, "_execution_engine"),
+    (torch._C, "_get_dispatch_mode"),
+    (torch._C._TorchDispatchModeKey, "PROXY"),
+    (torch._C, "_dispatch_get_all_op_names"),
+)
+
+
+def check_version() -> None:
+    """Refuse a torch release that the private names were never tried with."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if not OLDEST <= (major, minor) < TOO_NEW:
+        raise RuntimeError(
+            f"convmesh extends torch's DTensor from {OLDEST[0]}.{OLDEST[1]} to below {TOO_NEW[0]}.{TOO_NEW[1]}, "
+            f"and this is torch {torch.__version__}: install a torch release in that range, or another convmesh"
+        )

@@ -1,0 +1,112 @@
+"""What the schema of an operator says, and calling it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .names import Operator
+
+
+def name_of(operator: Operator) -> str:
+    """Without namespace and overload."""
+    return operator._schema.name.partition("::")[2]
+
+
+def arguments(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All arguments of a call in the order of the operator's schema."""
+    defaults = _defaults(operator)
+    if not kwargs:
+        return args + tuple([default for _, default in defaults[len(args) :]])
+    return args + tuple([kwargs.get(name, default) for name, default in defaults[len(args) :]])
+
+
+@lru_cache(maxsize=4096)
+def _defaults(operator: Operator) -> tuple[tuple[str, Any], ...]:
+    return tuple((argument.name, argument.default_value) for argument in operator._schema.arguments)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the schema of an operator on lists of tensors says about its arguments, by position."""
+
+    names: tuple[str, ...]
+    lists: tuple[int, ...]
+    written: frozenset[int]
+    by_name: int  # the arguments from here on are passed by name
+
+    @property
+    def has_out(self) -> bool:
+        """It writes into tensors that are given by name, for its results."""
+        return any(number >= self.by_name for number in self.written)
+
+
+@lru_cache(maxsize=1024)
+def signature(operator: Operator) -> Signature:
+    schema = operator._schema.arguments
+    return Signature(
+        tuple(argument.name for argument in schema),
+        tuple(number for number, argument in enumerate(schema) if str(argument.type) == "List[Tensor]"),
+        frozenset(number for number, argument in enumerate(schema) if argument.alias_info and argument.is_write),
+        next((number for number, argument in enumerate(schema) if argument.kwarg_only), len(schema)),
+    )
+
+
+@lru_cache(maxsize=1)
+def writing_operators() -> tuple[Operator, ...]:
+    """All of torch's own operators that write into an argument."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if space == "aten" and (packet.endswith("_") or overload):
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            if operator._schema.is_mutable:
+                found.append(operator)
+    return tuple(found)
+
+
+def takes_tensors(operator: Operator) -> bool:
+    """Not one of those on numbers, strings or lists, of which torch.jit has many."""
+    return str(operator._schema.arguments[0].type) in ("Tensor", "List[Tensor]") or any(
+        str(argument.type) == "Tensor" for argument in operator._schema.arguments
+    )
+
+
+def gives_one_tensor(operator: Operator) -> bool:
+    return [str(result.type) for result in operator._schema.returns] == ["Tensor"]
+
+
+def is_composite(operator: Operator) -> bool:
+    """Whether it is made of other operators before DTensor sees it, but in inference mode."""
+    made, own = (
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+        for key in ("CompositeImplicitAutograd", "CPU")
+    )
+    return bool(made and not own)
+
+
+def call(operator: Operator, values: Sequence[Any]) -> Any:
+    """Call with all arguments in the order of the schema."""
+    known = signature(operator)
+    named = dict(zip(known.names[known.by_name :], values[known.by_name :], strict=True))
+    return operator(*values[: known.by_name], **named)
+
+
+def autograd_keys(name: str) -> tuple[str, ...]:
+    """Where a function has to be registered to stand in for an operator above autograd, for all kinds of tensors.
+
+    What torch makes of other operators at once it prefers to anything that is registered for all backends alike.
+    """
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd"):
+        return ("Autograd",)
+    return tuple(f"Autograd{backend}" for backend in ("CPU", "CUDA", "XPU", "HPU", "MPS", "PrivateUse1", "Meta"))
+
+
+def composite(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What torch itself does for an operator that is made of others."""
+    return operator.decompose(*args, **kwargs)

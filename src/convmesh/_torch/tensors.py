@@ -1,0 +1,136 @@
+"""What is inside of a DTensor: this rank's part, where the parts lie, and its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from .collectives import wait
+from .tracing import compile_for_this_rank, no_modes, tracing
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """This rank's part, without recording the access for autograd as `to_local` does."""
+    local: torch.Tensor = tensor._local_tensor
+    return wait(local)  # a redistribution may hand on a tensor whose collective is still under way
+
+
+def noted(tensor: Any, name: str) -> Any:
+    """What was noted at this rank's memory, None for nothing. None also while tracing, and beside a collective."""
+    local = getattr(tensor, "_local_tensor", None)
+    return getattr(local.untyped_storage(), name, None) if type(local) is torch.Tensor else None
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Where the tensor's parts lie: hashable, and so the key by which plans are cached."""
+    spec: DTensorSpec = tensor._spec
+    # The first test spares the second, which is slow, in nearly all calls.
+    if type(tensor._local_tensor) is torch.Tensor or not tracing():
+        return spec
+    compile_for_this_rank()
+    return _settled(spec)
+
+
+def eager_spec_of(tensor: DTensor) -> DTensorSpec:
+    """The same where nothing is traced, which takes longer to find out than a short rule may take."""
+    spec: DTensorSpec = tensor._spec
+    return spec
+
+
+def _settled(spec: DTensorSpec) -> DTensorSpec:
+    """Without symbolic sizes: a plan holds for the sizes that it was made for, and int() makes the compiler know."""
+    meta = spec.tensor_meta
+    assert meta is not None, "a DTensor's spec knows its shape"
+    shape, stride = tuple(int(size) for size in meta.shape), tuple(int(step) for step in meta.stride)
+    return DTensorSpec(spec.mesh, spec.placements, TensorMeta(torch.Size(shape), stride, meta.dtype))
+
+
+def plain_order(spec: DTensorSpec) -> bool:
+    """A dimension that is cut over several mesh dimensions is cut over the first of them first."""
+    strided = any(isinstance(placement, _StridedShard) for placement in spec.placements)
+    return not strided and plain(spec.shard_order)
+
+
+def plain(shard_order: Any) -> bool:
+    return DTensorSpec.is_default_device_order(shard_order)
+
+
+def in_rank_order(mesh: DeviceMesh) -> bool:
+    """Ranks ascend along every mesh dimension. A process group sorts its ranks, so else its order is not the mesh's."""
+    with no_modes():  # the mesh's own numbers are real, also while torch.compile traces
+        ranks = mesh.mesh
+        return all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.dim()))
+
+
+def make_spec(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[Any], DeviceMesh] | None:
+    """Where each argument lies, and this rank's part of it; None and the argument itself for what is no tensor.
+    And the mesh of the last one.
+
+    None for calls that need a closer look: while tracing, where a collective is under way, beside plain tensors.
+    """
+    specs: list[DTensorSpec | None] = []
+    values: list[Any] = []
+    for argument in args:
+        if type(argument) is DTensor:
+            local = argument._local_tensor
+            if type(local) is not torch.Tensor:
+                return None
+            spec = argument._spec
+            specs.append(spec)
+            values.append(local)
+        elif isinstance(argument, torch.Tensor):
+            return None
+        else:
+            specs.append(None)
+            values.append(argument)
+    return tuple(specs), values, spec.mesh
+
+
+def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor below autograd, where the public constructor would record itself."""
+    # Past __init__, which does nothing but keep torch.compile out, and takes as long as the rest.
+    tensor: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return tensor
+
+
+def relocate(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Let a DTensor hold the same values in another placement from now on, whoever refers to it."""
+    tensor._local_tensor, tensor._spec = local, spec
+
+
+def owns_storage(local: torch.Tensor) -> bool:
+    """No other tensor looks at the same memory."""
+    storage = local.untyped_storage()
+    # One reference is the tensor's, and one is `storage` here.
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)
+
+
+def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    moved: torch.Tensor = redistribute_local_tensor(local, source, target)
+    return wait(moved)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Tells tensors apart that look at different memory, also where there is none of it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def shares_memory(view: DTensor, base: torch.Tensor) -> bool:
+    """Whether torch knows the one for a view of the other's memory, beyond what autograd believes."""
+    return memory_of(view) == memory_of(base)

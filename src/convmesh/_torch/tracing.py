@@ -1,0 +1,87 @@
+"""While torch.compile traces: knowing it, and keeping the ranks' code apart and complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .names import VERSION, Operator
+
+
+def tracing() -> bool:
+    """Under torch.compile, where sizes may be symbols."""
+    return bool(collectives._are_we_tracing())
+
+
+def no_modes() -> AbstractContextManager[Any]:
+    """For real numbers and meta tensors of one's own, also while torch.compile traces."""
+    return _disable_current_modes()
+
+
+def _cache_tag() -> str:
+    """Compiled code is of this rank and of this release."""
+    return f"convmesh-{VERSION}-rank-{dist.get_rank()}"
+
+
+def compile_for_this_rank() -> None:
+    """Keep torch.compile from handing one rank the code of another.
+
+    Its cache on disk knows a DTensor by its global layout, which all ranks share, while their code differs.
+    """
+    if _cache_tag() not in torch.compiler.config.cache_key_tag:
+        torch.compiler.config.cache_key_tag += _cache_tag()
+
+
+def compile_for_any_rank() -> None:
+    """Put back what `compile_for_this_rank` has changed."""
+    if dist.is_initialized():
+        tag = torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = tag.replace(_cache_tag(), "")
+
+
+def keep_whole(operator: Operator) -> Callable[[], None]:
+    """Keep torch.compile from taking an operator apart before DTensor sees it; returns what undoes that.
+
+    Tensors of other kinds are still treated as before.
+    """
+    kernels = operator.py_kernels
+    before = dict(kernels)
+
+    def replacement(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not isinstance(args[0], DTensor):
+                return kernel(*args, **kwargs)
+            with torch._C._DisablePythonDispatcher():
+                return operator(*args, **kwargs)
+
+        return run
+
+    def undo() -> None:
+        kernels.update(before)
+        operator._dispatch_cache.clear()
+
+    kernels.update({key: replacement(kernel) for key, kernel in before.items()})
+    operator._dispatch_cache.clear()
+    return undo
+
+
+def tie(result: torch.Tensor, *operands: torch.Tensor, tokens: Sequence[torch.Tensor | None] = ()) -> torch.Tensor:
+    """Make the compiler believe that `result` depends on its operands and on exchanges, on every rank.
+
+    It drops or moves a collective of which a rank uses nothing, and then the other ranks wait for the wrong one.
+    A token is a number that came with an exchange.
+    """
+    if not tracing():
+        return result
+    never = [operand.reshape(-1)[:0].any() for operand in operands if operand is not result]
+    never += [((token == token) & (token != token)).any() for token in tokens if token is not None]
+    for false in never:
+        result = result | false if result.dtype == torch.bool else result + false.to(result.dtype)
+    return result
