@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from .interval import Interval
 from .plan import Parts
@@ -28,10 +29,31 @@ class Piece:
         """The part of the piece whose outputs lie in `out`."""
         first = max(0, -(-(out.start - self.out_start) // self.out_step))
         last = min(self.count, -(-(out.stop - self.out_start) // self.out_step))
+        return self._from(first, last)
+
+    def copying(self, source: Interval) -> Piece:
+        """The part of the piece whose inputs lie in `source`."""
+        first, last = 0, self.count
+        if self.in_step > 0:
+            first = max(first, -(-(source.start - self.in_start) // self.in_step))
+            last = min(last, -(-(source.stop - self.in_start) // self.in_step))
+        elif self.in_step < 0:
+            first = max(first, (self.in_start - source.stop) // -self.in_step + 1)
+            last = min(last, (self.in_start - source.start) // -self.in_step + 1)
+        elif self.in_start not in source:
+            last = 0
+        return self._from(first, last)
+
+    def _from(self, first: int, last: int) -> Piece:
         return Piece(
             max(0, last - first), self.out_start + self.out_step * first, self.in_start + self.in_step * first,
             self.out_step, self.in_step, self.source,
         )  # fmt: skip
+
+    @property
+    def writes(self) -> Interval:
+        """The outputs from the first to the last that it writes."""
+        return Interval(self.out_start, self.out_start + self.out_step * (self.count - 1) + 1)
 
     @property
     def reads(self) -> Interval:
@@ -57,10 +79,20 @@ class IndexMap:
         """What `out` needs of a source: intervals in their order, which neither overlap nor touch."""
         return _merged([piece.reads for piece in self.within(out) if piece.source == source])
 
+    def gaps(self, out: Interval) -> Parts:
+        """Intervals that have every output of `out` that copies nothing; others may lie in them too."""
+        dense = (piece.writes for piece in self.within(out) if piece.out_step == 1 or piece.count == 1)
+        gaps, start = [], out.start
+        for written in (*_merged(list(dense)), Interval(out.stop, out.stop)):
+            gaps.append(Interval(start, written.start))
+            start = written.stop
+        return tuple(gap for gap in gaps if gap)
+
     @cached_property
-    def fills(self) -> bool:
-        """Whether some outputs may copy nothing."""
-        return sum(piece.count for piece in self.pieces) < self.size
+    def disjoint(self) -> bool:
+        """No two pieces write among each other's outputs, so that they may be written in any order."""
+        written = sorted((piece.writes for piece in self.pieces), key=lambda interval: interval.start)
+        return all(not one & other for one, other in pairwise(written))
 
 
 def _merged(intervals: Sequence[Interval]) -> Parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -25,12 +26,18 @@ def flatten(along: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor
 
 
 def shifted(flat: torch.Tensor, sizes: Sequence[int], by: Sequence[int], new_sizes: Sequence[int]) -> torch.Tensor:
-    """Positions in a volume of `sizes` as positions in one of `new_sizes`, whose origin lies `by` before theirs."""
-    if not any(by) and tuple(sizes) == tuple(new_sizes):
-        return flat
-    if not any(by[1:]) and tuple(sizes[1:]) == tuple(new_sizes[1:]):
-        row = 1
-        for size in sizes[1:]:
-            row *= size
-        return flat + by[0] * row
-    return flatten([index + step for index, step in zip(coordinates(flat, sizes), by, strict=True)], new_sizes)
+    """Positions in a volume of `sizes` as positions in one of `new_sizes`, whose origin lies `by` before theirs.
+
+    Integer divisions are slow, so there is one only for each dimension whose size changes, and none for the others.
+    """
+    step, result = 0, flat
+    for axis, (shift, size, new_size) in enumerate(zip(by, sizes, new_sizes, strict=True)):
+        behind = prod(new_sizes[axis + 1 :])
+        step += shift * behind
+        if axis and size != new_size:
+            # One more of this dimension for each index of those before it.
+            before = flat.div(prod(sizes[axis:]), rounding_mode="trunc").mul_((new_size - size) * behind)
+            result = before.add_(result)
+    if not step:
+        return result
+    return flat + step if result is flat else result.add_(step)

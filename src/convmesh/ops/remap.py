@@ -67,46 +67,63 @@ class Remap:
         return tuple(axis.dim for axis in self.axes)
 
     def __call__(self, sources: Sequence[torch.Tensor], fill: Fill = 0) -> torch.Tensor:
-        """The output's part; always a new tensor."""
-        held, received = self._fetch(sources)
-        model = sources[0]
+        """The output's part; always a new tensor, into which every number is copied once."""
+        held = [Held.own(source, self.dims, self._own(number)) for number, source in enumerate(sources)]
+        result = self._allocate(sources[0], fill)
+        received: list[torch.Tensor | None] = []
+        written = 0  # how many blocks of each source
+        # Along one dimension after the other, which brings the corners too.
+        for number, axis in enumerate(self.axes):
+            if axis.line is None:
+                continue
+            jobs = self._jobs(number, len(sources))
+            pending = start([held[source] for source, _ in jobs], [halo for _, halo in jobs], axis.line)
+            if not received and all(axis.map.disjoint for axis in self.axes):  # this rank's own, while messages travel
+                written = 1
+                self._write(result, held, slice(0, written))
+            for (source, _), blocks in zip(jobs, pending.finish(), strict=True):
+                held[source] = held[source].plus(blocks)
+            received.append(pending.received)
+        self._write(result, held, slice(written, None))
+        return _torch.tie(result, *sources, tokens=received)
+
+    def _own(self, source: int) -> Box:
+        return tuple(axis.plans[source].owned[axis.rank] for axis in self.axes)
+
+    def _allocate(self, model: torch.Tensor, fill: Fill) -> torch.Tensor:
+        """Room for the output's part, filled where nothing is copied to."""
         shape = list(model.shape)
         for axis in self.axes:
             shape[axis.dim] = len(axis.out)
         result = torch.empty(shape, dtype=model.dtype, device=model.device, memory_format=memory_format(model))
-        if any(axis.map.fills for axis in self.axes):
-            result.fill_(fill)
-        for pieces in product(*(axis.map.within(axis.out) for axis in self.axes)):
-            self._write(result, pieces, held[pieces[0].source])
-        return _torch.tie(result, *sources, tokens=received)
+        for axis in self.axes:
+            for gap in axis.map.gaps(axis.out):
+                result.narrow(axis.dim, gap.start - axis.out.start, len(gap)).fill_(fill)
+        return result
 
-    def _fetch(self, sources: Sequence[torch.Tensor]) -> tuple[list[Held], list[torch.Tensor | None]]:
-        """Along one dimension after the other, which brings the corners too; and all messages as they came."""
-        received: list[torch.Tensor | None] = []
-        own: list[Box] = [
-            tuple(axis.plans[number].owned[axis.rank] for axis in self.axes) for number in range(len(sources))
+    def _jobs(self, number: int, sources: int) -> list[tuple[int, Halo]]:
+        """What travels along one of the axes, with what has come along those before it."""
+        return [
+            (source, Halo(number, self.axes[number].plans[source], (*before, *self._own(source)[number:])))
+            for source in range(sources)
+            for before in product(*(done.plans[source].needed[done.rank] for done in self.axes[:number]))
         ]
-        held = [Held.own(source, self.dims, box) for source, box in zip(sources, own, strict=True)]
-        for number, axis in enumerate(self.axes):
-            if axis.line is None:
-                continue
-            jobs = [
-                (source, Halo(number, axis.plans[source], (*before, *own[source][number:])))
-                for source in range(len(sources))
-                for before in product(*(done.plans[source].needed[done.rank] for done in self.axes[:number]))
-            ]
-            pending = start([held[source] for source, _ in jobs], [halo for _, halo in jobs], axis.line)
-            for (source, _), blocks in zip(jobs, pending.finish(), strict=True):
-                held[source] = held[source].plus(blocks)
-            received.append(pending.received)
-        return held, received
 
-    def _write(self, result: torch.Tensor, pieces: Sequence[Piece], held: Held) -> None:
-        data = held.read(tuple(piece.reads for piece in pieces))
-        place = result
-        for axis, piece in zip(self.axes, pieces, strict=True):
-            data = _stepped(data, axis.dim, piece.in_step)
-            place = _strided(place, axis, piece)
+    def _write(self, result: torch.Tensor, held: Sequence[Held], which: slice) -> None:
+        """Copy what pieces have of some of the blocks."""
+        for pieces in product(*(axis.map.within(axis.out) for axis in self.axes)):
+            for block in held[pieces[0].source].blocks[which]:
+                parts = [piece.copying(side) for piece, side in zip(pieces, block.box, strict=True)]
+                if all(part.count for part in parts):
+                    self._copy(result, parts, block)
+
+    def _copy(self, result: torch.Tensor, parts: Sequence[Piece], block: Block) -> None:
+        data, place = block.data, result
+        for axis, part, side in zip(self.axes, parts, block.box, strict=True):
+            if part.reads != side:
+                data = data.narrow(axis.dim, part.reads.start - side.start, len(part.reads))
+            data = _stepped(data, axis.dim, part.in_step)
+            place = _strided(place, axis, part)
         place.copy_(data)
 
     def adjoint(self, gradient: torch.Tensor) -> torch.Tensor:
