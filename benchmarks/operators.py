@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import convmesh
-from benchmarks.measure import interleave, timed
+from benchmarks.measure import interleave, keep_memory, timed
 from tests.harness import Pool
 
 LIMIT = 1.15
@@ -174,6 +174,7 @@ class Rank:
 
 def prepare(mesh: DeviceMesh, name: str, backward: bool) -> bool:
     """Get ready, and tell whether torch's DTensor alone is right, and so worth comparing with."""
+    keep_memory()
     Rank.work = {}
     whole = tensors(shapes_of(name))
     cut = 0 if name in STEPS else OPERATORS[name].cut
@@ -232,6 +233,7 @@ def measure(mesh: DeviceMesh, what: str) -> float:
 
 def run(pool: Pool, console: Console, rounds: int) -> None:
     torch.set_num_threads(2)
+    keep_memory()
     table = Table("operator", title="2 ranks x 1 thread, each cut in two (medians; forward / forward + backward)")
     for heading in (
         "one process (ms)", "convmesh / one", "convmesh / local part", "exchange (ms)",

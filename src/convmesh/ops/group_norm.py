@@ -26,11 +26,13 @@ from .norm_core import (
     arrange,
     canonical,
     correct,
+    input_gradient,
     kernel_eps,
     new,
     parameter_gradient,
     place_parameters,
     rows,
+    sums_by_set,
     variance,
 )  # fmt: skip
 from .reduce_plan import absent, counts, cutting, part_at, wide, wrap_dense
@@ -161,9 +163,9 @@ def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float)
 
     own = (t[:, columns] if plan.whole_groups else t for t in (mean, rstd))
     by_channel = [spread(t) for t in (*own, common[:, columns], common_rstd[:, columns])]
-    y = correct(normal, (by_channel[0], by_channel[1]), (by_channel[2], by_channel[3]))
-    y = y if w is None else y.mul_(spread(w))
-    return (y if b is None else y.add_(spread(b))), common, common_rstd
+    w, b = (None if t is None else spread(t) for t in (w, b))
+    y = correct(normal, (by_channel[0], by_channel[1]), (by_channel[2], by_channel[3]), w, b)
+    return y, common, common_rstd
 
 
 def _regroup(plan: GroupNormPlan, columns: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> Pair:
@@ -203,18 +205,17 @@ def _gradients(
     plan: GroupNormPlan, gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, w: Any
 ) -> tuple[torch.Tensor, ...]:
     columns = plan.columns(x.device)
-    space = tuple(range(2, x.dim()))
 
-    def spread(numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.view(*numbers.shape, *[1] * len(space))
+    def by_channel(numbers: torch.Tensor) -> torch.Tensor:
+        """[N G] -> [N C 1 1 ...]"""
+        return numbers[:, columns].view(*x.shape[:2], *[1] * (x.dim() - 2))
 
-    rstd_by_channel = spread(rstd[:, columns])
-    normal = (x - spread(mean[:, columns])).mul_(rstd_by_channel)
-    gy = gy.to(normal.dtype)
-    plain, with_normal = (t.sum(space) if space else t for t in (gy, gy * normal))  # [N C]
+    gy, x = (t.to(mean.dtype) for t in (gy, x))
+    moments = by_channel(mean), by_channel(rstd)
+    plain, products = (t.view(x.shape[:2]) for t in sums_by_set(gy, x, *moments))
     zeros = plain.new_zeros(x.shape[0], plan.groups)
-    sums = plan.spread.add_up(*(zeros.index_add(1, columns, t if w is None else t * w) for t in (plain, with_normal)))
-    count = plan.per_group * prod(plan.output.shape[2:])
-    mean_plain, mean_with_normal = (spread((t / max(1, count))[:, columns]) for t in sums)
-    gx = (gy if w is None else gy * spread(w)) - mean_plain
-    return gx.sub_(normal.mul_(mean_with_normal)).mul_(rstd_by_channel), with_normal.sum(0), plain.sum(0)
+    sums = plan.spread.add_up(*(zeros.index_add(1, columns, t if w is None else t * w) for t in (plain, products)))
+    count = max(1, plan.per_group * prod(plan.output.shape[2:]))
+    means = by_channel(sums[0] / count), by_channel(sums[1] / count)
+    weight = None if w is None else w.view(-1, *[1] * (x.dim() - 2))
+    return input_gradient(gy, x, moments, means, weight), products.sum(0), plain.sum(0)

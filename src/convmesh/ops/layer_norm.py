@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,13 @@ from .norm_core import (
     all_absent,
     arrange,
     correct,
+    input_gradient,
     kernel_eps,
     new,
     parameter_gradient,
     place_parameters,
     rows,
+    sums_by_set,
     variance,
 )  # fmt: skip
 from .reduce_plan import absent, wide, wrap_dense
@@ -133,20 +136,28 @@ def layer_norm_backward(
     if not plan.spread.mesh_dims and x.numel():
         gx, *gradients = operator(gy, x, list(shape), m, r, w, b, mask)
     else:
-        gx, *gradients = _gradients(plan, gy, x, m, r, w)
+        gx, *gradients = _gradients(plan, gy, x, m, r, w, mask)
     for_input = wrap_dense(gx, plan.output) if mask[0] else None
     return for_input, *place_parameters(gradients, plan.parameters, mask[1:])
 
 
 def _gradients(
-    plan: LayerNormPlan, gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, w: Any
-) -> tuple[torch.Tensor, ...]:
-    normal = (x - mean).mul_(rstd)
-    gy = gy.to(normal.dtype)
-    scaled = gy if w is None else gy * w
-    products = scaled * normal
-    sums = plan.spread.add_up(scaled.sum(plan.inner, keepdim=True), products.sum(plan.inner, keepdim=True))
-    plain, with_normal = (t / plan.spread.count for t in sums)
-    for_weight = (gy * normal).sum(plan.outer) if plan.outer else gy * normal
-    for_bias = gy.sum(plan.outer) if plan.outer else gy
-    return (scaled - plain).sub_(normal.mul_(with_normal)).mul_(rstd), for_weight, for_bias
+    plan: LayerNormPlan, gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, w: Any,
+    mask: Sequence[bool],
+) -> tuple[Any, ...]:  # fmt: skip
+    gy, x = (t.to(mean.dtype) for t in (gy, x))
+    for_input = for_weight = for_bias = None
+    if mask[0]:
+        scaled = gy if w is None else gy * w
+        sums = plan.spread.add_up(*sums_by_set(scaled, x, mean, rstd))
+        means = sums[0] / plan.spread.count, sums[1] / plan.spread.count
+        for_input = input_gradient(scaled, x, (mean, rstd), means)
+    if mask[1]:
+        for_weight = _over_rows((x - mean).mul_(rstd).mul_(gy), plan)
+    if mask[2]:
+        for_bias = _over_rows(gy, plan)
+    return for_input, for_weight, for_bias
+
+
+def _over_rows(values: torch.Tensor, plan: LayerNormPlan) -> torch.Tensor:
+    return values.sum(plan.outer) if plan.outer else values
