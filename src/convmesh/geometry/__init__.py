@@ -1,6 +1,8 @@
 """Integers only: intervals, windows, splits and halo plans. Nothing here knows torch, and nothing communicates."""
 
 from . import index_map as index_map
+from .bundles import Bundle as Bundle
+from .bundles import adaptive_bundles as adaptive_bundles
 from .convolution import Convolution as Convolution
 from .convolution import Shape as Shape
 from .index_map import IndexMap as IndexMap

@@ -1,6 +1,7 @@
 """The operators, one family a file. Importing this package declares their rules."""
 
-from . import adaptive as adaptive
+from . import adaptive_average as adaptive_average
+from . import adaptive_max as adaptive_max
 from . import affine_grid as affine_grid
 from . import arg_reduce as arg_reduce
 from . import attention as attention

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from .. import _torch
-from ..geometry import HaloPlan, Interval, Runs, Slots
+from ..geometry import Bundle, HaloPlan, Interval, Runs, Slots, adaptive_bundles
 from ..sharding.cache import planned
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
@@ -16,34 +17,36 @@ from .numbers import Numbers
 from .reach import Reach, ReachPlan, plan_sources, plan_targets
 
 
+PARTS = "for each window that lies on several ranks, one number a channel and rank"
+
+
 @dataclass(frozen=True)
 class Side:
-    """One spatial dimension: this rank's sources, the targets that it has something to say about, and their slots."""
+    """One spatial dimension: this rank's sources, the targets that it has something to say about, and their windows."""
 
     dim: int
     sources: Interval
     touched: Interval
     source_size: int
-    slots: Slots
-    positions: Numbers
-    spare: Numbers
-    weights: Numbers  # a mean over slots, times this, is a share of the mean over the whole window
+    target_size: int
 
     @staticmethod
     def of(dim: int, source_size: int, target_size: int, reach: Reach) -> Side:
-        runs = Runs.adaptive(source_size, target_size)
         sources = reach.side(reach.sources, dim, source_size)
         touched = reach.side(reach.touched, dim, target_size)
-        slots = Slots.of(runs, sources, touched)
-        lengths = [runs.stops[t] - runs.starts[t] for t in range(touched.start, touched.stop)]
-        return Side(
-            dim, sources, touched, source_size, slots,
-            Numbers(slots.positions), Numbers(slots.spare), Numbers([slots.width / length for length in lengths]),
-        )  # fmt: skip
+        return Side(dim, sources, touched, source_size, target_size)
 
-    @property
-    def evenly_weighted(self) -> bool:
-        return all(weight == 1 for weight in self.weights.values)
+    @cached_property
+    def slots(self) -> Slots:
+        return Slots.of(Runs.adaptive(self.source_size, self.target_size), self.sources, self.touched)
+
+    @cached_property
+    def positions(self) -> Numbers:
+        return Numbers(self.slots.positions)
+
+    @cached_property
+    def bundles(self) -> tuple[Bundle, ...]:
+        return adaptive_bundles(self.source_size, self.target_size, self.sources, self.touched)
 
 
 @dataclass(frozen=True)

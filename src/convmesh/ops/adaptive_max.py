@@ -1,4 +1,4 @@
-"""Adaptive average and max pooling, and their gradients."""
+"""Adaptive max pooling, and its gradient."""
 
 from __future__ import annotations
 
@@ -14,69 +14,13 @@ from ..comm import Halo, Held, start
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, rule
-from .adaptive_plan import AdaptivePlan, Side, contributions, plan_adaptive, plan_adaptive_backward
+from .adaptive_plan import PARTS, AdaptivePlan, Side, contributions, plan_adaptive, plan_adaptive_backward
 from .flat_index import coordinates, flatten
 from .pool import STAYS, name_of, spatial_of
 
 aten = torch.ops.aten
 
-AVERAGE = {2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}
-AVERAGE_BACKWARD = {2: aten.avg_pool2d_backward.default, 3: aten.avg_pool3d_backward.default}
 MAXIMUM = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}
-
-PARTS = "for each window that lies on several ranks, one number a channel and rank"
-
-
-@rule(
-    aten._adaptive_avg_pool2d.default,
-    aten._adaptive_avg_pool3d.default,
-    behaviour=Behaviour("pooling", f"{STAYS}, pending sums", PARTS),
-)
-def adaptive_average(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, sizes = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("input", input),))
-    plan = plan_adaptive(name_of(operator), _torch.spec_of(input), tuple(map(int, sizes)), True)
-    layouts = plan.layouts
-    if layouts.reach is None:
-        return layouts.outside(input)
-    x = move(input, layouts.operands[0])
-    if not layouts.reach.dims:
-        empty = not prod(layouts.computed.local_shape)
-        return layouts.finish(x.new_empty(layouts.computed.local_shape) if empty else operator(x, list(sizes)))
-    parts = x.new_zeros(_touched_shape(plan, x))
-    if parts.numel():
-        width = [side.slots.width for side in plan.sides]
-        parts = _weighted(AVERAGE[len(width)](_laid_out(x, plan.sides, zero_spare=True), width, width), plan.sides)
-    return layouts.finish(layouts.reach.return_touched(parts))
-
-
-@rule(
-    aten._adaptive_avg_pool2d_backward.default,
-    aten._adaptive_avg_pool3d_backward.default,
-    behaviour=Behaviour("pooling", f"{STAYS}, pending sums", PARTS),
-)
-def adaptive_average_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    gradient, input = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("grad_output", gradient), ("input", input)))
-    specs = (_torch.spec_of(gradient), _torch.spec_of(input))
-    plan = plan_adaptive_backward(name_of(operator), *specs, None, spatial_of(operator))
-    layouts = plan.layouts
-    if layouts.reach is None:
-        return layouts.outside(gradient)
-    gy = move(gradient, layouts.operands[0])
-    own = [len(side.sources) for side in plan.sides]
-    gx = gy.new_zeros([*gy.shape[: plan.first], *own])
-    fetch = layouts.reach.fetch_touched(gy)
-    gy = fetch.held.read(layouts.reach.touched)
-    if gx.numel() and gy.numel():
-        width = [side.slots.width for side in plan.sides]
-        slots = [len(side.slots.positions) for side in plan.sides]
-        laid = gy.new_empty([*gy.shape[: plan.first], *slots])
-        still = ([0] * len(width), False, True, None)
-        laid = AVERAGE_BACKWARD[len(width)](_weighted(gy, plan.sides), laid, width, width, *still)
-        gx = _taken_up(laid, plan.sides)
-    return layouts.finish(fetch.tie(gx))
-
 
 @rule(
     aten.adaptive_max_pool2d.default,
@@ -146,33 +90,12 @@ def _touched_shape(plan: AdaptivePlan, x: torch.Tensor) -> list[int]:
     return [*x.shape[: plan.first], *(len(side.touched) for side in plan.sides)]
 
 
-def _laid_out(x: torch.Tensor, sides: Sequence[Side], zero_spare: bool = False) -> torch.Tensor:
+def _laid_out(x: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
     """All windows side by side."""
     for side in sides:
         if not side.slots.trivial or len(side.slots.positions) != x.shape[side.dim]:
             x = x.index_select(side.dim, side.positions.on(x.device))
-            if zero_spare and side.slots.spare:
-                x.index_fill_(side.dim, side.spare.on(x.device), 0)
     return x
-
-
-def _taken_up(laid: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
-    """The adjoint of `_laid_out` with zeros in spare slots: a source gets the sum of the slots that have it."""
-    for side in sides:
-        if not side.slots.trivial or len(side.slots.positions) != len(side.sources):
-            if side.slots.spare:
-                laid.index_fill_(side.dim, side.spare.on(laid.device), 0)
-            shape = [*laid.shape]
-            shape[side.dim] = len(side.sources)
-            laid = laid.new_zeros(shape).index_add_(side.dim, side.positions.on(laid.device), laid)
-    return laid
-
-
-def _weighted(targets: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
-    for side in sides:
-        if not side.evenly_weighted:
-            targets = targets * side.weights.along(side.dim, targets)
-    return targets
 
 
 def _source_of(slot: torch.Tensor, side: Side) -> torch.Tensor:
