@@ -22,6 +22,7 @@ aten = torch.ops.aten
 
 MAXIMUM = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}
 
+
 @rule(
     aten.adaptive_max_pool2d.default,
     aten.adaptive_max_pool3d.default,

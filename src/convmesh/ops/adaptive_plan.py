@@ -16,7 +16,6 @@ from ..sharding.layout import Layout
 from .numbers import Numbers
 from .reach import Reach, ReachPlan, plan_sources, plan_targets
 
-
 PARTS = "for each window that lies on several ranks, one number a channel and rank"
 
 

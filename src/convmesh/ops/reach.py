@@ -48,9 +48,13 @@ class Reach:
         """The targets that read this rank's sources."""
         return tuple(cut.touched(side) for cut, side in zip(self.cuts, self.sources, strict=True))
 
+    def begin(self, own: torch.Tensor) -> Fetch:
+        """Begin to collect the sources that this rank's targets read."""
+        return Fetch(self, self._source_plans, self.sources, own)
+
     def fetch(self, own: torch.Tensor) -> Fetch:
         """Hold the sources that this rank's targets read. What is made of them has to be tied to the exchange."""
-        return Fetch(self, self._source_plans, self.sources, own).completed()
+        return self.begin(own).completed()
 
     def fetch_touched(self, own: torch.Tensor) -> Fetch:
         """Hold the targets that read this rank's sources, likewise."""

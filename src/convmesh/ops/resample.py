@@ -11,10 +11,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from ..comm import Held
+from ..geometry import Box
 from ..sharding.dispatch import check_placed, move
 from ..sharding.registry import Behaviour, keep_whole, rule
 from .pool import name_of
 from .resample_plan import Resampling, plan_resample
+from .tiling import patch
+from .weighing import Weighings
 
 aten = torch.ops.aten
 
@@ -51,7 +55,7 @@ def resample(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     check_placed(name_of(operator), (("input", input),))
     spec = _torch.spec_of(input)
     resampling = _resampling(FORWARD[operator], tuple(input.shape[2:]), sizes, rest, backward=False)
-    return _run(operator, input, spec, resampling, (list(resampling.targets), *rest))
+    return _run(operator, input, spec, resampling, rest)
 
 
 @rule(*NAMED, behaviour=Behaviour("resampling", STAYS, "as the operator that it is made of"))
@@ -70,8 +74,7 @@ def resample_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: 
     check_placed(name_of(operator), (("grad_output", gradient),))
     spec = _torch.spec_of(gradient)
     resampling = _resampling(BACKWARD[operator], tuple(shape[2:]), sizes, rest, backward=True)
-    local_shape = [*_torch.local_of(gradient).shape[:2], *resampling.sources]
-    return _run(operator, gradient, spec, resampling, (list(resampling.targets), local_shape, *rest))
+    return _run(operator, gradient, spec, resampling, rest)
 
 
 def _resampling(mode: str, sources: Any, targets: Any, rest: list[Any], backward: bool) -> Resampling:
@@ -87,7 +90,7 @@ def _resampling(mode: str, sources: Any, targets: Any, rest: list[Any], backward
 
 
 def _run(
-    operator: _torch.Operator, tensor: DTensor, spec: _torch.Spec, resampling: Resampling, stock: tuple[Any, ...]
+    operator: _torch.Operator, tensor: DTensor, spec: _torch.Spec, resampling: Resampling, rest: list[Any]
 ) -> DTensor:
     plan = plan_resample(name_of(operator), spec, resampling)
     layouts = plan.layouts
@@ -95,15 +98,31 @@ def _run(
         return layouts.outside(tensor)
     x = move(tensor, layouts.operands[0])
     shape = layouts.computed.local_shape
-    empty = 0 in shape
-    if not layouts.reach.dims and not empty:
-        return layouts.finish(operator(x, *stock))
-    fetch = layouts.reach.fetch(x)
-    if empty:
+    # Going forward torch's operator is told the size of its result, and going backward that of its operand too.
+    ends = [list(x.shape[2:]), list(shape)] if resampling.backward else [list(shape[2:])]
+    if not layouts.reach.dims and 0 not in shape:
+        return layouts.finish(operator(x, *ends, *rest))
+    fetch = layouts.reach.begin(x)
+    if plan.own is not None:
+        y = operator(x, *ends, *rest)
+        strips = plan.own.strips
+
+        def strip(held: Held, box: Box) -> torch.Tensor:
+            read, weighings = strips[box]
+            return _weighed(held.read(read), weighings)
+
+        patch(y, fetch, plan.own.targets, plan.own.inner, strip)
+        return layouts.finish(fetch.tie(y))
+    held = fetch.complete()
+    if 0 in shape:
         return layouts.finish(fetch.tie(x.new_empty(shape)))
-    y = fetch.held.read(layouts.reach.read)
-    half = y.dtype in (torch.float16, torch.bfloat16)
-    y = y.float() if half else y
-    for weighing in plan.weighings:
-        y = weighing.apply(y)
-    return layouts.finish(fetch.tie(y.to(x.dtype)))
+    return layouts.finish(fetch.tie(_weighed(held.read(layouts.reach.read), plan.weighings).to(x.dtype)))
+
+
+def _weighed(x: torch.Tensor, weighings: Weighings) -> torch.Tensor:
+    """In the precision in which half precision is computed."""
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    x = x.float() if half else x
+    for weighing in weighings:
+        x = weighing.apply(x)
+    return x

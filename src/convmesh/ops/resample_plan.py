@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .. import _torch
-from ..geometry import Interval, Taps, taps
+from ..geometry import Box, Interval, Taps, slabs, taps
 from ..sharding.cache import planned
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
-from .numbers import Numbers
 from .reach import ReachPlan, plan_targets
+from .tiling import LARGEST_BORDER
+from .weighing import Weighing, Weighings
 
 
 @dataclass(frozen=True)
@@ -29,47 +30,19 @@ class Resampling:
 
 
 @dataclass(frozen=True)
-class Weighing:
-    """Along one dimension: this rank's targets are the sum over `taps` of weighted indices of its block."""
+class OwnPart:
+    """Where torch's own operator, run on what a rank has, is right: in all but a border of its targets."""
 
-    dim: int
-    growth: float
-    taps: tuple[tuple[Numbers, Numbers | None], ...]  # no weights: all are 1
-    unread: Numbers  # targets that nothing goes into
-
-    @staticmethod
-    def of(dim: int, growth: float, all_taps: Taps, targets: Interval, block: Interval) -> Weighing:
-        mine = all_taps.of[targets.start : targets.stop]
-        rows = []
-        for number in range(max((len(some) for some in mine), default=0)):
-            # A target with fewer taps than others repeats its last, and weighs it with nothing.
-            picked = [some[min(number, len(some) - 1)] if some else (block.start, 0.0) for some in mine]
-            weights = [tap[1] if number < len(some) else 0.0 for tap, some in zip(picked, mine, strict=True)]
-            plain = all(weight == 1 for weight, some in zip(weights, mine, strict=True) if some)
-            rows.append((Numbers([tap[0] - block.start for tap in picked]), None if plain else Numbers(weights)))
-        return Weighing(dim, growth, tuple(rows), Numbers([at for at, some in enumerate(mine) if not some]))
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor | None = None
-        for index, weights in self.taps:
-            part = x.index_select(self.dim, index.on(x.device))
-            if weights is None:
-                total = part if total is None else total.add_(part)
-            elif total is None:
-                total = part.mul_(weights.along(self.dim, part))
-            else:
-                total.addcmul_(part, weights.along(self.dim, part))
-        if total is None:
-            shape = [*x.shape]
-            shape[self.dim] = len(self.unread.values)
-            return x.new_zeros(shape)
-        return total.index_fill_(self.dim, self.unread.on(x.device), 0) if self.unread.values else total
+    targets: Box
+    inner: Box
+    strips: dict[Box, tuple[Box, Weighings]]  # of the border: what they read, and how it is weighed
 
 
 @dataclass(frozen=True)
 class ResamplePlan:
     layouts: ReachPlan
-    weighings: tuple[Weighing, ...]
+    weighings: Weighings
+    own: OwnPart | None  # None where too little would be right: then all is weighed
 
 
 @planned
@@ -82,19 +55,71 @@ def plan_resample(operator: str, input_spec: _torch.Spec, resampling: Resampling
     layouts = plan_targets(given, shape, {dim: some.runs for dim, some in mapped.items()}, True)
     reach = layouts.reach
     if reach is None or not reach.dims:
-        return ResamplePlan(layouts, ())
+        return ResamplePlan(layouts, (), None)
     if not given.dtype.is_floating_point and "nearest" not in resampling.mode:
         raise refuse(operator, f"dtype {given.dtype} along sharded dimensions", (("input", given),),
                      "cast to a floating point dtype first")  # fmt: skip
-    weighings = []
-    for dim, some in mapped.items():
-        targets, block = reach.side(reach.targets, dim, shape[dim]), reach.side(reach.read, dim, given.shape[dim])
-        if shape[dim] != given.shape[dim] or not some.trivial:
-            weighings.append(Weighing.of(dim, shape[dim] / given.shape[dim], some, targets, block))
-        elif dim in reach.dims:
-            assert targets == block or not targets, "nothing is resampled along this dimension"
-    # What shrinks goes first, so that less is left for the others.
-    return ResamplePlan(layouts, tuple(sorted(weighings, key=lambda weighing: weighing.growth)))
+
+    def weighings(targets: Box) -> tuple[Box, Weighings]:
+        """What a box of targets reads along the cut dimensions, and how it is weighed."""
+        read = tuple(mapped[dim].runs.reads(side) for dim, side in zip(reach.dims, targets, strict=True))
+        made = []
+        for dim, some in mapped.items():
+            mine, block = reach.side(targets, dim, shape[dim]), reach.side(read, dim, given.shape[dim])
+            if shape[dim] != given.shape[dim] or not some.trivial:
+                made.append(Weighing.of(dim, shape[dim] / given.shape[dim], some, mine, block))
+            elif dim in reach.dims:
+                assert mine == block or not mine, "nothing is resampled along this dimension"
+        # What shrinks goes first, so that less is left for the others.
+        return read, tuple(sorted(made, key=lambda weighing: weighing.growth))
+
+    inner = _inner(layouts, mapped, resampling)
+    if inner is None:
+        return ResamplePlan(layouts, weighings(reach.targets)[1], None)
+    strips = {strip: weighings(strip) for side in slabs(reach.targets, inner) for strip in side}
+    return ResamplePlan(layouts, (), OwnPart(reach.targets, inner, strips))
+
+
+def _inner(layouts: ReachPlan, mapped: Mapping[int, Taps], resampling: Resampling) -> Box | None:
+    """The targets that come out right if a rank resamples what it has; None if these are not nearly all."""
+    reach, sides = layouts.reach, []
+    assert reach is not None
+    for dim, sources, targets in zip(reach.dims, reach.sources, reach.targets, strict=True):
+        if not sources or not targets:
+            return None
+        right = _right(mapped[dim], resampling, dim, sources, targets, layouts.computed.dtype == torch.float64)
+        inside = Interval(*_longest(right)).shift(targets.start)
+        if len(inside) < (1 - LARGEST_BORDER) * len(targets):
+            return None
+        sides.append(inside)
+    return tuple(sides)
+
+
+def _right(
+    whole: Taps, resampling: Resampling, dim: int, sources: Interval, targets: Interval, double: bool
+) -> list[bool]:
+    """By target: whether the operator has the same taps for it if it knows of these sources only."""
+    ends = (len(targets), len(sources)) if resampling.backward else (len(sources), len(targets))
+    wanted = whole.of[targets.start : targets.stop]
+    right = [True] * len(targets)
+    # Of nearest neighbours it depends on the sizes in which precision torch looks for them.
+    for precise in (False, True) if "nearest" in resampling.mode else (double,):
+        alone = taps(resampling.mode, *ends, resampling.align_corners, resampling.scales[dim - 2], precise)
+        alone = alone.transposed(ends[0]) if resampling.backward else alone
+        for at, (mine, theirs) in enumerate(zip(alone.of, wanted, strict=True)):
+            right[at] &= tuple((source + sources.start, weight) for source, weight in mine) == theirs
+    return right
+
+
+def _longest(right: Sequence[bool]) -> tuple[int, int]:
+    """The longest run of what is true, from its first to behind its last."""
+    best = (0, 0)
+    start = 0
+    for at, true in enumerate((*right, False)):
+        if not true:
+            best = max(best, (start, at), key=lambda run: run[1] - run[0])
+            start = at + 1
+    return best
 
 
 def _all_taps(given: Layout, resampling: Resampling) -> list[Taps]:
