@@ -5,6 +5,7 @@ from . import adaptive_max as adaptive_max
 from . import affine_grid as affine_grid
 from . import arg_reduce as arg_reduce
 from . import attention as attention
+from . import attention_kernel as attention_kernel
 from . import batch_norm as batch_norm
 from . import batch_norm_backward as batch_norm_backward
 from . import conv as conv

@@ -1,7 +1,7 @@
 """Adaptive average pooling, and its gradient.
 
-Along cut dimensions each rank adds up what it has of every window; along the others torch's own operator does it, on
-what is then left.
+Along cut dimensions each rank adds up what it has of every window, and along others that have few windows too, because
+the first dimension that is reduced is the one that takes time. Torch's own operator does the rest, on what is left.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from .reduce_plan import wide
 
 aten = torch.ops.aten
 
+FEW = 16  # bundles of windows
+
 AVERAGE = Behaviour("pooling", f"{STAYS}, pending sums", PARTS)
 
 
@@ -39,7 +41,7 @@ def adaptive_average(operator: _torch.Operator, args: tuple[Any, ...], kwargs: d
         parts = x.new_zeros(touched)
     else:
         parts = x
-        for side in _cut(plan):
+        for side in _by_hand(plan):
             parts = _added_up(parts, side)
         parts = operator(parts, touched[plan.first :]).to(x.dtype)
     return layouts.finish(layouts.reach.return_touched(parts))
@@ -60,20 +62,20 @@ def adaptive_average_backward(operator: _torch.Operator, args: tuple[Any, ...], 
     own = [*gy.shape[: plan.first], *(len(side.sources) for side in plan.sides)]
     if not prod(own) or not gx.numel():
         return layouts.finish(fetch.tie(gy.new_zeros(own)))
-    cut = _cut(plan)
-    if len(cut) < len(plan.sides):
+    by_hand = _by_hand(plan)
+    if len(by_hand) < len(plan.sides):
         shape = own.copy()
-        for side in cut:
+        for side in by_hand:
             shape[side.dim] = len(side.touched)
         gx = operator(gx, gx.new_empty(shape))
-    for side in cut:
+    for side in reversed(by_hand):
         gx = _handed_out(gx, side)
     return layouts.finish(fetch.tie(gx))
 
 
-def _cut(plan: AdaptivePlan) -> list[Side]:
-    assert plan.layouts.reach is not None
-    return [side for side in plan.sides if side.dim in plan.layouts.reach.dims]
+def _by_hand(plan: AdaptivePlan) -> list[Side]:
+    cut = plan.layouts.reach.dims if plan.layouts.reach is not None else ()
+    return [side for side in plan.sides if cut and (side.dim in cut or len(side.bundles) <= FEW)]
 
 
 def _added_up(x: torch.Tensor, side: Side) -> torch.Tensor:

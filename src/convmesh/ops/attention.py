@@ -43,6 +43,11 @@ def attention(
         raise refuse("scaled_dot_product_attention", "grouped queries over sharded tokens",
                      (("query", query), ("key", key)), "repeat the heads of keys and values")  # fmt: skip
     key, value = _whole(key, tokens), _whole(value, tokens)
+    if attn_mask is None and not dropout_p and not is_causal and _fused(query, key, value):
+        fused: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, scale=scale)[
+            0
+        ]
+        return fused
     scores = (query * (1 / sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
     if is_causal:
         attn_mask = _causal(query, key, tokens)
@@ -56,6 +61,22 @@ def attention(
 @rule(aten.scaled_dot_product_attention.default, behaviour=ATTENTION)
 def attention_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return attention(*args, **kwargs)
+
+
+def _fused(*tensors: torch.Tensor) -> bool:
+    """Whether torch's fused kernel for CPUs takes these: the conditions under which torch itself would."""
+    query, key, value = tensors
+    return (
+        all(isinstance(tensor, DTensor) and tensor.dim() == 4 for tensor in tensors)
+        and query.device.type == "cpu"
+        and torch.backends.cuda.flash_sdp_enabled()  # which is not about CUDA only
+        and query.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[:2] == key.shape[:2]
+        and query.shape[3] == key.shape[3]
+        and key.shape == value.shape
+        and 0 not in (*query.shape, *key.shape)
+    )
 
 
 def _cuts(tensor: torch.Tensor, dim: int) -> bool:

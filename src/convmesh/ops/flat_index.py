@@ -28,7 +28,7 @@ def flatten(along: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor
 def shifted(flat: torch.Tensor, sizes: Sequence[int], by: Sequence[int], new_sizes: Sequence[int]) -> torch.Tensor:
     """Positions in a volume of `sizes` as positions in one of `new_sizes`, whose origin lies `by` before theirs.
 
-    Integer divisions are slow, so there is one only for each dimension whose size changes, and none for the others.
+    Divisions are slow, so there is one only for each dimension whose size changes, and none for the others.
     """
     step, result = 0, flat
     for axis, (shift, size, new_size) in enumerate(zip(by, sizes, new_sizes, strict=True)):
@@ -36,8 +36,14 @@ def shifted(flat: torch.Tensor, sizes: Sequence[int], by: Sequence[int], new_siz
         step += shift * behind
         if axis and size != new_size:
             # One more of this dimension for each index of those before it.
-            before = flat.div(prod(sizes[axis:]), rounding_mode="trunc").mul_((new_size - size) * behind)
-            result = before.add_(result)
+            result = result.add(_quotient(flat, prod(sizes[axis:])), alpha=(new_size - size) * behind)
     if not step:
         return result
     return flat + step if result is flat else result.add_(step)
+
+
+def _quotient(flat: torch.Tensor, by: int) -> torch.Tensor:
+    """Rounded down. CPUs divide float64 much faster than integers, and positions are small enough to be exact in it."""
+    if flat.device.type == "cpu":
+        return flat.double().div_(by).long()
+    return flat.div(by, rounding_mode="trunc")
