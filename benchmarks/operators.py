@@ -1,7 +1,10 @@
 """One operator of every family: one process with 2 threads, 2 ranks with 1 thread each, and the ranks' bare local part.
 
-The bare local part is the same operator on a rank's own shard, without any exchange. The bare exchange is what
-convmesh sends, replayed alone. No operator should take longer than 1.15 local parts and its exchange.
+The bare local part is the same operator on a rank's own shard, without any exchange. It does the same work: a slice of
+a cut dimension is a new tensor, because its parts lie on other ranks than before, so the local part copies it too,
+where a slice of one device's tensor is a view. The bare exchange is what convmesh sends, replayed alone. No operator
+should take longer than 1.15 local parts and its exchange. A result that torch's DTensor leaves as a pending sum is
+added up, as it has to be before it can be used.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ class Operator:
     cut: int = 1
     dim: int = 3
     local_cut: int | None = None  # how many of them the bare local part has cut, where that differs
+    local: Callable[..., Tensor] | None = None  # what the bare local part runs, where `run` would do less there
 
 
 PER_CHANNEL = ((CHANNELS,), (CHANNELS,))
@@ -81,7 +85,11 @@ OPERATORS = {
     ),
     "pixel_shuffle": Operator("resampling", lambda x: F.pixel_shuffle(x, 2)),
     "reflect pad": Operator("padding", lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect")),
-    "slice and cat": Operator("indexing", lambda x: torch.cat([x[..., 1:], x[..., :1]], 3)),
+    "slice and cat": Operator(
+        "indexing",
+        lambda x: torch.cat([x[..., 1:], x[..., :1]], 3),
+        local=lambda x: torch.cat([x[..., 1:].contiguous(), x[..., :1].contiguous()], 3),
+    ),
     "roll": Operator("indexing", lambda x: x.roll(3, 3)),
     "ConvNeXt MLP": Operator(
         "linear", mlp, ((1, CHANNELS, 96, 96), *PER_CHANNEL, (4 * CHANNELS, CHANNELS), (CHANNELS, 4 * CHANNELS))
@@ -105,15 +113,25 @@ def tensors(shapes: Sequence[Shape]) -> list[Tensor]:
     return [torch.rand(shape) for shape in shapes]
 
 
-def differentiable(operator: Operator, given: Sequence[Tensor], backward: bool) -> Callable[[], list[Tensor]]:
+def differentiable(
+    function: Callable[..., Tensor], given: Sequence[Tensor], backward: bool
+) -> Callable[[], list[Tensor]]:
     leaves = [t.detach().requires_grad_(backward) for t in given]
-    gradient = _ones(operator.run(*(t.detach() for t in given))) if backward else None
+    gradient = _ones(function(*(t.detach() for t in given))) if backward else None
 
     def run() -> list[Tensor]:
-        y = operator.run(*leaves)
-        return [y, *(torch.autograd.grad(y, leaves, gradient) if backward else [])]
+        y = function(*leaves)
+        return [_settled(y), *(torch.autograd.grad(y, leaves, gradient) if backward else [])]
 
     return run
+
+
+def _settled(result: Tensor) -> Tensor:
+    """Without pending sums."""
+    if not isinstance(result, DTensor) or not any(isinstance(p, Partial) for p in result.placements):
+        return result
+    whole = [Replicate() if isinstance(p, Partial) else p for p in result.placements]
+    return result.detach().redistribute(placements=whole)
 
 
 def _ones(like: Tensor) -> Tensor:
@@ -137,10 +155,11 @@ def optimizing(parameters: Sequence[Tensor], options: dict[str, bool]) -> Callab
     return run
 
 
-def work(name: str, given: Sequence[Tensor], backward: bool) -> Callable[[], list[Tensor]]:
+def work(name: str, given: Sequence[Tensor], backward: bool, local: bool = False) -> Callable[[], list[Tensor]]:
     if name in STEPS:
         return optimizing(given, STEPS[name])
-    return differentiable(OPERATORS[name], given, backward)
+    operator = OPERATORS[name]
+    return differentiable(operator.local or operator.run if local else operator.run, given, backward)
 
 
 def shapes_of(name: str) -> Sequence[Shape]:
@@ -189,7 +208,7 @@ def prepare(mesh: DeviceMesh, name: str, backward: bool) -> bool:
     Rank.work["exchange"] = messages.replay
     local = [t.to_local() for t in placed]
     fewer = None if name in STEPS else OPERATORS[name].local_cut
-    Rank.work["local"] = work(name, local if fewer is None else [*local[:fewer], *whole[fewer:]], backward)
+    Rank.work["local"] = work(name, local if fewer is None else [*local[:fewer], *whole[fewer:]], backward, local=True)
     for ready in ("local", "exchange"):
         Rank.work[ready]()
     return _stock_is_right(mesh, name)

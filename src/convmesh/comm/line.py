@@ -96,6 +96,7 @@ def line(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Line:
 def _all_to_all(
     messages: Sequence[torch.Tensor], incoming: Sequence[int], outgoing: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    buffer = torch.cat(list(messages))
+    filled = [message for message in messages if message.numel()]
+    buffer = filled[0] if len(filled) == 1 else torch.cat(list(messages))  # to one rank only, it is sent as it is
     traffic.note(buffer.numel() * buffer.element_size())
     return _torch.all_to_all(buffer, incoming, outgoing, group)

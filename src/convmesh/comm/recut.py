@@ -16,15 +16,26 @@ def swap(tensor: torch.Tensor, cut: int, size: int, wanted: int, line: Line) -> 
     before, after = shards(size, line.sizes), shards(tensor.shape[wanted], line.sizes)
     rest = prod(length for dim, length in enumerate(tensor.shape) if dim not in (cut, wanted))
 
-    def count(src: int, dst: int) -> int:
-        return len(before[src]) * len(after[dst]) * rest
+    mine = after[line.rank]
+    # What a rank keeps stays where it is; but for the compiler, to which every rank has to use what it receives.
+    keeps = not _torch.tracing()
 
-    messages = [tensor.narrow(wanted, part.start, len(part)).reshape(-1) for part in after]
-    received = _torch.wait(line.send(messages, count))
-    shape = list(tensor.shape)
-    shape[wanted] = len(after[line.rank])
-    blocks = []
-    for src, part in zip(before, received.split([count(src, line.rank) for src in range(line.size)]), strict=True):
-        shape[cut] = len(src)
-        blocks.append(part.view(shape))
-    return torch.cat(blocks, cut)
+    def count(src: int, dst: int) -> int:
+        return 0 if keeps and src == dst else len(before[src]) * len(after[dst]) * rest
+
+    kept = tensor.narrow(wanted, mine.start, len(mine))
+    parts = [
+        tensor.narrow(wanted, part.start, len(part) if count(line.rank, dst) else 0) for dst, part in enumerate(after)
+    ]
+    arriving = line.send([part.reshape(-1) for part in parts], count)
+    shape = list(kept.shape)
+    shape[cut] = size
+    result = tensor.new_empty(shape)
+    places = [result.narrow(cut, part.start, len(part)) for part in before]
+    if keeps:
+        places[line.rank].copy_(kept)
+    received = _torch.wait(arriving).split([count(src, line.rank) for src in range(line.size)])
+    for place, part in zip(places, received, strict=True):
+        if part.numel():
+            place.copy_(part.view(place.shape))
+    return result

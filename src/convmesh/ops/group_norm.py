@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
@@ -35,6 +36,7 @@ from .norm_core import (
     sums_by_set,
     variance,
 )  # fmt: skip
+from .numbers import Numbers
 from .reduce_plan import absent, counts, cutting, part_at, wide, wrap_dense
 
 aten = torch.ops.aten
@@ -59,8 +61,12 @@ class GroupNormPlan:
 
     def columns(self, device: torch.device) -> torch.Tensor:
         """For each of this rank's channels, which column of the statistics it belongs to."""
-        columns = torch.arange(self.channels.start, self.channels.stop, device=device) // self.per_group
-        return columns - self.channels.start // self.per_group if self.whole_groups else columns
+        return self._columns.on(device)
+
+    @cached_property
+    def _columns(self) -> Numbers:
+        first = self.channels.start // self.per_group if self.whole_groups else 0
+        return Numbers([at // self.per_group - first for at in range(self.channels.start, self.channels.stop)])
 
     @property
     def groups(self) -> int:

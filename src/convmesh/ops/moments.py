@@ -6,7 +6,6 @@ side on every rank and are merged there, about the common mean: nothing large is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import nan
 from typing import Any
 
@@ -17,6 +16,7 @@ from .. import _torch
 from ..comm import side_by_side
 from ..sharding.errors import refuse
 from ..sharding.registry import Behaviour, made_of_others, rule
+from .numbers import Numbers
 from .reduce import STAYS
 from .reduce_plan import Reduction, absent, begin, wide
 
@@ -34,7 +34,7 @@ made_of_others(
 
 
 def merge(
-    mean: torch.Tensor, var: torch.Tensor, shares: Sequence[Any], mesh: DeviceMesh, mesh_dims: tuple[int, ...]
+    mean: torch.Tensor, var: torch.Tensor, shares: Numbers, mesh: DeviceMesh, mesh_dims: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and variance of all values from those of each rank along `mesh_dims`.
 
@@ -42,7 +42,7 @@ def merge(
     """
     parts = side_by_side(torch.stack([mean, var]), mesh, mesh_dims)
     means, variances = parts[:, 0], parts[:, 1]
-    weights = torch.tensor(shares, dtype=mean.dtype, device=mean.device)
+    weights = shares.on(mean.device, mean.dtype)
     weights = weights.view(*weights.shape, *[1] * (means.dim() - 1)) if weights.dim() == 1 else weights
     common = (weights * means).sum(0)
     return common, (weights * (variances + (means - common).square())).sum(0)
@@ -59,14 +59,10 @@ def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.T
         return mean, var
     if mean.is_complex():  # the spread of a complex number is that of its two parts, which travel apart
         real, imaginary = (
-            merge(part, var / 2, _shares(plan), plan.mesh, plan.mesh_dims) for part in (mean.real, mean.imag)
+            merge(part, var / 2, plan.shares, plan.mesh, plan.mesh_dims) for part in (mean.real, mean.imag)
         )
         return torch.complex(real[0], imaginary[0]), real[1] + imaginary[1]
-    return merge(mean, var, _shares(plan), plan.mesh, plan.mesh_dims)
-
-
-def _shares(plan: Reduction) -> list[float]:
-    return [count / max(1, plan.count) for count in plan.counts]
+    return merge(mean, var, plan.shares, plan.mesh, plan.mesh_dims)
 
 
 @rule(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..sharding.dispatch import place
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.rows import Assignment, Row, Wanted, choose, input_placements
 from .moments import merge
+from .numbers import Numbers
 from .reduce_plan import absent, counts, cutting
 
 aten = torch.ops.aten
@@ -46,7 +47,11 @@ class Spread:
         return Spread(layout.mesh, mesh_dims, tuple(n / max(1, sum(found)) for n in found), sum(found))
 
     def merge(self, mean: torch.Tensor, var: torch.Tensor) -> Pair:
-        return merge(mean, var, self.shares, self.mesh, self.mesh_dims)
+        return merge(mean, var, self._weights, self.mesh, self.mesh_dims)
+
+    @cached_property
+    def _weights(self) -> Numbers:
+        return Numbers(self.shares)
 
     def add_up(self, one: torch.Tensor, other: torch.Tensor) -> Pair:
         """Two sums over all ranks, in one all-reduce."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from .. import _torch
 class Numbers:
     """A row of numbers that local computations index or multiply with."""
 
-    def __init__(self, values: Sequence[float]):
+    def __init__(self, values: Sequence[Any]):
         self.values = tuple(values)
         self._made: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
@@ -20,6 +21,7 @@ from ..sharding.cache import planned
 from ..sharding.dispatch import layouts_of, move, specs_of
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride, is_sum
+from .numbers import Numbers
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -43,6 +45,11 @@ class Reduction:
     @property
     def count(self) -> int:
         return sum(self.counts)
+
+    @cached_property
+    def shares(self) -> Numbers:
+        """Which part of the values of one result each rank has."""
+        return Numbers([count / max(1, self.count) for count in self.counts])
 
     @property
     def mesh(self) -> DeviceMesh:
