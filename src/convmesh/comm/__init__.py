@@ -20,6 +20,7 @@ from .owner import owner_plan as owner_plan
 from .recut import swap as swap
 from .reduce import all_reduce as all_reduce
 from .reduce import side_by_side as side_by_side
+from .reduce import start_sum as start_sum
 from .traffic import Traffic as Traffic
 from .traffic import count_traffic as count_traffic
 from .watch import CommunicationError as CommunicationError

@@ -5,7 +5,7 @@ Only what is left of a tensor after a local reduction comes here: numbers by cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf, nan, prod
 
 import torch
@@ -33,6 +33,22 @@ def _reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], op
     for group in groups_along(mesh, mesh_dims):
         tensor = _torch.wait(_torch.all_reduce(tensor.contiguous(), op, group))
     return tensor
+
+
+def start_sum(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Callable[[], torch.Tensor]:
+    """Begin to add up `tensor` over all ranks along `mesh_dims`; returns what waits for the sum."""
+    groups = groups_along(mesh, mesh_dims)
+    if not groups:
+        return lambda: tensor
+    under_way = _torch.all_reduce(tensor.contiguous(), "sum", groups[0])
+
+    def finish() -> torch.Tensor:
+        total = _torch.wait(under_way)
+        for group in groups[1:]:
+            total = _torch.wait(_torch.all_reduce(total, "sum", group))
+        return total
+
+    return finish
 
 
 def groups_along(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[dist.ProcessGroup]:

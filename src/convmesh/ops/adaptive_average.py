@@ -103,7 +103,8 @@ def _handed_out(gy: torch.Tensor, side: Side) -> torch.Tensor:
 def _windows(sources: torch.Tensor, dim: int, bundle: Bundle) -> torch.Tensor:
     """[... sources ...] -> [... windows, sources of each ...], a view."""
     rows = sources.narrow(dim, bundle.start, bundle.count * bundle.step)
-    return rows.unflatten(dim, (bundle.count, bundle.step)).narrow(dim + 1, 0, bundle.length)
+    windows: torch.Tensor = rows.unflatten(dim, (bundle.count, bundle.step))
+    return windows.narrow(dim + 1, 0, bundle.length)
 
 
 def _targets(targets: torch.Tensor, dim: int, bundle: Bundle) -> torch.Tensor:

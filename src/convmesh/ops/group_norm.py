@@ -220,8 +220,13 @@ def _gradients(
     moments = by_channel(mean), by_channel(rstd)
     plain, products = (t.view(x.shape[:2]) for t in sums_by_set(gy, x, *moments))
     zeros = plain.new_zeros(x.shape[0], plan.groups)
-    sums = plan.spread.add_up(*(zeros.index_add(1, columns, t if w is None else t * w) for t in (plain, products)))
+    by_group = (zeros.index_add(1, columns, t if w is None else t * w) for t in (plain, products))
+    sums = plan.spread.start_adding_up(*by_group)
     count = max(1, plan.per_group * prod(plan.output.shape[2:]))
-    means = by_channel(sums[0] / count), by_channel(sums[1] / count)
+
+    def means() -> Pair:
+        first, second = sums()
+        return by_channel(first / count), by_channel(second / count)
+
     weight = None if w is None else w.view(-1, *[1] * (x.dim() - 2))
     return input_gradient(gy, x, moments, means, weight), products.sum(0), plain.sum(0)

@@ -18,6 +18,7 @@ from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
 from .norm_core import (
     Named,
+    Pair,
     Spread,
     all_absent,
     arrange,
@@ -149,8 +150,12 @@ def _gradients(
     for_input = for_weight = for_bias = None
     if mask[0]:
         scaled = gy if w is None else gy * w
-        sums = plan.spread.add_up(*sums_by_set(scaled, x, mean, rstd))
-        means = sums[0] / plan.spread.count, sums[1] / plan.spread.count
+        sums = plan.spread.start_adding_up(*sums_by_set(scaled, x, mean, rstd))
+
+        def means() -> Pair:
+            first, second = sums()
+            return first / plan.spread.count, second / plan.spread.count
+
         for_input = input_gradient(scaled, x, (mean, rstd), means)
     if mask[1]:
         for_weight = _over_rows((x - mean).mul_(rstd).mul_(gy), plan)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ..comm import all_reduce
+from ..comm import start_sum
 from ..sharding.dispatch import place
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.rows import Assignment, Row, Wanted, choose, input_placements
@@ -57,8 +57,17 @@ class Spread:
         """Two sums over all ranks, in one all-reduce."""
         if not self.mesh_dims:
             return one, other
-        first, second = all_reduce(torch.stack([one, other]), self.mesh, self.mesh_dims)
-        return first, second
+        return self.start_adding_up(one, other)()
+
+    def start_adding_up(self, one: torch.Tensor, other: torch.Tensor) -> Callable[[], Pair]:
+        """The same, to be awaited while something else is done."""
+        finish = start_sum(torch.stack([one, other]), self.mesh, self.mesh_dims)
+
+        def both() -> Pair:
+            first, second = finish()
+            return first, second
+
+        return both
 
 
 def canonical(local: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
@@ -165,12 +174,16 @@ def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: tor
     return plain.view_as(mean), products.view_as(mean)
 
 
-def input_gradient(gy: torch.Tensor, x: torch.Tensor, moments: Pair, means: Pair, weight: Any = None) -> torch.Tensor:
+def input_gradient(
+    gy: torch.Tensor, x: torch.Tensor, moments: Pair, means: Callable[[], Pair], weight: Any = None
+) -> torch.Tensor:
     """In new memory, from the means over all ranks of the gradient, and of the gradient times the normalised input.
 
-    It is a linear function of gradient and input, with one set of coefficients for each set of moments.
+    It is a linear function of gradient and input, with one set of coefficients for each set of moments. Of these the
+    gradient's own is known before the means are there.
     """
     mean, rstd = moments
-    by_input = -rstd.square() * means[1]
     result = gy * (rstd if weight is None else rstd * weight)
-    return result.addcmul_(x, by_input).sub_(by_input * mean + rstd * means[0])
+    plain, products = means()
+    by_input = -rstd.square() * products
+    return result.addcmul_(x, by_input).sub_(by_input * mean + rstd * plain)
