@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
 from benchmarks.measure import interleave, timed
-from convmesh.models import ConvNeXt, ResNet, UNet
+from convmesh.models import UNet, convnext_tiny, resnet50
 from convmesh.process_memory import peak_memory
 from tests.harness import Pool
 
@@ -36,11 +34,11 @@ class Network:
 
 
 def convnext() -> nn.Module:
-    return ConvNeXt((1, 1, 3, 1), (48, 96, 192, 384), num_classes=10, layer_scale=1.0)
+    return convnext_tiny(num_classes=10, stochastic_depth=0.0)
 
 
 def resnet() -> nn.Module:
-    return ResNet((3, 4, 6, 3), expanded=True, num_classes=10, width=32)
+    return resnet50(num_classes=10)
 
 
 def unet2d() -> nn.Module:
@@ -52,8 +50,8 @@ def unet3d() -> nn.Module:
 
 
 NETWORKS = [
-    Network("ConvNeXt, (1, 3, 512, 1024)", convnext, (1, 3, 512, 1024), False),
-    Network("ResNet-50, half as wide, (1, 3, 512, 512)", resnet, (1, 3, 512, 512), False),
+    Network("ConvNeXt-T, (1, 3, 512, 1024)", convnext, (1, 3, 512, 1024), False),
+    Network("ResNet-50, (2, 3, 512, 512)", resnet, (2, 3, 512, 512), False),
     Network("U-Net 2-d, (1, 3, 1024, 1024)", unet2d, (1, 3, 1024, 1024), True),
     Network("U-Net 3-d, (1, 1, 96, 96, 96)", unet3d, (1, 1, 96, 96, 96), True),
 ]
@@ -115,23 +113,10 @@ def prepare(mesh: DeviceMesh, network: Network) -> tuple[int, int]:
 
 def measure(mesh: DeviceMesh, reduce: bool) -> tuple[float, float]:
     """Seconds of a step, and those of them in which this rank waited for others."""
-    waited = 0.0
-    wait = AsyncCollectiveTensor.wait
-
-    def timed_wait(tensor: AsyncCollectiveTensor) -> torch.Tensor:
-        nonlocal waited
-        start = time.perf_counter()
-        result = wait(tensor)
-        waited += time.perf_counter() - start
-        return result
-
     dist.barrier(mesh.get_group(0))
-    AsyncCollectiveTensor.wait = timed_wait
-    try:
+    with convmesh.count_traffic() as traffic:
         seconds = timed(lambda: Rank.step(reduce))
-    finally:
-        AsyncCollectiveTensor.wait = wait
-    return seconds, waited
+    return seconds, traffic.seconds_waiting
 
 
 def memory(mesh: DeviceMesh, network: Network, alone: bool) -> int:

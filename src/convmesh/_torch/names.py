@@ -48,6 +48,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (collectives, "all_to_all_single"),
     (collectives, "all_reduce"),
     (collectives, "AsyncCollectiveTensor"),
+    (torch.distributed.tensor.debug._comm_mode, "NATIVE_TO_PY_MAPPING"),
     (collectives, "_are_we_tracing"),
     (torch.utils._python_dispatch, "_disable_current_modes"),
     (torch.ops.aten._convolution_double_backward.default, "decompose"),

@@ -83,7 +83,7 @@ class Summation:
         for message in self._sent:
             whole = _torch.wait(message.flat)
             for group in message.then:
-                whole = _torch.wait(_torch.all_reduce(whole, "sum", group))
+                whole = _torch.wait(_torch.all_reduce(whole, "sum", group, in_place=True))
             parts = whole.split([shape.numel() for _, shape in message.shapes])
             sums |= {number: part.view(shape) for (number, shape), part in zip(message.shapes, parts, strict=True)}
         return [sums[number] for number in range(self._count)]
@@ -94,7 +94,7 @@ class Summation:
         first = bucket.terms[0][1]
         groups = groups_along(first.mesh, first.mesh_dims)
         if groups:
-            flat = _torch.all_reduce(flat, "sum", groups[0])
+            flat = _torch.all_reduce(flat, "sum", groups[0], in_place=True)
         shapes = [(number, term.local.shape) for number, term in bucket.terms]
         self._sent.append(_Message(shapes, flat, groups[1:]))
 
