@@ -15,7 +15,6 @@ from torch.distributed.tensor.debug._comm_mode import NATIVE_TO_PY_MAPPING
 from .names import COLLECTIVES, Operator, Store
 from .tracing import tie, tracing
 
-
 # The operators themselves, where nothing is traced: what torch wraps around them takes longer than a small message.
 _operators = torch.ops._c10d_functional
 
@@ -75,8 +74,13 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def under_way(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a collective, or a view of it, for others: whoever reads it waits first."""
+    return collectives.AsyncCollectiveTensor(tensor)
+
+
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """The same of a tensor that torch's own redistribution may hand on while its collective is under way."""
+    """A tensor once it is there; torch's own redistribution, too, hands on some whose collective is under way."""
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
