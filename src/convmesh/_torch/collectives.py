@@ -148,7 +148,8 @@ def inherit_timeout(group: dist.ProcessGroup) -> None:
     assert world is not None, "a group is part of an initialised world"
     wanted = timeout_of(world)
     if timeout_of(group) in (default_pg_timeout, default_pg_nccl_timeout) and timeout_of(group) != wanted:
-        dist.distributed_c10d._set_pg_timeout(wanted, group)
+        # Newer releases of torch have a public function for it, and warn of the private one.
+        getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(wanted, group)
 
 
 def store() -> Store:
