@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,32 +17,38 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
+from benchmarks import physicsnemo
 from benchmarks.measure import interleave, timed
-from convmesh.models import ConvNeXt, ResNet, UNet
+from convmesh.demo.launch import ALLOCATION
+from convmesh.demo.traffic import watch_step
+from convmesh.models import UNet, convnext_tiny, resnet50
 from convmesh.process_memory import peak_memory
 from tests.harness import Pool
 
 
 @dataclass(frozen=True)
 class Network:
-    """Scaled so that a step takes a second or a few on 2 cores."""
+    """Of a size at which a step takes a few seconds on 2 cores."""
 
     title: str
     build: Callable[[], nn.Module]
     input: tuple[int, ...]
     dense: bool  # a label for each pixel, else one for the picture
 
+    @property
+    def target(self) -> tuple[int, ...]:
+        return (self.input[0], *self.input[2:]) if self.dense else self.input[:1]
+
 
 def convnext() -> nn.Module:
-    return ConvNeXt((1, 1, 3, 1), (48, 96, 192, 384), num_classes=10, layer_scale=1.0)
+    return convnext_tiny(num_classes=10, stochastic_depth=0.0)
 
 
 def resnet() -> nn.Module:
-    return ResNet((3, 4, 6, 3), expanded=True, num_classes=10, width=32)
+    return resnet50(num_classes=10)
 
 
 def unet2d() -> nn.Module:
@@ -52,8 +60,8 @@ def unet3d() -> nn.Module:
 
 
 NETWORKS = [
-    Network("ConvNeXt, (1, 3, 512, 1024)", convnext, (1, 3, 512, 1024), False),
-    Network("ResNet-50, half as wide, (1, 3, 512, 512)", resnet, (1, 3, 512, 512), False),
+    Network("ConvNeXt-T, (1, 3, 512, 1024)", convnext, (1, 3, 512, 1024), False),
+    Network("ResNet-50, (2, 3, 512, 512)", resnet, (2, 3, 512, 512), False),
     Network("U-Net 2-d, (1, 3, 1024, 1024)", unet2d, (1, 3, 1024, 1024), True),
     Network("U-Net 3-d, (1, 1, 96, 96, 96)", unet3d, (1, 1, 96, 96, 96), True),
 ]
@@ -70,16 +78,20 @@ class Step:
         if mesh is not None:
             self.model = convmesh.distribute(self.model, mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        target = (network.input[0], *network.input[2:]) if network.dense else (network.input[0],)
-        self.x = _made(network.input, mesh, lambda shape: torch.rand(shape), 0)
-        self.target = _made(target, mesh, lambda shape: torch.randint(2, shape), 1 if network.dense else None)
+        self.x = _made(network.input, mesh, torch.rand, 0)
+        self.target = _made(network.target, mesh, partial(torch.randint, 2), 1 if network.dense else None)
 
-    def __call__(self, reduce: bool = True) -> None:
+    def __call__(self) -> None:
+        self.gradients()
+        self.optimizer.step()
+
+    def gradients(self, summed: bool = True) -> None:
         self.optimizer.zero_grad()
-        with nullcontext() if reduce else convmesh.no_sync(self.model):
-            F.cross_entropy(self.model(self.x), self.target).backward()
-        if reduce:
-            self.optimizer.step()
+        with nullcontext() if summed else convmesh.no_sync(self.model):
+            self.loss().backward()
+
+    def loss(self) -> torch.Tensor:
+        return F.cross_entropy(self.model(self.x), self.target)
 
 
 def _made(
@@ -100,38 +112,44 @@ def _made(
 class Rank:
     """One rank's side of the measurement; lives in the worker between the calls."""
 
-    step: Step
+    step: Callable[[], None]
 
 
-def prepare(mesh: DeviceMesh, network: Network) -> tuple[int, int]:
-    """(bytes that this rank sends for halos in a step, how many messages)"""
+def prepare(mesh: DeviceMesh, network: Network) -> tuple[int, int, int]:
+    """(bytes of halos that this rank sends for the convolutions of a step, the least for all ranks, messages)"""
     convmesh.enable()
-    Rank.step = Step(network, mesh)
-    Rank.step()
+    Rank.step = step = Step(network, mesh)
+    step()
     with convmesh.count_traffic() as traffic:
-        Rank.step()
-    return traffic.bytes_sent, traffic.exchanges
+        layers = watch_step(step.model, step.loss, (mesh.size(), 1))
+    convolutions = [(layer.halo, layer.sides.least_bytes(4)) for layer in layers if layer.sides is not None]
+    return sum(sent for sent, _ in convolutions), sum(least for _, least in convolutions), traffic.exchanges
 
 
-def measure(mesh: DeviceMesh, reduce: bool) -> tuple[float, float]:
+def measure(mesh: DeviceMesh) -> tuple[float, float]:
     """Seconds of a step, and those of them in which this rank waited for others."""
-    waited = 0.0
-    wait = AsyncCollectiveTensor.wait
-
-    def timed_wait(tensor: AsyncCollectiveTensor) -> torch.Tensor:
-        nonlocal waited
-        start = time.perf_counter()
-        result = wait(tensor)
-        waited += time.perf_counter() - start
-        return result
-
     dist.barrier(mesh.get_group(0))
-    AsyncCollectiveTensor.wait = timed_wait
+    with convmesh.count_traffic() as traffic:
+        seconds = timed(Rank.step)
+    return seconds, traffic.seconds_waiting
+
+
+def measure_gradients(mesh: DeviceMesh, summed: bool) -> float:
+    """Seconds until the gradients are there, with and without their sum over the ranks."""
+    assert isinstance(Rank.step, Step)
+    dist.barrier(mesh.get_group(0))
+    return timed(lambda: Rank.step.gradients(summed))  # type: ignore[attr-defined]
+
+
+def prepare_peer(mesh: DeviceMesh, network: Network) -> str | None:
+    """What PhysicsNeMo says to this network; None if it runs."""
     try:
-        seconds = timed(lambda: Rank.step(reduce))
-    finally:
-        AsyncCollectiveTensor.wait = wait
-    return seconds, waited
+        Rank.step = physicsnemo.make_step(
+            network.build, torch.rand(network.input), torch.randint(2, network.target), mesh
+        )
+    except (RuntimeError, ValueError, NotImplementedError, IndexError, AttributeError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def memory(mesh: DeviceMesh, network: Network, alone: bool) -> int:
@@ -143,57 +161,87 @@ def memory(mesh: DeviceMesh, network: Network, alone: bool) -> int:
     return peak_memory(step)
 
 
+@contextmanager
+def returning_memory() -> Iterator[Pool]:
+    """Processes that give memory back as soon as they have no use for it, so that their peak is what was needed."""
+    os.environ |= ALLOCATION
+    try:
+        with Pool() as pool:
+            yield pool
+    finally:
+        for name in ALLOCATION:
+            del os.environ[name]
+
+
 def run(pool: Pool, console: Console, rounds: int) -> list[dict[str, Any]]:
     rows = []
-    with Progress(console=console) as progress:
+    with Progress(console=console) as progress, returning_memory() as other_pool:
         task = progress.add_task("training steps", total=len(NETWORKS))
         for network in NETWORKS:
-            rows.append(_measure_network(pool, network, max(3, rounds // 2)))
+            row = _measure_network(pool, network, max(3, rounds // 2))
+            rows.append(row | {"memory": _measure_memory(other_pool, network)})
             progress.advance(task)
     console.print(_table(rows))
+    for row in rows:
+        if row["refusal"]:
+            console.print(f"PhysicsNeMo, {row['network']}: {row['refusal']}")
     return rows
 
 
 def _measure_network(pool: Pool, network: Network, rounds: int) -> dict[str, Any]:
-    mesh, names = MESHES[2]
-    row: dict[str, Any] = {"network": network.title, "waited": []}
+    on = {"mesh": MESHES[2][0], "names": MESHES[2][1], "timeout": 600}
+    row: dict[str, Any] = {"network": network.title, "waited": [], "refusal": None}
     torch.set_num_threads(2)
-    sent = pool.run(prepare, network, mesh=mesh, names=names, timeout=600)
-    row["bytes"], row["exchanges"] = max(size for size, _ in sent), sent[0][1]
-    alone = [Step(network, None)]
-    alone[0]()
+    sent = pool.run(prepare, network, **on)
+    row["bytes"], row["least"], row["exchanges"] = sum(size for size, *_ in sent), *sent[0][1:]
+    alone = Step(network, None)
+    alone()
 
-    def ranks(reduce: bool) -> float:
-        results = pool.run(measure, reduce, mesh=mesh, names=names, timeout=600)
-        if reduce:
-            row["waited"].append(sum(waited for _, waited in results) / sum(seconds for seconds, _ in results))
+    def ranks() -> float:
+        results = pool.run(measure, **on)
+        row["waited"].append(sum(waited for _, waited in results) / sum(seconds for seconds, _ in results))
         return max(seconds for seconds, _ in results)
 
-    row["seconds"] = interleave(
-        {"single": lambda: timed(alone[0]), "convmesh": lambda: ranks(True), "unreduced": lambda: ranks(False)}, rounds
-    )
-    alone.clear()  # its memory, before that of others is measured
-    row["memory"] = {1: pool.run(memory, network, True, mesh=(1,), timeout=600)[0]}
-    for count, (mesh_shape, mesh_names) in MESHES.items():
-        row["memory"][count] = max(pool.run(memory, network, False, mesh=mesh_shape, names=mesh_names, timeout=600))
+    candidates = {
+        "single": lambda: timed(alone),
+        "convmesh": ranks,
+        "summed": lambda: max(pool.run(measure_gradients, True, **on)),
+        "unsummed": lambda: max(pool.run(measure_gradients, False, **on)),
+    }
+    with Pool() as peers:  # of its own: PhysicsNeMo changes DTensor for good
+        if physicsnemo.installed():
+            row["refusal"] = peers.run(prepare_peer, network, **on)[0]
+            if row["refusal"] is None:
+                candidates["PhysicsNeMo"] = lambda: max(seconds for seconds, _ in peers.run(measure, **on))
+        row["seconds"] = interleave(candidates, rounds)
     return row
+
+
+def _measure_memory(pool: Pool, network: Network) -> dict[int, int]:
+    needed = {1: pool.run(memory, network, True, mesh=(1,), timeout=600)[0]}
+    for count, (mesh, names) in MESHES.items():
+        needed[count] = max(pool.run(memory, network, False, mesh=mesh, names=names, timeout=600))
+    return needed
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table("network", title="A training step on 2 ranks x 1 thread against one process x 2 threads (medians)")
     headings = (
-        "one process (s)", "convmesh / one", "without summing gradients / one", "waiting", "memory at 2 / 1",
-        "memory at 4 / 1", "halos (MB a rank)", "exchanges",
+        "one process (s)", "convmesh / one", "PhysicsNeMo / one", "waiting", "gradients summed / not summed",
+        "memory of one (MB)", "at 2 ranks / one", "at 4 ranks / one", "halos of convolutions (MB)", "/ least",
+        "messages",
     )  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
         seconds, needed = row["seconds"], row["memory"]
-        waited = sorted(row["waited"])[len(row["waited"]) // 2]
+        peer = "raises" if row["refusal"] else ""
+        if "PhysicsNeMo" in seconds:
+            peer = f"{seconds['PhysicsNeMo'] / seconds['single']:.2f}"
         table.add_row(
-            row["network"], f"{seconds['single']:.2f}", f"{seconds['convmesh'] / seconds['single']:.2f}",
-            f"{seconds['unreduced'] / seconds['single']:.2f}", f"{waited:.0%}",
-            *(f"{needed[count] / needed[1]:.2f}" for count in (2, 4)), f"{row['bytes'] / 1e6:.2f}",
-            str(row["exchanges"]),
+            row["network"], f"{seconds['single']:.2f}", f"{seconds['convmesh'] / seconds['single']:.2f}", peer,
+            f"{median(row['waited']):.0%}", f"{seconds['summed'] / seconds['unsummed']:.2f}",
+            f"{needed[1] / 1e6:.0f}", *(f"{needed[count] / needed[1]:.2f}" for count in (2, 4)),
+            f"{row['bytes'] / 1e6:.2f}", f"{row['bytes'] / row['least']:.2f}", str(row["exchanges"]),
         )  # fmt: skip
     return table

@@ -235,6 +235,36 @@ def test_one_all_reduce_for_each_bucket(pool: Pool) -> None:
     assert (messages, later) == (gradients, 0)
 
 
+def reads_during_backward(mesh: DeviceMesh) -> None:
+    """A full bucket leaves at once: what a hook finds afterwards is the sum, and what it writes there stays."""
+    dims = {"data": 0, "h": 2}
+    expected, model = build(None).eval(), build(mesh, bucket_bytes=1).eval()
+    once(expected, None, dims)
+    found = {}
+
+    def double(parameter: torch.Tensor) -> None:
+        assert isinstance(parameter.grad, DTensor)
+        assert parameter.grad.placements == (Replicate(), Replicate())
+        found[parameter] = parameter.grad.to_local().clone()
+        parameter.grad.mul_(2)
+
+    loss = loss_of(model, mesh, dims)  # after the first forward pass, so that the sums are under way before the hook
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(double)
+    loss.backward()
+    for parameter, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        if wanted.grad is not None:
+            assert_close(found.pop(parameter), wanted.grad)
+            assert_close(parameter.grad.to_local(), 2 * wanted.grad)
+    assert not found
+    convmesh.disable()
+
+
+def test_a_gradient_whose_bucket_has_left_is_its_sum(pool: Pool) -> None:
+    pool.run(reads_during_backward, mesh=(2, 2), names=NAMES[:2])
+
+
 def copies(mesh: DeviceMesh) -> None:
     dims = {"data": 0, "h": 2}
     expected, model = build(None).eval(), build(mesh).eval()  # without random numbers, which differ from run to run

@@ -12,6 +12,7 @@ from .collectives import inherit_timeout as inherit_timeout
 from .collectives import intercept_collectives as intercept_collectives
 from .collectives import store as store
 from .collectives import timeout_of as timeout_of
+from .collectives import under_way as under_way
 from .collectives import wait as wait
 from .dispatch import as_view as as_view
 from .dispatch import handlers as handlers

@@ -10,21 +10,33 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+from torch.distributed.tensor.debug._comm_mode import NATIVE_TO_PY_MAPPING
 
 from .names import COLLECTIVES, Operator, Store
 from .tracing import tie, tracing
+
+# The operators themselves, where nothing is traced: what torch wraps around them takes longer than a small message.
+_operators = torch.ops._c10d_functional
 
 
 def all_to_all(
     buffer: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Start sending; the result is there after `wait`. A functional collective, so that compilers can trace it."""
-    return _kept(collectives.all_to_all_single(_after_the_last(buffer), list(receive_counts), list(send_counts), group))
+    incoming, outgoing = list(receive_counts), list(send_counts)
+    if tracing():
+        return _kept(collectives.all_to_all_single(_after_the_last(buffer), incoming, outgoing, group))
+    result: torch.Tensor = _operators.all_to_all_single(buffer, incoming, outgoing, group.group_name)
+    return result
 
 
-def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Start reducing over a group; the result is there after `wait`. A functional collective, too."""
-    return _kept(collectives.all_reduce(_after_the_last(tensor), op, group))
+def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place: bool = False) -> torch.Tensor:
+    """Start reducing over a group; the result is there after `wait`, where `tensor` was if that may be lost."""
+    if tracing():
+        return _kept(collectives.all_reduce(_after_the_last(tensor), op, group))
+    run = _operators.all_reduce_ if in_place else _operators.all_reduce
+    result: torch.Tensor = run(tensor, op, group.group_name)
+    return result
 
 
 # While a graph is traced: its tracer, and the result of the last communication in it.
@@ -32,7 +44,7 @@ _last: tuple[Any, torch.Tensor] | None = None
 
 
 def _tracer() -> Any:
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) if tracing() else None
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     return None if mode is None else mode.tracer
 
 
@@ -57,16 +69,27 @@ def _kept(result: torch.Tensor) -> torch.Tensor:
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a collective, once it is there."""
+    """The result of a collective, once it is there. What a compiler traces is awaited where it starts."""
+    result: torch.Tensor = tensor if tracing() else _operators.wait_tensor(tensor)
+    return result
+
+
+def under_way(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a collective, or a view of it, for others: whoever reads it waits first."""
+    return collectives.AsyncCollectiveTensor(tensor)
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor once it is there; torch's own redistribution, too, hands on some whose collective is under way."""
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
 def intercept_collectives(
     around: Callable[[Operator, tuple[Any, ...], Callable[[], Any]], Any],
-    failed: Callable[[torch.Tensor, RuntimeError], Exception],
+    awaiting: Callable[[torch.Tensor, Callable[[], Any]], Any],
 ) -> Callable[[], None]:
-    """Let `around(operator, args, run)` run every functional collective, and raise `failed(tensor, error)` where a wait
-    for one raises `error`; returns what undoes that.
+    """Let `around(operator, args, run)` run every functional collective, and `awaiting(tensor, run)` every wait for
+    one; returns what undoes that.
 
     The place is the last one before the backend, so compiled code comes by as well, and what a compiler only traces
     is known by its device. Collectives of `torch.distributed` itself (`dist.all_reduce`) do not pass here.
@@ -85,16 +108,20 @@ def intercept_collectives(
         return run
 
     def waiting(keys: Any, tensor: torch.Tensor) -> Any:
-        try:
-            return await_it(keys & beyond, tensor)
-        except RuntimeError as error:
-            raise failed(tensor, error) from error
+        return awaiting(tensor, lambda: await_it(keys & beyond, tensor))
 
     for name in COLLECTIVES:
         kernel = starting(getattr(torch.ops._c10d_functional, name).default)
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
     library.impl("wait_tensor", waiting, "BackendSelect", with_keyset=True)
-    return library._destroy
+    # torch's CommDebugMode does not know the one that reduces in place.
+    NATIVE_TO_PY_MAPPING[_operators.all_reduce_] = torch.ops.c10d_functional.all_reduce
+
+    def undo() -> None:
+        NATIVE_TO_PY_MAPPING.pop(_operators.all_reduce_)
+        library._destroy()
+
+    return undo
 
 
 def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
@@ -121,7 +148,8 @@ def inherit_timeout(group: dist.ProcessGroup) -> None:
     assert world is not None, "a group is part of an initialised world"
     wanted = timeout_of(world)
     if timeout_of(group) in (default_pg_timeout, default_pg_nccl_timeout) and timeout_of(group) != wanted:
-        dist.distributed_c10d._set_pg_timeout(wanted, group)
+        # Newer releases of torch have a public function for it, and warn of the private one.
+        getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(wanted, group)
 
 
 def store() -> Store:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.debug import _comm_mode
 
 Operator = torch._ops.OpOverload
 Handler = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
@@ -48,6 +49,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (collectives, "all_to_all_single"),
     (collectives, "all_reduce"),
     (collectives, "AsyncCollectiveTensor"),
+    (_comm_mode, "NATIVE_TO_PY_MAPPING"),
     (collectives, "_are_we_tracing"),
     (torch.utils._python_dispatch, "_disable_current_modes"),
     (torch.ops.aten._convolution_double_backward.default, "decompose"),

@@ -11,14 +11,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from .collectives import wait
+from .collectives import arrived
 from .tracing import compile_for_this_rank, no_modes, tracing
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
     """This rank's part, without recording the access for autograd as `to_local` does."""
     local: torch.Tensor = tensor._local_tensor
-    return wait(local)  # a redistribution may hand on a tensor whose collective is still under way
+    return arrived(local)
 
 
 def noted(tensor: Any, name: str) -> Any:
@@ -123,7 +123,7 @@ def owns_storage(local: torch.Tensor) -> bool:
 
 def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     moved: torch.Tensor = redistribute_local_tensor(local, source, target)
-    return wait(moved)
+    return arrived(moved)
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -29,7 +30,7 @@ class Halo:
     box: Box
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pending:
     """An exchange under way. `layout` says what comes in, in its order: for which tensor, which box, of what shape."""
 
@@ -44,15 +45,16 @@ class Pending:
         at = 0
         for job, box, shape in self.layout:
             at += self.token.stop - self.token.start if at == self.token.start else 0
-            blocks[job].append(Block(box, self._received()[at : at + shape.numel()].view(shape)))
+            blocks[job].append(Block(box, self._received[at : at + shape.numel()].view(shape)))
             at += shape.numel()
         return blocks
 
     @property
     def received(self) -> torch.Tensor | None:
         """Something that only a finished exchange has, for `_torch.tie`."""
-        return None if self.arriving is None else self._received()[self.token]
+        return None if self.arriving is None else self._received[self.token]
 
+    @cached_property
     def _received(self) -> torch.Tensor:
         assert self.arriving is not None
         return _torch.wait(self.arriving)

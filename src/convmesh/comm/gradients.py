@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,8 @@ class Term:
     local: torch.Tensor
     mesh: DeviceMesh
     mesh_dims: tuple[int, ...]
+    # Called with the sum once the message has left, with which `local` is not used any more. Who reads the sum waits.
+    left: Callable[[torch.Tensor], None] = lambda total: None
 
 
 @dataclass
@@ -45,6 +47,10 @@ class _Message:
     shapes: list[tuple[int, torch.Size]]
     flat: torch.Tensor
     then: list[dist.ProcessGroup]  # over which the sum of the first group is still to be summed
+
+    def parts(self, flat: torch.Tensor) -> dict[int, torch.Tensor]:
+        pieces = flat.split([shape.numel() for _, shape in self.shapes])
+        return {number: piece.view(shape) for (number, shape), piece in zip(self.shapes, pieces, strict=True)}
 
 
 class Summation:
@@ -83,9 +89,8 @@ class Summation:
         for message in self._sent:
             whole = _torch.wait(message.flat)
             for group in message.then:
-                whole = _torch.wait(_torch.all_reduce(whole, "sum", group))
-            parts = whole.split([shape.numel() for _, shape in message.shapes])
-            sums |= {number: part.view(shape) for (number, shape), part in zip(message.shapes, parts, strict=True)}
+                whole = _torch.wait(_torch.all_reduce(whole, "sum", group, in_place=True))
+            sums |= message.parts(whole)
         return [sums[number] for number in range(self._count)]
 
     def _send(self, bucket: _Bucket) -> None:
@@ -94,9 +99,12 @@ class Summation:
         first = bucket.terms[0][1]
         groups = groups_along(first.mesh, first.mesh_dims)
         if groups:
-            flat = _torch.all_reduce(flat, "sum", groups[0])
-        shapes = [(number, term.local.shape) for number, term in bucket.terms]
-        self._sent.append(_Message(shapes, flat, groups[1:]))
+            flat = _torch.all_reduce(flat, "sum", groups[0], in_place=True)
+        message = _Message([(number, term.local.shape) for number, term in bucket.terms], flat, groups[1:])
+        self._sent.append(message)
+        if not message.then:
+            for (_, term), part in zip(bucket.terms, message.parts(flat).values(), strict=True):
+                term.left(_torch.under_way(part))
 
 
 def sum_in_buckets(terms: Sequence[Term]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Counting what the exchanges send, for reports and tests."""
+"""Counting what the exchanges send and how long they keep waiting, for reports and tests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Traffic:
-    """What this rank has sent through halo exchanges."""
+    """What this rank has sent through halo exchanges, and for how long it has waited for communications of any kind.
+
+    On a GPU a wait only puts the rest of the work behind the communication, and takes no time here.
+    """
 
     exchanges: int = 0
     bytes_sent: int = 0
+    seconds_waiting: float = 0.0
 
 
 _counters: list[Traffic] = []
@@ -24,9 +28,14 @@ def note(size: int) -> None:
         counter.bytes_sent += size
 
 
+def note_wait(seconds: float) -> None:
+    for counter in _counters:
+        counter.seconds_waiting += seconds
+
+
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count the halo exchanges that this rank takes part in, and the bytes that it sends in them."""
+    """Count the halo exchanges that this rank takes part in, the bytes that it sends in them, and the time it waits."""
     counter = Traffic()
     _counters.append(counter)
     try:

@@ -5,10 +5,12 @@ That holds for the exchanges of this library, for what DTensor itself sends, and
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import perf_counter
 from types import FrameType
 from typing import Any
 from weakref import WeakSet
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from .. import _torch
 from .._torch import Operator
 from .notice import post
+from .traffic import note_wait
 
 # (the collective, its arguments, its group): called before each communication of this rank.
 Observer = Callable[[Operator, tuple[Any, ...], dist.ProcessGroup], None]
@@ -27,7 +30,8 @@ _observers: list[Observer] = []
 _known: WeakSet[dist.ProcessGroup] = WeakSet()
 # The last communications: the memory of the result, the collective, and its group or the name of that.
 _started: deque[tuple[int, Operator, dist.ProcessGroup | str]] = deque(maxlen=1024)
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+# Files whose frames are not the user's own code; `functools` stands between those of this library.
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), functools.__file__, "<")
 
 
 class CommunicationError(RuntimeError):
@@ -36,7 +40,7 @@ class CommunicationError(RuntimeError):
 
 def keep_watch() -> Callable[[], None]:
     """Begin; returns what ends it."""
-    return _torch.intercept_collectives(_start, _failed_wait)
+    return _torch.intercept_collectives(_start, _await)
 
 
 def observe(observer: Observer) -> Callable[[], None]:
@@ -61,11 +65,17 @@ def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) ->
     return result
 
 
-def _failed_wait(tensor: torch.Tensor, error: RuntimeError) -> CommunicationError:
-    for memory, operator, group in reversed(_started):
-        if memory == _torch.memory_of(tensor):
-            return _failure(_torch.name_of(operator), _torch.group_called(group), error)
-    return _failure("a collective", None, error)
+def _await(tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
+    start = perf_counter()
+    try:
+        return run()
+    except RuntimeError as error:
+        for memory, operator, group in reversed(_started):
+            if memory == _torch.memory_of(tensor):
+                raise _failure(_torch.name_of(operator), _torch.group_called(group), error) from error
+        raise _failure("a collective", None, error) from error
+    finally:
+        note_wait(perf_counter() - start)
 
 
 def _failure(collective: str, group: dist.ProcessGroup | None, error: RuntimeError) -> CommunicationError:

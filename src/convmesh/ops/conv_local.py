@@ -15,6 +15,7 @@ import torch
 
 from ..correlation import correlate, pays
 from ..geometry import Box, Convolution, Window
+from .conv_product import is_product, product, product_gradients
 from .tiling import Tiling
 
 aten = torch.ops.aten
@@ -39,6 +40,8 @@ class LocalConvolution:
             ):
                 sizes[axis] = len(side)
             return _only_bias(input, self.conv.output_channels(weight.shape), sizes, bias)
+        if is_product(self.conv, self.windows, input):
+            return product(input, weight, bias)
         result: torch.Tensor = aten.convolution.default(input, weight, bias, *self._own.arguments)
         return result
 
@@ -49,6 +52,8 @@ class LocalConvolution:
         if not (mask[0] or mask[1]) or not gradient.numel() or not input.numel() or not weight.numel():
             zeros = [torch.zeros_like(t) if wanted else None for t, wanted in zip((input, weight), mask, strict=False)]
             return zeros[0], zeros[1], self.bias_gradient(gradient) if mask[2] else None
+        if is_product(self.conv, self.windows, gradient, input):
+            return product_gradients(gradient, input, weight, mask)
         fine, coarse = (gradient, input) if self.conv.transposed else (input, gradient)
         if mask[1] and pays(fine, weight, self.conv.groups):
             gx, _, gb = self.own_gradients(gradient, input, weight, (mask[0], False, mask[2]))

@@ -18,7 +18,8 @@ from ..sharding.layout import Layout, is_sum
 
 class Gradients:
     """Watches parameters: a gradient that comes out of backward as a pending sum joins a bucket, and a full bucket
-    leaves at once. At the end of backward every gradient lies where its parameter does.
+    leaves at once, with which the memory of its gradients is free. At the end of backward every gradient lies where its
+    parameter does.
 
     As long as it is `paused`, gradients stay pending, and add up locally.
     """
@@ -60,8 +61,13 @@ class Gradients:
         if not self._waiting:
             _torch.when_backward_ends(self._finish)
         spec = _torch.spec_of(gradient)
-        sums, _ = _summed(spec)
-        number = self._summation.add(Term(_torch.local_of(gradient), spec.mesh, sums)) if sums else None
+        sums, summed = _summed(spec)
+
+        def left(total: torch.Tensor) -> None:
+            if parameter.grad is gradient:
+                parameter.grad = _torch.wrap(total, summed.spec)
+
+        number = self._summation.add(Term(_torch.local_of(gradient), spec.mesh, sums, left)) if sums else None
         self._waiting[id(parameter)] = (parameter, number)
 
     def _finish(self) -> None:

@@ -1,0 +1,40 @@
+"""A convolution whose kernel has one index is a product of matrices, if the channels lie innermost in memory.
+
+Linear layers come here as such convolutions. As products they are what one device computes, by the same kernels, and
+without the zeros that a convolution's own kernels write first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from ..geometry import Convolution, Window
+
+
+def is_product(conv: Convolution, windows: Sequence[Window], *tensors: torch.Tensor) -> bool:
+    """Whether the operator on these tensors is nothing but a matrix product."""
+    pointwise = conv.groups == 1 and all(window == Window(1, 1, 0, 1) for window in windows)
+    return pointwise and not conv.transposed and all(map(_channels_innermost, tensors))
+
+
+def _channels_innermost(tensor: torch.Tensor) -> bool:
+    return tensor.movedim(1, -1).is_contiguous()
+
+
+def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(input.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
+
+
+def product_gradients(
+    gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Of input, weight and bias, where `mask` asks for them."""
+    matrix = weight.flatten(1)
+    gy = gradient.movedim(1, -1)
+    rows = gy.flatten(0, -2)
+    gx = (gy @ matrix).movedim(-1, 1) if mask[0] else None
+    gw = (rows.t() @ input.movedim(1, -1).flatten(0, -2)).view(weight.shape) if mask[1] else None
+    return gx, gw, rows.sum(0) if mask[2] else None
