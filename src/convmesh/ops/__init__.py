@@ -28,6 +28,7 @@ from . import parts as parts
 from . import pointwise as pointwise
 from . import pool as pool
 from . import prelu as prelu
+from . import product as product
 from . import random as random
 from . import reduce as reduce
 from . import repeat as repeat
