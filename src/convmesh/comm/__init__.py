@@ -23,6 +23,8 @@ from .reduce import all_reduce as all_reduce
 from .reduce import side_by_side as side_by_side
 from .reflow import to_ranges as to_ranges
 from .reflow import to_stripes as to_stripes
+from .route import Route as Route
+from .route import owner_of as owner_of
 from .traffic import Traffic as Traffic
 from .traffic import count_traffic as count_traffic
 from .watch import CommunicationError as CommunicationError

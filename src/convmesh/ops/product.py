@@ -23,6 +23,7 @@ from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from ..sharding.rows import Assignment, Row, Wanted, choose, input_placements, output_placements
+from .points import idle, whole_price
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
@@ -74,24 +75,14 @@ def plan_product(
     def price(row: Row, mesh_dim: int) -> float:
         """A pending sum is going to be reduced, and what is made whole takes memory, too."""
         size = first.mesh.size(mesh_dim)
-        whole = sum(
-            prod(layout.shape)
-            for (_, layout), wanted in zip(layouts, row.inputs, strict=True)
-            if isinstance(layout.placements[mesh_dim], Shard) and wanted == R and size > 1
-        )
+        whole = whole_price(row, mesh_dim, (first, second))
         return whole + (2 * prod(shape) * (size - 1) / size if row.outputs[0] == P and like is None else 0)
 
     def fits(assignment: Assignment) -> bool:
         """Nothing is moved to a dimension of which some ranks would have nothing."""
-        for number, (_, layout) in enumerate(layouts):
-            moved = layout.placed(input_placements(assignment, number))
-            new = (dim for dim, cut in moved.cuts.items() if cut != layout.cuts.get(dim))
-            if any(
-                layout.placements[m] != moved.placements[m] and not isinstance(layout.placements[m], Replicate)
-                for dim in new if min(map(len, moved.shards(dim))) == 0 for m in moved.cuts[dim]
-            ):  # fmt: skip
-                return False
-        return True
+        return not any(
+            idle(layout, input_placements(assignment, number)) for number, layout in enumerate((first, second))
+        )
 
     wanted = [] if like is None else [Wanted(like, prod(shape))]
     chosen = choose(operator, ROWS[len(shape) == 3], layouts, wanted, fits=fits, extra=price)
