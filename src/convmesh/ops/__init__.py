@@ -35,6 +35,7 @@ from . import repeat as repeat
 from . import resample as resample
 from . import rms_norm as rms_norm
 from . import scale as scale
+from . import scatter as scatter
 from . import select as select
 from . import shuffle as shuffle
 from . import slicing as slicing

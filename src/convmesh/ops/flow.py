@@ -44,7 +44,7 @@ class Flow:
 def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> Flow | None:
     """None where several groups of dimensions are in the way, or no new dimension has an index for every rank.
 
-    `wish` is where the result should lie, if that is known.
+    `wish` is where the result should lie, if that is known: there some ranks may have nothing, as before.
     """
     stuck = [group for group in groups(layout.shape, shape) if _stuck(group, layout, shape)]
     if len(stuck) != 1:
@@ -58,7 +58,7 @@ def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> 
     wished = {p.dim for m, p in enumerate(wish or ()) if m in mesh_dims and isinstance(p, Shard)}
     for new in sorted(group.after, key=lambda dim: dim not in wished):
         after = _stripes(shape, group.after, new, mesh_sizes)
-        if all(after.parts) and (before.outer == 1 or after.outer == 1):
+        if (all(after.parts) or new in wished) and 1 in (before.outer, after.outer):
             break
     else:
         return None
