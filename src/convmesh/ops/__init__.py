@@ -7,7 +7,9 @@ from . import attention as attention
 from . import batch_norm as batch_norm
 from . import batch_norm_backward as batch_norm_backward
 from . import conv as conv
+from . import counting as counting
 from . import cross_entropy as cross_entropy
+from . import cumulative as cumulative
 from . import expand as expand
 from . import gated as gated
 from . import gather_along as gather_along
@@ -23,12 +25,14 @@ from . import loss as loss
 from . import moments as moments
 from . import nll_loss as nll_loss
 from . import optim as optim
+from . import ordered as ordered
 from . import pad as pad
 from . import parts as parts
 from . import pointwise as pointwise
 from . import pool as pool
 from . import prelu as prelu
 from . import product as product
+from . import quantile as quantile
 from . import random as random
 from . import reduce as reduce
 from . import repeat as repeat
@@ -40,6 +44,7 @@ from . import select as select
 from . import shuffle as shuffle
 from . import slicing as slicing
 from . import softmax as softmax
+from . import triangle as triangle
 from . import truth as truth
 from . import turn as turn
 from . import unfold as unfold

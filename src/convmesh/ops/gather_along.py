@@ -26,7 +26,7 @@ from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from ..sharding.rows import Row, choose, input_placements, output_placements
 from .gather_index import owned
-from .points import idle, others, whole_price
+from .points import idle, others, travels_within, whole_price
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
@@ -111,10 +111,8 @@ def _plan(input_spec: _torch.Spec, index_spec: _torch.Spec, dim: int, routes: bo
         return whole_price(row, mesh_dim, (input, index)) + travels / (size if row.name == "asked" else 1)
 
     def fits(assignment: tuple[Row, ...]) -> bool:
-        """Nothing is moved to a dimension of which some ranks would have nothing, and a cut dimension is read in one
-        way."""
-        kinds = {row.name for row in assignment if row.name in ("asked", "owned")}
-        return len(kinds) < 2 and not any(
+        """Nothing is moved to a dimension of which some ranks would have nothing."""
+        return travels_within(assignment, ("asked",)) and not any(
             idle(layout, input_placements(assignment, number)) for number, layout in enumerate((input, index))
         )
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ..comm import owner_of
 from ..sharding.layout import Layout
-from ..sharding.rows import Row
+from ..sharding.rows import Assignment, Row
 
 
 def others(places: torch.Tensor, index: Layout, whole: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,6 +43,16 @@ def idle(layout: Layout, placements: tuple[Placement, ...]) -> bool:
         min(map(len, moved.shards(dim))) == 0
         and any(layout.placements[m] != placements[m] and not isinstance(layout.placements[m], Replicate) for m in cut)
         for dim, cut in moved.cuts.items()
+    )
+
+
+def travels_within(assignment: Assignment, names: Sequence[str]) -> bool:
+    """Whether the places of rows called `names` lie in what their owners have of all other dimensions, and a cut
+    dimension is not read in two ways at once."""
+    kinds = {row.name for row in assignment if row.name in ("asked", "sent", "owned")}
+    travelling = {row.inputs[1] for row in assignment if row.name in names}
+    return len(kinds) < 2 and not any(
+        row.inputs[0] in travelling for row in assignment if isinstance(row.inputs[0], Shard) and row.name not in kinds
     )
 
 

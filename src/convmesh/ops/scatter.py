@@ -23,7 +23,7 @@ from ..sharding.hints import placements_of
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from ..sharding.rows import Row, Wanted, choose, input_placements, output_placements
-from .points import idle, others, whole_price
+from .points import idle, others, travels_within, whole_price
 
 aten = torch.ops.aten
 R = Replicate()
@@ -126,8 +126,7 @@ def _plan(
     def fits(assignment: tuple[Row, ...]) -> bool:
         if in_place and output_placements(assignment, 0) != whole.placements:
             return False
-        kinds = {row.name for row in assignment if row.name in ("sent", "owned")}
-        return len(kinds) < 2 and not any(
+        return travels_within(assignment, ("sent",)) and not any(
             idle(layout, input_placements(assignment, number)) for number, layout in enumerate(given)
         )
 
