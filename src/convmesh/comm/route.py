@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,17 +41,22 @@ class Route:
         return Route(destination.argsort(stable=True), tuple(zip(*columns, strict=True)), along)
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
-        """One value for each element; what comes in is in the order of its sources."""
-        messages = values[self.order].split(self.counts[self.line.rank])
-        return _torch.wait(self.line.send(messages, lambda src, dst: self.counts[src][dst]))
+        """One row of values for each element; what comes in is in the order of its sources."""
+        return self._send(values[self.order], self.counts)
 
     def send_back(self, answers: torch.Tensor) -> torch.Tensor:
         """For each element the answer to what was sent of it; `answers` are in the order in which that came in."""
-        messages = answers.split([row[self.line.rank] for row in self.counts])
-        arrived = _torch.wait(self.line.send(messages, lambda src, dst: self.counts[dst][src]))
+        arrived = self._send(answers, tuple(zip(*self.counts, strict=True)))
         result = torch.empty_like(arrived)
         result[self.order] = arrived
         return result
+
+    def _send(self, rows: torch.Tensor, counts: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+        """Rows in the order of their destinations; `counts` by source and destination."""
+        length = prod(rows.shape[1:])
+        messages = [part.reshape(-1) for part in rows.split(counts[self.line.rank])]
+        arrived = _torch.wait(self.line.send(messages, lambda src, dst: counts[src][dst] * length))
+        return arrived.view(-1, *rows.shape[1:]) if length else arrived.view(0, *rows.shape[1:])
 
 
 def owner_of(index: torch.Tensor, parts: Sequence[Interval]) -> torch.Tensor:

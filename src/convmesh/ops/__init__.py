@@ -17,11 +17,13 @@ from . import gather_index as gather_index
 from . import grid as grid
 from . import group_norm as group_norm
 from . import index as index
+from . import index_put as index_put
 from . import instance_norm as instance_norm
 from . import join as join
 from . import layer_norm as layer_norm
 from . import linear as linear
 from . import loss as loss
+from . import masks as masks
 from . import moments as moments
 from . import nll_loss as nll_loss
 from . import optim as optim

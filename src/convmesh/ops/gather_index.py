@@ -77,11 +77,11 @@ def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
 
 @planned
 def plan_add(
-    operator: str, whole_spec: _torch.Spec, source_spec: _torch.Spec, beside: tuple[int | None, ...]
+    operator: str, whole_spec: _torch.Spec, source_spec: _torch.Spec, beside: tuple[int | None, ...], adds: bool = True
 ) -> tuple[Layout, Layout, Layout]:
     """`beside` has for each dimension of the whole that of the source; None for one that is indexed."""
     whole, source = Layout.of(whole_spec), Layout.of(source_spec)
-    rows = [Row("replicated", (R, R), (R,)), Row("pending sums", (P, P), (P,))]
+    rows = [Row("replicated", (R, R), (R,)), *([Row("pending sums", (P, P), (P,))] if adds else [])]
     # Along an indexed dimension each rank adds to what it owns.
     rows += [Row("sharded", (Shard(d), R if b is None else Shard(b)), (Shard(d),)) for d, b in enumerate(beside)]
     chosen = choose(operator, rows, (("whole", whole), ("source", source)))
