@@ -50,5 +50,6 @@ from . import triangle as triangle
 from . import truth as truth
 from . import turn as turn
 from . import unfold as unfold
+from . import unique as unique
 from . import unpool as unpool
 from . import view as view

@@ -42,7 +42,7 @@ class Flow:
 
 
 def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> Flow | None:
-    """None where several groups of dimensions are in the way, or no new dimension has an index for every rank.
+    """None where several groups of dimensions are in the way, or no new dimension has something for most ranks.
 
     `wish` is where the result should lie, if that is known: there some ranks may have nothing, as before.
     """
@@ -56,12 +56,14 @@ def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> 
     old = max((dim for dim in group.before if dim in layout.cuts), key=lambda dim: layout.shape[dim])
     before = _stripes(layout.shape, group.before, old, mesh_sizes)
     wished = {p.dim for m, p in enumerate(wish or ()) if m in mesh_dims and isinstance(p, Shard)}
-    for new in sorted(group.after, key=lambda dim: dim not in wished):
-        after = _stripes(shape, group.after, new, mesh_sizes)
-        if (all(after.parts) or new in wished) and 1 in (before.outer, after.outer):
-            break
-    else:
+    found = [(dim, _stripes(shape, group.after, dim, mesh_sizes)) for dim in group.after]
+    usable = [
+        (dim, after) for dim, after in found
+        if 1 in (before.outer, after.outer) and (dim in wished or 2 * _busy(after) > prod(mesh_sizes))
+    ]  # fmt: skip
+    if not usable:
         return None
+    new, after = min(usable, key=lambda pair: (pair[0] not in wished, -_busy(pair[1])))
     source = tuple(Shard(old) if m in mesh_dims else p for m, p in enumerate(layout.placements))
     target = tuple(
         Shard(new) if m in mesh_dims else _kept(p, layout, shape) for m, p in enumerate(layout.placements)
@@ -71,6 +73,11 @@ def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> 
     along = line(layout.mesh, mesh_dims) if layout.mesh.get_coordinate() is not None else None
     owned = tuple(ranges.stripe(rank) for rank in range(prod(mesh_sizes)))
     return Flow(source, target, group.before[0], len(group.before), stripes, owned, into, along)
+
+
+def _busy(stripes: Stripes) -> int:
+    """How many ranks have anything."""
+    return sum(map(bool, stripes.parts))
 
 
 def _stripes(shape: Sequence[int], dims: Sequence[int], cut: int, mesh_sizes: tuple[int, ...]) -> Stripes:

@@ -111,7 +111,7 @@ def _plan(input_spec: _torch.Spec, index_spec: _torch.Spec, dim: int, routes: bo
         return whole_price(row, mesh_dim, (input, index)) + travels / (size if row.name == "asked" else 1)
 
     def fits(assignment: tuple[Row, ...]) -> bool:
-        """Nothing is moved to a dimension of which some ranks would have nothing."""
+        """Nothing is moved to a dimension of which half of the ranks would have nothing."""
         return travels_within(assignment, ("asked",)) and not any(
             idle(layout, input_placements(assignment, number)) for number, layout in enumerate((input, index))
         )

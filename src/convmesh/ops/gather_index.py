@@ -19,7 +19,8 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
-from ..sharding.rows import Row, choose, input_placements, output_placements
+from ..sharding.rows import Assignment, Row, choose, input_placements, output_placements
+from .points import idle, whole_price
 from .remap_plan import settled
 
 aten = torch.ops.aten
@@ -84,7 +85,13 @@ def plan_add(
     rows = [Row("replicated", (R, R), (R,)), *([Row("pending sums", (P, P), (P,))] if adds else [])]
     # Along an indexed dimension each rank adds to what it owns.
     rows += [Row("sharded", (Shard(d), R if b is None else Shard(b)), (Shard(d),)) for d, b in enumerate(beside)]
-    chosen = choose(operator, rows, (("whole", whole), ("source", source)))
+
+    def fits(assignment: Assignment) -> bool:
+        placed = enumerate((whole, source))
+        return not any(idle(layout, input_placements(assignment, number)) for number, layout in placed)
+
+    chosen = choose(operator, rows, (("whole", whole), ("source", source)), fits=fits,
+                    extra=lambda row, mesh_dim: whole_price(row, mesh_dim, (whole, source)))  # fmt: skip
     placed = whole.placed(input_placements(chosen, 0)), source.placed(input_placements(chosen, 1))
     stride = dense_stride(whole.shape, torch.contiguous_format)
     return *placed, Layout(whole.mesh, output_placements(chosen, 0), whole.shape, stride, whole.dtype)

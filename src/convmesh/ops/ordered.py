@@ -22,6 +22,7 @@ from ..sharding.errors import refuse
 from ..sharding.hints import remember
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
+from .points import idle
 from .sample_sort import sample_sort
 
 aten = torch.ops.aten
@@ -91,11 +92,11 @@ def plan_order(operator: str, spec: _torch.Spec, dim: int) -> OrderPlan:
 
 
 def _recut(layout: Layout, mesh_dim: int, dim: int) -> Layout:
-    """Over a mesh dimension, cut the first other dimension that has an index for every rank."""
+    """Over a mesh dimension, cut the first other dimension that has something for most ranks."""
     for other in [*(d for d in range(len(layout.shape)) if d != dim), None]:
         placement: Placement = R if other is None else Shard(other)
         moved = layout.placed(tuple(placement if m == mesh_dim else p for m, p in enumerate(layout.placements)))
-        if other is None or all(moved.shards(other)):
+        if other is None or not idle(layout, moved.placements):
             break
     return moved
 

@@ -37,10 +37,10 @@ def others(places: torch.Tensor, index: Layout, whole: Layout, dim: int) -> tupl
 
 
 def idle(layout: Layout, placements: tuple[Placement, ...]) -> bool:
-    """Whether a tensor would be moved to a dimension of which some ranks have nothing."""
+    """Whether a tensor would be moved to a dimension of which half of the ranks or more have nothing."""
     moved = layout.placed(placements)
     return any(
-        min(map(len, moved.shards(dim))) == 0
+        2 * sum(map(bool, parts := moved.shards(dim))) <= len(parts) > 1
         and any(layout.placements[m] != placements[m] and not isinstance(layout.placements[m], Replicate) for m in cut)
         for dim, cut in moved.cuts.items()
     )

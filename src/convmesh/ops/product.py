@@ -79,7 +79,7 @@ def plan_product(
         return whole + (2 * prod(shape) * (size - 1) / size if row.outputs[0] == P and like is None else 0)
 
     def fits(assignment: Assignment) -> bool:
-        """Nothing is moved to a dimension of which some ranks would have nothing."""
+        """Nothing is moved to a dimension of which half of the ranks would have nothing."""
         return not any(
             idle(layout, input_placements(assignment, number)) for number, layout in enumerate((first, second))
         )

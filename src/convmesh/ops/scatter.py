@@ -107,6 +107,9 @@ def _plan(
     given = [layout for layout in (whole, index, source) if layout is not None]
     named = list(zip(names, given, strict=False))
     rank, count = len(whole.shape), len(given)
+    here = whole.mesh.get_coordinate() is not None
+    if not prod(index.shape):  # torch takes any index that is empty
+        return ScatterPlan(tuple(given), whole.dense, False, here)
     if any(len(layout.shape) != rank for layout in given) or not -max(1, rank) <= dim < max(1, rank):
         raise refuse(operator, f"dimension {dim} of tensors of {[len(t.shape) for t in given]} dimensions", named,
                      "give all of them the same number of dimensions")  # fmt: skip
@@ -136,7 +139,7 @@ def _plan(
     stride = dense_stride(whole.shape, torch.contiguous_format)
     output = Layout(whole.mesh, output_placements(chosen, 0), whole.shape, stride, whole.dtype)
     sent = any(row.name == "sent" for row in chosen)
-    return ScatterPlan(operands, output, sent, whole.mesh.get_coordinate() is not None)
+    return ScatterPlan(operands, output, sent, here)
 
 
 @rule(aten.new_zeros.default, behaviour=ZEROS)

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 VIEW = Behaviour(
     "linear", "dimensions that keep their parts; others are exchanged for one that does",
-    "nothing, or an all-to-all; a gather only where no dimension has an index for every rank",
+    "nothing, or an all-to-all; a gather only where all dimensions are too short for most ranks",
 )  # fmt: skip
 
 made_of_others(aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int)
