@@ -46,6 +46,7 @@ from . import select as select
 from . import shuffle as shuffle
 from . import slicing as slicing
 from . import softmax as softmax
+from . import tensor_split as tensor_split
 from . import triangle as triangle
 from . import truth as truth
 from . import turn as turn

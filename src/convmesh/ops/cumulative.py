@@ -16,12 +16,12 @@ from .reduce_plan import absent, begin
 
 aten = torch.ops.aten
 
-RUNNING = Behaviour("reductions", "all dimensions", "nothing; if the dimension is cut, each rank's total to all others")
+RUNNING = Behaviour("reductions", "all dimensions", "nothing; each rank's total, to all others, if the dimension is cut")
 PRODUCT = Behaviour("reductions", "all dimensions; reduced ones come out whole", "each rank's product to all others")
 
 
-@rule(aten.cumsum.default, behaviour=RUNNING)
-def cumsum(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@rule(aten.cumsum.default, aten.cumprod.default, behaviour=RUNNING)
+def running(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, dim, dtype = _torch.arguments(operator, args, kwargs)
     plan = begin_order(operator, (input, dim, dtype))
     cut = plan.given.cuts.get(plan.dim, ())
@@ -29,10 +29,12 @@ def cumsum(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
         result: DTensor = run_whole(operator, (input, dim, dtype), plan)
         return result
     local = move(input, plan.given)
-    running = aten.cumsum.default(local, plan.dim, dtype=dtype)
-    totals = side_by_side(local.sum(plan.dim, keepdim=True, dtype=running.dtype), plan.given.mesh, cut)
-    running += totals[: line(plan.given.mesh, cut).rank].sum(0)
-    return _torch.wrap(running.contiguous(), plan.given.typed(running.dtype).dense.spec)
+    own = operator(local, plan.dim, dtype=dtype)
+    adds = operator is aten.cumsum.default
+    whole = (local.sum if adds else local.prod)(plan.dim, keepdim=True, dtype=own.dtype)
+    before = side_by_side(whole, plan.given.mesh, cut)[: line(plan.given.mesh, cut).rank]
+    own = own + before.sum(0) if adds else own * before.prod(0)
+    return _torch.wrap(own.contiguous(), plan.given.typed(own.dtype).dense.spec)
 
 
 @rule(aten.prod.default, aten.prod.dim_int, behaviour=PRODUCT)

@@ -76,10 +76,11 @@ def select_masked(mask: torch.Tensor, plan: MaskPlan) -> Selection:
     if not plan.mesh_dims:
         return Selection(mine, torch.arange(len(mine), device=mask.device), len(mine))
     mesh, rows = plan.source.mesh, prod(plan.mask.shape[: plan.cut])
-    counts = mask.reshape(rows, -1).sum(1) if mask.numel() else torch.zeros(rows, dtype=torch.int64, device=mask.device)
+    counts = mask.reshape(rows, mask.numel() // max(1, rows)).sum(1)
     # In the order of all elements, a row of this rank comes after those of the ranks before it in the same row.
     everyone = side_by_side(counts, mesh, plan.mesh_dims).t().reshape(-1)
-    before = (everyone.cumsum(0) - everyone).view(rows, -1)[:, line(mesh, plan.mesh_dims).rank]
+    along = line(mesh, plan.mesh_dims)
+    before = (everyone.cumsum(0) - everyone).view(rows, along.size)[:, along.rank]
     shift = before - (counts.cumsum(0) - counts)
     numbers = torch.arange(len(mine), device=mask.device) + shift.repeat_interleave(counts)
     return Selection(mine, numbers, int(everyone.sum()))
@@ -136,7 +137,7 @@ def index_masked(input: DTensor, mask: DTensor) -> DTensor:
     if not plan.here:
         return _torch.wrap(x.new_empty(0), output_of(plan, (0, *input.shape[mask.dim() :]), input.dtype).spec)
     chosen = select_masked(truth, plan)
-    rows = gathered(x.reshape(-1, *x.shape[mask.dim() :])[chosen.mine], chosen, plan)
+    rows = gathered(x.reshape(truth.numel(), *x.shape[mask.dim() :])[chosen.mine], chosen, plan)
     return _torch.wrap(rows, output_of(plan, (chosen.count, *input.shape[mask.dim() :]), input.dtype).spec)
 
 
@@ -147,7 +148,7 @@ def put_masked(whole: DTensor, mask: DTensor, values: DTensor, adds: bool) -> tu
     if not plan.here:
         return x, plan.source
     chosen = select_masked(truth, plan)
-    rows = x.view(-1, *x.shape[mask.dim() :])
+    rows = x.view(truth.numel(), *x.shape[mask.dim() :])
     wanted = output_of(plan, (chosen.count, *whole.shape[mask.dim() :]), whole.dtype)
     if tuple(values.shape) != wanted.shape:
         raise refuse("index_put with a mask", f"it selects {wanted.shape}", (("values", values),),
@@ -156,30 +157,50 @@ def put_masked(whole: DTensor, mask: DTensor, values: DTensor, adds: bool) -> tu
     return x, plan.source
 
 
+def _alike(input: Any, mask: Any) -> tuple[DTensor, DTensor]:
+    """Both in the shape that they have together, and that of a row if they are numbers."""
+    shape = list(torch.broadcast_shapes(input.shape, mask.shape)) or [1]
+    one, other = (aten.expand.default(t, shape) if list(t.shape) != shape else t for t in (input, mask))
+    return one, other
+
+
 @rule(aten.masked_select.default, behaviour=SELECTED)
 def masked_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, mask = args
     check_placed("masked_select", (("input", input), ("mask", mask)))
-    shape = torch.broadcast_shapes(input.shape, mask.shape) or (1,)
-    return index_masked(*(aten.expand.default(tensor, list(shape)) for tensor in (input, mask)))
+    return index_masked(*_alike(input, mask))
 
 
 @rule(aten.masked_scatter.default, behaviour=SELECTED)
-def masked_scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def masked_scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradient of `masked_select`. Its values are as many as the mask selects, or more."""
     whole, mask, values = args
-    plan = begin_mask("masked_scatter", whole, mask if mask.shape == whole.shape else aten.expand.default(mask, whole.shape))
+    check_placed("masked_scatter", (("input", whole), ("mask", mask), ("source", values)))
+    number = not whole.dim() and not mask.dim()
+    whole, mask = _alike(whole, mask)
+    plan = begin_mask("masked_scatter", whole, mask)
+    count = select_masked(move(mask, plan.mask), plan).count if plan.here else 0
     flat = aten.view.default(aten.clone.default(values, memory_format=torch.contiguous_format), [values.numel()])
-    count = values.numel()
-    if plan.here:
-        count = select_masked(move(mask, plan.mask), plan).count
     local, layout = put_masked(whole, mask, aten.slice.Tensor(flat, 0, 0, count), False)
-    return _torch.wrap(local, layout.dense.spec)
+    result = _torch.wrap(local, layout.dense.spec)
+    return aten.select.int(result, 0, 0) if number else result
+
+
+@rule(aten.masked_scatter_backward.default, behaviour=SELECTED)
+def masked_scatter_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What was taken from the first values, and nothing for the others."""
+    gradient, mask, sizes = args
+    check_placed("masked_scatter_backward", (("grad_output", gradient), ("mask", mask)))
+    taken = index_masked(*_alike(gradient, mask))
+    padded = aten.constant_pad_nd.default(taken, [0, prod(sizes) - taken.shape[0]])
+    return aten.view.default(padded, list(sizes))
 
 
 @rule(aten.nonzero.default, behaviour=SELECTED)
 def nonzero(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     (input,) = args
+    if not input.dim():
+        return _torch.stock(operator, args, kwargs)  # type: ignore[no-any-return]
     truth = input if input.dtype == torch.bool else aten.ne.Scalar(input, 0)
     plan = begin_mask("nonzero", truth, truth)
     local = move(truth, plan.mask)

@@ -121,12 +121,23 @@ def run_whole(operator: _torch.Operator, values: tuple[Any, ...], plan: OrderPla
 
 
 @rule(
-    aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.cumprod.default,
-    aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default, behaviour=ORDERED,
+    aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.cummax.default,
+    aten.cummin.default, aten.logcumsumexp.default, behaviour=ORDERED,
 )  # fmt: skip
 def ordered(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = _torch.arguments(operator, args, kwargs)
-    return run_whole(operator, values, begin_order(operator, values))
+    plan = begin_order(operator, values)
+    if operator is aten.kthvalue.default and plan.alone and not _torch.tracing():
+        return _kth(*values)
+    return run_whole(operator, values, plan)
+
+
+def _kth(input: DTensor, k: int, dim: int, keepdim: bool) -> tuple[Any, ...]:
+    """Of a row that is all there is."""
+    if not 0 < k <= input.shape[dim]:
+        raise refuse("kthvalue", f"there is no number {k} of {input.shape[dim]}", (("input", input),), "give one of 1 to n")
+    found = (aten.select.int(ranked, dim, k - 1) for ranked in aten.sort.stable(input, stable=True, dim=dim))
+    return tuple(aten.unsqueeze.default(one, dim) if keepdim else one for one in found)
 
 
 @rule(aten.sort.default, aten.sort.stable, behaviour=SORTED)

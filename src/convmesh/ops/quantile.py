@@ -51,28 +51,32 @@ def quantile(
         operator, given = aten.quantile.default, (input, q, dim, keepdim)
         result: torch.Tensor = _torch.composite(operator, given, {"interpolation": interpolation})
         return result
-    wanted = q.full_tensor() if isinstance(q, DTensor) else q
-    if not wanted.dim():
-        return _quantile(input, wanted, dim, keepdim, interpolation)
-    return torch.stack([_quantile(input, one, dim, keepdim, interpolation) for one in wanted])
+    if not q.dim():
+        return _quantile(input, q, dim, keepdim, interpolation)
+    return torch.stack([_quantile(input, one, dim, keepdim, interpolation) for one in q.unbind()])
 
 
 def _quantile(
     input: torch.Tensor, q: torch.Tensor, dim: int | None, keepdim: bool, interpolation: str
 ) -> torch.Tensor:
     """NaN where there is one among the values."""
-    if not bool((q >= 0) & (q <= 1)):
-        raise RuntimeError(f"quantile() q values must be in the range [0, 1], and not {float(q)}")
+    value = float(q.full_tensor().detach() if isinstance(q, DTensor) else q.detach())
+    if not 0 <= value <= 1:
+        raise RuntimeError(f"quantile() q values must be in the range [0, 1], and not {value}")
     row = input.flatten() if dim is None else input
     along = 0 if dim is None else dim
     ranked = row.sort(along)[0]
-    place = float(q * (row.shape[along] - 1))
-    low, high = ranked.select(along, floor(place)), ranked.select(along, ceil(place))
-    weight = {"linear": place - floor(place), "lower": 0.0, "higher": 1.0, "midpoint": 0.5,
-              "nearest": float(round(place) - floor(place))}[interpolation]  # fmt: skip
-    value = torch.lerp(low, high, 0.5 if interpolation == "midpoint" and low is not high else weight)
+    place = q * (row.shape[along] - 1)
+    # In the numbers of q, so that rounding is that of one device.
+    at = float(torch.tensor(value, dtype=q.dtype) * (row.shape[along] - 1))
+    near = {"lower": floor(at), "higher": ceil(at), "nearest": round(at)}
+    if interpolation in near:
+        value_at = ranked.select(along, near[interpolation])
+    else:
+        low, high = ranked.select(along, floor(at)), ranked.select(along, ceil(at))
+        value_at = torch.lerp(low, high, place - floor(at) if interpolation == "linear" else 0.5)
     last = ranked.select(along, -1)
-    value = torch.where(last.isnan(), last, value)
+    value_at = torch.where(last.isnan(), last, value_at)
     if not keepdim:
-        return value
-    return value.view([1] * input.dim()) if dim is None else value.unsqueeze(dim)
+        return value_at
+    return value_at.view([1] * input.dim()) if dim is None else value_at.unsqueeze(dim)
