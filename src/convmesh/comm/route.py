@@ -65,5 +65,5 @@ def owner_of(index: torch.Tensor, parts: Sequence[Interval]) -> torch.Tensor:
     -1 for what lies outside of all of them.
     """
     starts = torch.tensor([part.start for part in parts], dtype=index.dtype, device=index.device)
-    found = torch.bucketize(index, starts, right=True) - 1
+    found = torch.bucketize(index.contiguous(), starts, right=True) - 1
     return found.masked_fill(index >= max(part.stop for part in parts), -1)

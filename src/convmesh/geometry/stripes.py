@@ -1,4 +1,4 @@
-"""Parts of elements in a row that are not in one piece: those of a cut dimension with others outside and inside of it."""
+"""Parts of elements in a row that are not in one piece: of a cut dimension with others outside and inside of it."""
 
 from __future__ import annotations
 

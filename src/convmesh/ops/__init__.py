@@ -26,6 +26,7 @@ from . import loss as loss
 from . import masks as masks
 from . import moments as moments
 from . import nll_loss as nll_loss
+from . import one_hot as one_hot
 from . import optim as optim
 from . import ordered as ordered
 from . import pad as pad

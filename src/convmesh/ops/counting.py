@@ -27,8 +27,9 @@ def bincount(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     input, weights, minlength = _torch.arguments(operator, args, kwargs)
     check_placed("bincount", (("input", input), ("weights", weights)))
     if input.dim() != 1 or (weights is not None and weights.shape != input.shape) or _torch.tracing():
-        raise refuse("bincount", "how many values there are is not known in compiled code, and elsewhere it takes rows",
-                     (("input", input), ("weights", weights)), "flatten both, and call it outside of torch.compile")  # fmt: skip
+        raise refuse("bincount", "it counts rows, and in compiled code not even those: their values are not known",
+                     (("input", input), ("weights", weights)),
+                     "flatten both, and call it outside of torch.compile")  # fmt: skip
     layout = settled(Layout.of(_torch.spec_of(input)))
     local = move(input, layout)
     dtype = torch.int64 if weights is None else torch.double if weights.dtype != torch.float32 else torch.float32

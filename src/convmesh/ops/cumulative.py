@@ -16,7 +16,9 @@ from .reduce_plan import absent, begin
 
 aten = torch.ops.aten
 
-RUNNING = Behaviour("reductions", "all dimensions", "nothing; each rank's total, to all others, if the dimension is cut")
+RUNNING = Behaviour(
+    "reductions", "all dimensions", "nothing; each rank's total, to all others, if the dimension is cut"
+)
 PRODUCT = Behaviour("reductions", "all dimensions; reduced ones come out whole", "each rank's product to all others")
 
 

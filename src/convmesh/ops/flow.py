@@ -65,9 +65,7 @@ def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> 
         return None
     new, after = min(usable, key=lambda pair: (pair[0] not in wished, -_busy(pair[1])))
     source = tuple(Shard(old) if m in mesh_dims else p for m, p in enumerate(layout.placements))
-    target = tuple(
-        Shard(new) if m in mesh_dims else _kept(p, layout, shape) for m, p in enumerate(layout.placements)
-    )
+    target = tuple(Shard(new) if m in mesh_dims else _kept(p, layout, shape) for m, p in enumerate(layout.placements))
     into = after.outer == 1
     stripes, ranges = (before, after) if into else (after, before)
     along = line(layout.mesh, mesh_dims) if layout.mesh.get_coordinate() is not None else None

@@ -73,7 +73,7 @@ def _owned(x: torch.Tensor, places: torch.Tensor, plan: GatherPlan, dim: int) ->
     local, mine = owned(places, plan.source.own(dim), plan.source.shape[dim])
     if not x.shape[dim]:
         return x.new_zeros(places.shape)
-    return aten.gather.default(x, dim, local).masked_fill(~mine, 0)
+    return x.gather(dim, local).masked_fill(~mine, 0)
 
 
 def _asked(x: torch.Tensor, places: torch.Tensor, plan: GatherPlan, dim: int) -> torch.Tensor:
@@ -90,7 +90,9 @@ def _plan(input_spec: _torch.Spec, index_spec: _torch.Spec, dim: int, routes: bo
     stride = dense_stride(index.shape, torch.contiguous_format)
     if not prod(index.shape):  # torch takes any index that is empty
         whole = (R,) * input.mesh.ndim
-        return GatherPlan(input, index.placed(whole), Layout(input.mesh, whole, index.shape, stride, input.dtype), False)
+        return GatherPlan(
+            input, index.placed(whole), Layout(input.mesh, whole, index.shape, stride, input.dtype), False
+        )
     if rank != len(index.shape) or not -max(1, rank) <= dim < max(1, rank):
         raise refuse("gather", f"dimension {dim} of tensors of {rank} and {len(index.shape)} dimensions", named,
                      "give an index with the input's number of dimensions")  # fmt: skip
@@ -119,4 +121,6 @@ def _plan(input_spec: _torch.Spec, index_spec: _torch.Spec, dim: int, routes: bo
     chosen = choose("gather", rows, named, fits=fits, extra=price)
     output = Layout(input.mesh, output_placements(chosen, 0), index.shape, stride, input.dtype)
     asks = any(row.name == "asked" for row in chosen)
-    return GatherPlan(input.placed(input_placements(chosen, 0)), index.placed(input_placements(chosen, 1)), output, asks)
+    return GatherPlan(
+        input.placed(input_placements(chosen, 0)), index.placed(input_placements(chosen, 1)), output, asks
+    )

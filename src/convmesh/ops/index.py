@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -100,7 +99,7 @@ def sole_mask(input: Any, indices: Sequence[Any]) -> DTensor | None:
     """The mask of `input[mask]`, where only the first dimensions are masked and nothing else is indexed."""
     given = [index for index in indices if index is not None]
     alone = len(given) == 1 and indices[0] is given[0] and isinstance(given[0], DTensor)
-    return given[0] if alone and given[0].dtype == torch.bool and given[0].dim() else None  # type: ignore[return-value]
+    return given[0] if alone and given[0].dtype == torch.bool and given[0].dim() else None
 
 
 @rule(aten.index.Tensor, behaviour=INDEX)
@@ -125,5 +124,3 @@ def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
         return _torch.wrap(x.new_zeros(output.local_shape), output.spec)
     local, mine = here_of(picks, source)
     return _torch.wrap(without_others(aten.index.Tensor(x, local), mine, moved.first).contiguous(), output.spec)
-
-

@@ -13,7 +13,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..sharding.cache import planned
 from ..sharding.constants import the_same_everywhere
 from ..sharding.dispatch import check_placed, move, relocated
 from ..sharding.layout import Layout
@@ -69,7 +68,8 @@ def _replaced(
     places = [
         torch.where(mine, index, length) if d == dim and index is not None else index for d, index in enumerate(local)
     ]
-    return aten.index_put.default(room, places, v).narrow(dim, 0, length)
+    written: torch.Tensor = aten.index_put.default(room, places, v)
+    return written.narrow(dim, 0, length)
 
 
 def _fill_masked(operator: _torch.Operator, whole: DTensor, mask: DTensor, value: DTensor) -> Any:

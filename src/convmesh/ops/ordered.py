@@ -135,7 +135,9 @@ def ordered(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
 def _kth(input: DTensor, k: int, dim: int, keepdim: bool) -> tuple[Any, ...]:
     """Of a row that is all there is."""
     if not 0 < k <= input.shape[dim]:
-        raise refuse("kthvalue", f"there is no number {k} of {input.shape[dim]}", (("input", input),), "give one of 1 to n")
+        raise refuse(
+            "kthvalue", f"there is no number {k} of {input.shape[dim]}", (("input", input),), "give one of 1 to n"
+        )
     found = (aten.select.int(ranked, dim, k - 1) for ranked in aten.sort.stable(input, stable=True, dim=dim))
     return tuple(aten.unsqueeze.default(one, dim) if keepdim else one for one in found)
 

@@ -156,7 +156,7 @@ def _remember(first: _torch.Spec, second: _torch.Spec) -> None:
 
 def _transposed(spec: _torch.Spec) -> tuple[Placement, ...]:
     rows = len(spec.shape) - 2
-    flip = {Shard(rows): Shard(rows + 1), Shard(rows + 1): Shard(rows)}
+    flip: dict[Placement, Placement] = {Shard(rows): Shard(rows + 1), Shard(rows + 1): Shard(rows)}
     return tuple(flip.get(placement, placement) for placement in spec.placements)
 
 

@@ -56,9 +56,7 @@ def quantile(
     return torch.stack([_quantile(input, one, dim, keepdim, interpolation) for one in q.unbind()])
 
 
-def _quantile(
-    input: torch.Tensor, q: torch.Tensor, dim: int | None, keepdim: bool, interpolation: str
-) -> torch.Tensor:
+def _quantile(input: torch.Tensor, q: torch.Tensor, dim: int | None, keepdim: bool, interpolation: str) -> torch.Tensor:
     """NaN where there is one among the values."""
     value = float(q.full_tensor().detach() if isinstance(q, DTensor) else q.detach())
     if not 0 <= value <= 1:

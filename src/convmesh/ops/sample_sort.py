@@ -1,4 +1,4 @@
-"""Sorting a row that is cut: every rank sorts its own, values travel to the rank of their size, and then to their place.
+"""Sorting a row that is cut: every rank sorts its own, values travel to the rank of their size, then to their place.
 
 Which sizes go to which rank is read off samples. They only decide how evenly the work is spread: the result is exact.
 """

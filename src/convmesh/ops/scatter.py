@@ -59,7 +59,7 @@ def scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     x, at, given = (
         move(tensor, layout) for tensor, layout in zip((whole, index, values), (*plan.operands, None), strict=False)
     )
-    if plan.here and prod(plan.operands[1].shape):
+    if plan.here and 0 not in plan.operands[1].shape:
         result = _written(operator, x, dim, at, source if values is None else given, plan)
     else:
         result = x if in_place else x.clone()

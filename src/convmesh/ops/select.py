@@ -142,7 +142,7 @@ def select_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: di
 
 @rule(
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
-    behaviour=Behaviour("indexing", "all other dimensions", "nothing; a cut dimension of size 1, from its owner to all"),
+    behaviour=Behaviour("indexing", "all other dimensions", "nothing; of a cut dimension its one index, to all"),
 )  # fmt: skip
 @_torch.view_rule
 def squeeze(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

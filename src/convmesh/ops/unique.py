@@ -18,8 +18,10 @@ from .reduce_plan import cutting, settled
 
 aten = torch.ops.aten
 
-UNIQUE = Behaviour("reductions", "the values, and where each one is found", "each rank's different values, to all others",
-                   "compiled code; where floating point values are found")  # fmt: skip
+UNIQUE = Behaviour(
+    "reductions", "the values, and where each one is found", "each rank's different values, to all others",
+    "compiled code; where floating point values are found",
+)  # fmt: skip
 
 
 @rule(aten._unique2.default, behaviour=UNIQUE)
@@ -27,20 +29,20 @@ def unique(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     input, _, inverse, counted = _torch.arguments(operator, args, kwargs)
     (spec,) = check_placed("unique", (("input", input),))
     if _torch.tracing() or (inverse and input.dtype.is_floating_point):
-        raise refuse("unique", "how many values there are is not known in compiled code, and floating point numbers "
-                     "are not looked up", (("input", input),), "call it on labels, outside of torch.compile")  # fmt: skip
+        raise refuse("unique", "compiled code knows no values, and floating point numbers are not looked up",
+                     (("input", input),), "call it on labels, outside of torch.compile")  # fmt: skip
     layout = settled(Layout.of(spec))
     local = move(input, layout)
     values, counts = local.new_empty(0), local.new_empty(0, dtype=torch.int64)
     found = counts
     if layout.mesh.get_coordinate() is not None:
         values, counts = _of_all(local, layout)
-        found = torch.searchsorted(values, local.contiguous()) if inverse else counts
-    place = layout.typed(torch.int64).dense if inverse else _row(layout, found, torch.int64)
+        found = torch.searchsorted(values, local.contiguous()) if inverse else found
+    counts = counts if counted else counts[:0]
     return (
-        _torch.wrap(values, _row(layout, values, input.dtype).spec),
-        _torch.wrap(found if inverse else found[:0], (place if inverse else _row(layout, found[:0], torch.int64)).spec),
-        _torch.wrap(counts if counted else counts[:0], _row(layout, counts if counted else counts[:0], torch.int64).spec),
+        _torch.wrap(values, _row(layout, values).spec),
+        _torch.wrap(found, (layout.typed(torch.int64).dense if inverse else _row(layout, found)).spec),
+        _torch.wrap(counts, _row(layout, counts).spec),
     )
 
 
@@ -62,7 +64,8 @@ def _of_all(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Te
     return values, counts.new_zeros(len(values)).index_add_(0, places, together[1])
 
 
-def _row(layout: Layout, values: torch.Tensor, dtype: torch.dtype) -> Layout:
+def _row(layout: Layout, values: torch.Tensor) -> Layout:
+    """All of it on every rank."""
     shape = tuple(values.shape)
     stride = dense_stride(shape, torch.contiguous_format)
-    return Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim, shape, stride, dtype)
+    return Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim, shape, stride, values.dtype)

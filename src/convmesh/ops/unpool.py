@@ -117,7 +117,12 @@ def _write_own(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], pla
 
 @planned
 def _plan(
-    operator: str, input_spec: _torch.Spec, indices_spec: _torch.Spec, sizes: tuple[int, ...], spatial: int, routes: bool
+    operator: str,
+    input_spec: _torch.Spec,
+    indices_spec: _torch.Spec,
+    sizes: tuple[int, ...],
+    spatial: int,
+    routes: bool,
 ) -> UnpoolPlan:
     input, indices = Layout.of(input_spec), Layout.of(indices_spec)
     first = len(input.shape) - spatial

@@ -2,7 +2,8 @@
 
 A flattened dimension is cut into parts only where the outermost of its dimensions was. Where another one is cut, or
 the parts come out differently, the tensor is cut along another dimension first: everyone sends everyone a block. Where
-that is none to go on with, the flattened elements themselves are cut anew. The gradient goes back to where the tensor was. What torch can do as a view stays one.
+that is none to go on with, the flattened elements themselves are cut anew.
+The gradient goes back to where the tensor was. What torch can do as a view stays one.
 """
 
 from __future__ import annotations

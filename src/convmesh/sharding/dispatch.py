@@ -161,9 +161,7 @@ def _boxes(source: Layout, target: Layout) -> Boxes | None:
         for place in product(*(range(source.mesh.size(m)) for m in mesh_dims))
     ]
     dims = range(len(source.shape))
-    owned, wanted = (
-        tuple(tuple(layout.part_at(dim, at) for dim in dims) for at in ranks) for layout in (source, goal)
-    )
+    owned, wanted = (tuple(tuple(layout.part_at(dim, at) for dim in dims) for at in ranks) for layout in (source, goal))
     return Boxes(owned, wanted, goal.placements, line(source.mesh, mesh_dims))
 
 
