@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..sharding.constants import the_same_everywhere
-from ..sharding.registry import composite
+from ..sharding.registry import Behaviour, composite, rule
 
 aten = torch.ops.aten
 
@@ -28,3 +30,8 @@ def one_hot(labels: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 def _beyond(labels: torch.Tensor, count: int) -> torch.Tensor:
     return ((labels < 0) | (labels >= count)).any()
+
+
+@rule(aten.one_hot.default, behaviour=Behaviour("losses", "all dimensions", "all-reduce of one number, for bad labels"))
+def one_hot_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return one_hot(*_torch.arguments(operator, args, kwargs))

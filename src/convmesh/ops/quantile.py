@@ -78,3 +78,8 @@ def _quantile(input: torch.Tensor, q: torch.Tensor, dim: int | None, keepdim: bo
     if not keepdim:
         return value_at
     return value_at.view([1] * input.dim()) if dim is None else value_at.unsqueeze(dim)
+
+
+@rule(aten.quantile.default, aten.quantile.scalar, behaviour=SORTED)
+def quantile_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (quantile if operator is aten.quantile.default else quantile_of_number)(*args, **kwargs)

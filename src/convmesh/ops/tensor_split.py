@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..sharding.registry import composite
+from ..sharding.registry import Behaviour, composite, rule
 
 aten = torch.ops.aten
 
@@ -20,3 +22,11 @@ def tensor_split(input: torch.Tensor, places: torch.Tensor, dim: int = 0) -> lis
         return parts
     numbers = places.full_tensor() if isinstance(places, DTensor) else places
     return list(torch.tensor_split(input, numbers.tolist(), dim))
+
+
+@rule(
+    aten.tensor_split.tensor_indices_or_sections,
+    behaviour=Behaviour("indexing", "all dimensions, pending sums", "what changes its owner, for each part"),
+)
+def tensor_split_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return tensor_split(*_torch.arguments(operator, args, kwargs))
