@@ -39,7 +39,6 @@ PRODUCT = Behaviour(
 class ProductPlan:
     operands: tuple[Layout, ...]
     output: Layout
-    added: tuple[tuple[int, int, int], ...]  # of what is added: dimension, first index and how many this rank takes
     adds: bool  # of a pending sum's ranks one adds it
     here: bool
 
@@ -70,34 +69,30 @@ def plan_product(
     named = [("first", first_spec), ("second", second_spec), ("added", added_spec)]
     first, second, added = layouts_of(operator, named)
     shape = _shape(operator, first, second, added)
-    layouts = [("first", first), ("second", second)]
+    layouts = [(name, t) for name, t in (("first", first), ("second", second), ("added", added)) if t is not None]
+    given = [layout for _, layout in layouts]
 
     def price(row: Row, mesh_dim: int) -> float:
         """A pending sum is going to be reduced, and what is made whole takes memory, too."""
         size = first.mesh.size(mesh_dim)
-        whole = whole_price(row, mesh_dim, (first, second))
+        whole = whole_price(row, mesh_dim, given)
         return whole + (2 * prod(shape) * (size - 1) / size if row.outputs[0] == P and like is None else 0)
 
     def fits(assignment: Assignment) -> bool:
         """Nothing is moved to a dimension of which half of the ranks would have nothing."""
-        return not any(
-            idle(layout, input_placements(assignment, number)) for number, layout in enumerate((first, second))
-        )
+        return not any(idle(layout, input_placements(assignment, number)) for number, layout in enumerate(given))
 
     wanted = [] if like is None else [Wanted(like, prod(shape))]
-    chosen = choose(operator, ROWS[len(shape) == 3], layouts, wanted, fits=fits, extra=price)
-    operands = [layout.placed(input_placements(chosen, number)) for number, (_, layout) in enumerate(layouts)]
+    rows = [_with_added(row, added, shape) for row in ROWS[len(shape) == 3]]
+    chosen = choose(operator, rows, layouts, wanted, fits=fits, extra=price)
+    operands = tuple(layout.placed(input_placements(chosen, number)) for number, layout in enumerate(given))
     output = Layout(
         first.mesh, output_placements(chosen, 0), shape, dense_stride(shape, torch.contiguous_format), first.dtype
     )
     place = first.mesh.get_coordinate()
     here = place is not None
     adds = place is not None and not any(place[m] for m, p in enumerate(output.placements) if p == P)
-    cuts: tuple[tuple[int, int, int], ...] = ()
-    if added is not None:
-        target, cuts = _beside(added, output, here)
-        operands.append(target)
-    return ProductPlan(tuple(operands), output, cuts, adds, here)
+    return ProductPlan(operands, output, adds, here)
 
 
 def _shape(operator: str, first: Layout, second: Layout, added: Layout | None) -> tuple[int, ...]:
@@ -114,23 +109,14 @@ def _shape(operator: str, first: Layout, second: Layout, added: Layout | None) -
     return shape
 
 
-def _beside(added: Layout, output: Layout, here: bool) -> tuple[Layout, tuple[tuple[int, int, int], ...]]:
-    """Where what is added has to be: cut as the output is, or whole and cut on the rank."""
-    new = len(output.shape) - len(added.shape)
-
-    def placement(mesh_dim: int, p: Placement) -> Placement:
-        at = p.dim - new if isinstance(p, Shard) else -1
-        alike = at >= 0 and added.shape[at] == output.shape[at + new]
-        return Shard(at) if alike and added.placements[mesh_dim] == Shard(at) else R
-
-    target = added.placed(tuple(placement(*entry) for entry in enumerate(output.placements)))
-    cuts = []
-    for dim, size in enumerate(added.shape):
-        if here and size == output.shape[new + dim] and target.cuts.get(dim) != output.cuts.get(new + dim):
-            target = target.placed(tuple(R if p == Shard(dim) else p for p in target.placements))
-            own = output.own(new + dim)
-            cuts.append((dim, own.start, len(own)))
-    return target, tuple(cuts)
+def _with_added(row: Row, added: Layout | None, shape: tuple[int, ...]) -> Row:
+    """The same way to run for a third operand, which is added: cut as the product is where it has all of that."""
+    if added is None:
+        return row
+    new, (output,) = len(shape) - len(added.shape), row.outputs
+    alike = isinstance(output, Shard) and output.dim >= new and added.shape[output.dim - new] == shape[output.dim]
+    third = Shard(output.dim - new) if alike and isinstance(output, Shard) else R
+    return Row(row.name, (*row.inputs, third), row.outputs)
 
 
 _factors: dict[tuple[Any, ...], tuple[Placement, ...]] = {}
@@ -183,6 +169,4 @@ def product_and_sum(operator: _torch.Operator, args: tuple[Any, ...], kwargs: di
     if not plan.here:
         return _torch.wrap(_torch.local_of(first).new_empty(0), plan.output.spec)
     a, b, c = (move(tensor, layout) for tensor, layout in zip((first, second, added), plan.operands, strict=True))
-    for dim, start, length in plan.added:
-        c = c.narrow(dim, start, length)
     return _torch.wrap(operator(c, a, b, beta=beta if plan.adds else 0, alpha=alpha).contiguous(), plan.output.spec)
