@@ -108,11 +108,13 @@ def judge(mesh: DeviceMesh, case: Case, alone: bool) -> Verdict:
             _compare(mine, wanted)
     except Exception as error:
         return "wrong", f"{type(error).__name__}: {error}"
-    # Of a tensor with at most one element a rank there is nothing worth keeping sharded. And where a parameter is as
-    # large as the input, what was gathered may be that or its gradient.
+    # Of a tensor with at most one element a rank there is nothing worth keeping sharded, and results that are single
+    # numbers all ranks have. What is as small as a parameter may be that, or its gradient.
     activation = max((t.numel() for t in inputs), default=0)
     parameters = [t.numel() for t in tensors_of((sample.args, sample.kwargs)) if alone]
-    gathered = 2 * gathers.largest >= activation > max([mesh.size(), *parameters])
+    numbers = all(t.dim() == 0 for t in results[0])
+    half = 2 * gathers.largest >= activation > max([mesh.size(), *parameters])
+    gathered = half and gathers.largest > max(parameters, default=0) and not numbers
     return ("gathered" if gathered else "right"), ""
 
 
@@ -210,9 +212,9 @@ def in_markdown(tallies: Tallies, stock: bool) -> str:
         "PyTorch's own OpInfo samples, each sharded on each dimension of its input in turn, over 2 and over 4 ranks,",
         "forward and backward, against the dense operator in float64. Made by `python -m tests.conformance --markdown`"
         + (" with `--stock`: torch's DTensor alone." if stock else "."),
-        "A gathered case is right, but some rank put together at least half of the input. (Where a parameter is as",
-        "large as the input, a gather may be that of its gradient, and does not count.) 'Not dense either' are samples",
-        "that one device refuses, too.",
+        "A gathered case is right, but some rank put together at least half of the input. (What is no larger than a",
+        "parameter may be that, or its gradient, and does not count; nor do results that are all single numbers, which",
+        "every rank has.) 'Not dense either' are samples that one device refuses, too.",
         "",
     ]
     head = ["family", *VERDICTS]

@@ -35,6 +35,7 @@ from .operators import arguments as arguments
 from .operators import autograd_keys as autograd_keys
 from .operators import call as call
 from .operators import composite as composite
+from .operators import composite_operators as composite_operators
 from .operators import gives_one_tensor as gives_one_tensor
 from .operators import is_composite as is_composite
 from .operators import name_of as name_of

@@ -70,6 +70,20 @@ def writing_operators() -> tuple[Operator, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=1)
+def composite_operators() -> tuple[Operator, ...]:
+    """All of torch's own operators that are made of others, and not for a device's sake."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if space == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+            operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            if operator is not None and is_composite(operator):
+                found.append(operator)
+    return tuple(found)
+
+
 def takes_tensors(operator: Operator) -> bool:
     """Not one of those on numbers, strings or lists, of which torch.jit has many."""
     return str(operator._schema.arguments[0].type) in ("Tensor", "List[Tensor]") or any(

@@ -17,10 +17,15 @@ from .notice import post as post
 from .notice import posted as posted
 from .owner import from_owner as from_owner
 from .owner import owner_plan as owner_plan
+from .rebox import rebox as rebox
 from .recut import swap as swap
 from .reduce import all_reduce as all_reduce
 from .reduce import side_by_side as side_by_side
 from .reduce import start_sum as start_sum
+from .reflow import to_ranges as to_ranges
+from .reflow import to_stripes as to_stripes
+from .route import Route as Route
+from .route import owner_of as owner_of
 from .traffic import Traffic as Traffic
 from .traffic import count_traffic as count_traffic
 from .watch import CommunicationError as CommunicationError

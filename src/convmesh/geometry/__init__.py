@@ -16,6 +16,8 @@ from .reading import Cut as Cut
 from .reading import Reading as Reading
 from .reading import Repeat as Repeat
 from .reading import Runs as Runs
+from .regroup import Group as Group
+from .regroup import groups as groups
 from .regroup import merged as merged
 from .regroup import where_cut as where_cut
 from .resample import Taps as Taps
@@ -25,4 +27,5 @@ from .split import Box as Box
 from .split import Split as Split
 from .split import slabs as slabs
 from .split import volume as volume
+from .stripes import Stripes as Stripes
 from .window import Window as Window

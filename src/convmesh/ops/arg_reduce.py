@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from ..sharding.hints import remember
 from ..sharding.registry import rule
 from .reduce import TWICE, check_filled, extreme_of, local_extreme
 from .reduce_plan import Reduction, absent, begin
@@ -35,6 +36,8 @@ def extreme_along(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict
     check_filled(name, plan, input)
     if local is None:
         return absent(input, plan.output), absent(input, plan.output.typed(torch.int64))
+    if plan.mesh_dims and not _torch.in_backward():
+        remember(_torch.spec_of(input))  # its gradient is written into zeros
     value, place = _extreme_and_place(plan, local, name == "max")
     return plan.wrap(value), plan.wrap(place, torch.int64)
 
@@ -48,7 +51,8 @@ def _extreme_and_place(plan: Reduction, local: torch.Tensor, greatest: bool) -> 
     else:
         along = plan.dims[0] if len(plan.dims) == 1 else None
         chosen = torch.argmax if greatest else torch.argmin
-        first = chosen(local, along, keepdim=True) if local.dim() else chosen(local)
+        numbers = local.byte() if local.dtype == torch.bool else local  # which torch takes no argument of
+        first = chosen(numbers, along, keepdim=True) if local.dim() else chosen(numbers)
         own = local_extreme(plan, local, greatest)
         holds = (own == value) | ((own != own) & (value != value))
         place = torch.where(holds, _globally(plan, first), nowhere)

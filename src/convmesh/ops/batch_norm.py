@@ -87,14 +87,17 @@ def _normalise(
     tensors = (input, weight, bias, *running)
     check_placed(operator, tuple(zip(names, tensors, strict=True)))
     plan = plan_batch_norm(operator, training, *(None if t is None else _torch.spec_of(t) for t in tensors))
+    # In evaluation torch saves nothing, since backward has the running statistics.
+    nothing = new(plan.statistics, (0,), (Replicate(),) * plan.statistics.mesh.ndim, plan.statistics.dtype)
     if not plan.present:
-        statistics = absent(input, plan.statistics)
+        statistics = absent(input, plan.statistics if training else nothing)
         return _Normalised(absent(input, plan.output), statistics, statistics, running)
     x, w, b, *given = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=False))
     mean, var = _moments(plan, x) if training else (t.to(plan.statistics.dtype) for t in given)
     y = _apply(x, w, b, mean, var, eps)
-    saved = [_torch.wrap(t, plan.statistics.spec) for t in (mean, (var + eps).rsqrt())]
+    saved = [_torch.wrap(mean.new_empty(0), nothing.spec) for _ in range(2)]
     if training:
+        saved = [_torch.wrap(t, plan.statistics.spec) for t in (mean, (var + eps).rsqrt())]
         unbiased = var * (plan.spread.count / max(1, plan.spread.count - 1))
         steps = zip(running, (mean, unbiased), strict=True)
         running = tuple(_updated(old, value, plan, momentum, in_place) for old, value in steps)

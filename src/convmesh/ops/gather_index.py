@@ -19,7 +19,8 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
-from ..sharding.rows import Row, choose, input_placements, output_placements
+from ..sharding.rows import Assignment, Row, choose, input_placements, output_placements
+from .points import idle, whole_price
 from .remap_plan import settled
 
 aten = torch.ops.aten
@@ -77,14 +78,20 @@ def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
 
 @planned
 def plan_add(
-    operator: str, whole_spec: _torch.Spec, source_spec: _torch.Spec, beside: tuple[int | None, ...]
+    operator: str, whole_spec: _torch.Spec, source_spec: _torch.Spec, beside: tuple[int | None, ...], adds: bool = True
 ) -> tuple[Layout, Layout, Layout]:
     """`beside` has for each dimension of the whole that of the source; None for one that is indexed."""
     whole, source = Layout.of(whole_spec), Layout.of(source_spec)
-    rows = [Row("replicated", (R, R), (R,)), Row("pending sums", (P, P), (P,))]
+    rows = [Row("replicated", (R, R), (R,)), *([Row("pending sums", (P, P), (P,))] if adds else [])]
     # Along an indexed dimension each rank adds to what it owns.
     rows += [Row("sharded", (Shard(d), R if b is None else Shard(b)), (Shard(d),)) for d, b in enumerate(beside)]
-    chosen = choose(operator, rows, (("whole", whole), ("source", source)))
+
+    def fits(assignment: Assignment) -> bool:
+        placed = enumerate((whole, source))
+        return not any(idle(layout, input_placements(assignment, number)) for number, layout in placed)
+
+    chosen = choose(operator, rows, (("whole", whole), ("source", source)), fits=fits,
+                    extra=lambda row, mesh_dim: whole_price(row, mesh_dim, (whole, source)))  # fmt: skip
     placed = whole.placed(input_placements(chosen, 0)), source.placed(input_placements(chosen, 1))
     stride = dense_stride(whole.shape, torch.contiguous_format)
     return *placed, Layout(whole.mesh, output_placements(chosen, 0), whole.shape, stride, whole.dtype)

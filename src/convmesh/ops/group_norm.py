@@ -37,7 +37,7 @@ from .norm_core import (
     variance,
 )  # fmt: skip
 from .numbers import Numbers
-from .reduce_plan import absent, counts, cutting, part_at, wide, wrap_dense
+from .reduce_plan import absent, counts, cutting, wide, wrap_dense
 
 aten = torch.ops.aten
 
@@ -120,7 +120,7 @@ def _spread_groups(placed: Layout, groups: int, per_group: int) -> Spread:
     values = per_group * prod(placed.shape[2:])
     shares = []
     for number, at in enumerate(product(*(range(placed.mesh.size(mesh_dim)) for mesh_dim in mesh_dims))):
-        channels = part_at(placed, 1, dict(zip(mesh_dims, at, strict=True)))
+        channels = placed.part_at(1, dict(zip(mesh_dims, at, strict=True)))
         around = counts(placed, space, mesh_dims)[number]
         owned = (len(channels & Interval(g * per_group, (g + 1) * per_group)) for g in range(groups))
         shares.append(((tuple(n * around / max(1, values) for n in owned)),))

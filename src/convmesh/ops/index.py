@@ -1,14 +1,13 @@
 """Indexing with tensors of indices, of one dimension or several, and the gradient that torch makes of it.
 
 As in `index_select` every rank takes what it owns, and has nothing to add for the others. The indices are the same on
-every rank; a mask stands for the places where it is true.
+every rank; a mask beside other indices stands for the places where it is true. One alone has a way of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import rule
-from .gather_index import ADD, INDEX, P, local_index, owned, plan_add
+from .gather_index import INDEX, P, local_index, owned
+from .masks import index_masked
 from .remap_plan import settled
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ Picks = dict[int, torch.Tensor]
 """The indexed dimensions, and which of their indices: all of one shape, counted from the start."""
 
 
-def _picks(shape: Sequence[int], indices: Sequence[torch.Tensor | None]) -> Picks:
+def picks_of(shape: Sequence[int], indices: Sequence[torch.Tensor | None]) -> Picks:
     found: Picks = {}
     dim = 0
     for index in indices:
@@ -54,7 +54,7 @@ class Moved:
     others: dict[int, int]  # the dimensions that are not indexed, and their numbers in the result
 
 
-def _moved(shape: tuple[int, ...], dims: tuple[int, ...], picked: tuple[int, ...]) -> Moved:
+def moved_by(shape: tuple[int, ...], dims: tuple[int, ...], picked: tuple[int, ...]) -> Moved:
     adjacent = dims == tuple(range(dims[0], dims[0] + len(dims)))
     kept = [dim for dim in range(len(shape)) if dim not in dims]
     first = dims[0] if adjacent else 0
@@ -66,7 +66,7 @@ def _moved(shape: tuple[int, ...], dims: tuple[int, ...], picked: tuple[int, ...
 @planned
 def _plan(spec: _torch.Spec, dims: tuple[int, ...], picked: tuple[int, ...]) -> tuple[Layout, Layout, Moved]:
     layout = Layout.of(spec)
-    moved = _moved(layout.shape, dims, picked)
+    moved = moved_by(layout.shape, dims, picked)
     source = layout.placed(tuple(settled(p) for p in layout.placements))
     placements: list[Placement] = list(source.placements)
     for mesh_dim, p in enumerate(placements):
@@ -76,7 +76,7 @@ def _plan(spec: _torch.Spec, dims: tuple[int, ...], picked: tuple[int, ...]) -> 
     return source, Layout(layout.mesh, tuple(placements), moved.shape, stride, layout.dtype), moved
 
 
-def _here(picks: Picks, layout: Layout) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+def here_of(picks: Picks, layout: Layout) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
     """The indices in this rank's part of a tensor, and which of them it has (None: all of them)."""
     local: list[torch.Tensor | None] = [picks.get(dim) for dim in range(len(layout.shape))]
     mine: torch.Tensor | None = None
@@ -87,12 +87,19 @@ def _here(picks: Picks, layout: Layout) -> tuple[list[torch.Tensor | None], torc
     return local, mine
 
 
-def _without_others(values: torch.Tensor, mine: torch.Tensor | None, first: int) -> torch.Tensor:
+def without_others(values: torch.Tensor, mine: torch.Tensor | None, first: int) -> torch.Tensor:
     """Zero where another rank has the index."""
     if mine is None:
         return values
     behind = values.dim() - first - mine.dim()
     return values.masked_fill(~mine.reshape(*mine.shape, *[1] * behind), 0)
+
+
+def sole_mask(input: Any, indices: Sequence[Any]) -> DTensor | None:
+    """The mask of `input[mask]`, where only the first dimensions are masked and nothing else is indexed."""
+    given = [index for index in indices if index is not None]
+    alone = len(given) == 1 and indices[0] is given[0] and isinstance(given[0], DTensor)
+    return given[0] if alone and given[0].dtype == torch.bool and given[0].dim() else None
 
 
 @rule(aten.index.Tensor, behaviour=INDEX)
@@ -102,7 +109,10 @@ def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     if not isinstance(input, DTensor) or input.dtype == torch.bool:  # which cannot be a pending sum
         return _torch.stock(operator, args, kwargs)
     check_placed("index", (("input", input),))
-    picks = _picks(input.shape, indices)
+    mask = sole_mask(input, indices)
+    if mask is not None and not _torch.tracing():
+        return index_masked(input, mask)
+    picks = picks_of(input.shape, indices)
     if not picks:
         return _torch.stock(operator, args, kwargs)
     picked = tuple(next(iter(picks.values())).shape)
@@ -112,28 +122,5 @@ def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
         return _torch.wrap(x.new_empty(0), output.spec)
     if any(dim in source.cuts and not x.shape[dim] for dim in picks):
         return _torch.wrap(x.new_zeros(output.local_shape), output.spec)
-    local, mine = _here(picks, source)
-    return _torch.wrap(_without_others(aten.index.Tensor(x, local), mine, moved.first).contiguous(), output.spec)
-
-
-@rule(aten.index_put.default, behaviour=ADD)
-def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The gradient of `index` adds; all else is left to DTensor."""
-    whole, indices, values, adds = _torch.arguments(operator, args, kwargs)
-    if not adds or not isinstance(whole, DTensor) or not isinstance(values, DTensor):
-        return _torch.stock(operator, args, kwargs)
-    check_placed("index_put", (("whole", whole), ("values", values)))
-    picks = _picks(whole.shape, indices)
-    moved = _moved(tuple(whole.shape), tuple(picks), tuple(next(iter(picks.values())).shape))
-    if moved.shape != tuple(values.shape):  # they have to be repeated
-        return _torch.stock(operator, args, kwargs)
-    beside = tuple(moved.others.get(dim) for dim in range(whole.dim()))
-    placed, given, output = plan_add("index_put", _torch.spec_of(whole), _torch.spec_of(values), beside)
-    x, v = move(whole, placed), move(values, given)
-    if output.mesh.get_coordinate() is None:
-        return _torch.wrap(x.new_empty(0), output.spec)
-    if not prod(x.shape):
-        return _torch.wrap(x.clone(), output.spec)
-    local, mine = _here(picks, output)
-    result = aten.index_put.default(x, local, _without_others(v, mine, moved.first), True)
-    return _torch.wrap(result.contiguous(), output.spec)
+    local, mine = here_of(picks, source)
+    return _torch.wrap(without_others(aten.index.Tensor(x, local), mine, moved.first).contiguous(), output.spec)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
 
 from .. import _torch
 from ..sharding.registry import Behaviour, composite, rule
@@ -45,8 +44,7 @@ def _is_pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     placed = all(tensor is None or isinstance(tensor, DTensor) for tensor in (input, weight, bias))
     if not placed or weight.dim() != 2 or not input.dtype.is_floating_point:
         return False
-    # Of a matrix DTensor gathers features that are cut; all else it does well itself.
-    return input.dim() in (3, 4, 5) or (input.dim() == 2 and Shard(1) in input.placements)  # type: ignore[attr-defined]
+    return input.dim() in (3, 4, 5)  # a plain matrix has a rule of its own
 
 
 @rule(aten.linear.default, behaviour=LINEAR)

@@ -131,6 +131,18 @@ def native_dropout(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dic
     return _torch.wrap(local * noise, _torch.spec_of(input)), mask
 
 
+@rule(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor, behaviour=DRAWN)
+def normal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Standard numbers in the shape of both, stretched and shifted, which is how one device does it."""
+    mean, std, generator = _torch.arguments(operator, args, kwargs)
+    named = [(name, t) for name, t in (("mean", mean), ("std", std)) if isinstance(t, torch.Tensor)]
+    check_placed("normal", named)
+    model = named[0][1] if len(named) == 1 else aten.add.Tensor(mean, std)
+    drawn = fill(aten.normal_.default, (aten.empty_like.default(model), 0.0, 1.0), {"generator": generator})
+    scaled = aten.mul.Tensor(drawn, std)
+    return aten.add.Tensor(scaled, mean) if isinstance(mean, torch.Tensor) else aten.add.Scalar(scaled, mean)
+
+
 RRELU = Behaviour(
     "random", "all; numbers that do not depend on the sharding, but are not those of one device", "nothing"
 )

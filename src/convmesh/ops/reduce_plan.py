@@ -16,7 +16,6 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
 from ..comm import all_reduce
-from ..geometry import Interval
 from ..sharding.cache import planned
 from ..sharding.dispatch import layouts_of, move, specs_of
 from ..sharding.errors import refuse
@@ -105,16 +104,8 @@ def counts(layout: Layout, dims: Sequence[int], mesh_dims: tuple[int, ...]) -> t
     found = []
     for place in product(*(range(layout.mesh.size(mesh_dim)) for mesh_dim in mesh_dims)):
         at = dict(zip(mesh_dims, place, strict=True))
-        found.append(prod(len(part_at(layout, dim, at)) for dim in dims))
+        found.append(prod(len(layout.part_at(dim, at)) for dim in dims))
     return tuple(found)
-
-
-def part_at(layout: Layout, dim: int, at: dict[int, int]) -> Interval:
-    """What the rank at these places along the mesh dimensions owns of `dim`."""
-    number = 0
-    for mesh_dim in layout.cuts.get(dim, ()):
-        number = number * layout.mesh.size(mesh_dim) + at.get(mesh_dim, 0)
-    return layout.shards(dim)[number]
 
 
 def _reduced(placement: Placement, dims: tuple[int, ...], keepdim: bool) -> Placement:

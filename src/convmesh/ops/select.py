@@ -138,3 +138,23 @@ def select_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: di
     if index % shape[dim] in own:
         zeros.select(dim, index % shape[dim] - own.start).copy_(local)
     return _torch.wrap(_torch.tie(zeros, local), result.spec)
+
+
+@rule(
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    behaviour=Behaviour("indexing", "all other dimensions", "nothing; of a cut dimension its one index, to all"),
+)  # fmt: skip
+@_torch.view_rule
+def squeeze(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The only index of a cut dimension is selected; torch's DTensor does the rest."""
+    input, *rest = args
+    rank = input.dim()
+    named = range(rank) if not rest else [rest[0]] if isinstance(rest[0], int) else rest[0]
+    dims = [dim % max(1, rank) for dim in named]
+    cut = sorted(dim for dim in dims if dim < rank and input.shape[dim] == 1 and sharded(input, dim))
+    if not cut:
+        return _torch.stock(operator, args, kwargs)
+    result = input
+    for dim in sorted((dim for dim in dims if input.shape[dim] == 1), reverse=True):
+        result = aten.select.int(result, dim, 0)
+    return result

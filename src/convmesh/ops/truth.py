@@ -1,22 +1,27 @@
-"""Whether tensors are equal: each rank says of its own part, and all have to agree."""
+"""Whether tensors are equal, and whether any or all values are true: each rank says of its own part."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..comm import all_reduce
 from ..sharding.dispatch import check_placed, move, move_beside
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, rule
-from .reduce_plan import cutting, settled
+from .reduce import SMALL, extreme_of
+from .reduce_plan import absent, begin, cutting, settled
 
 EQUAL = Behaviour("reductions", "all dimensions", "all-reduce of one number; operands that lie differently")
 
 
-@rule(torch.ops.aten.equal.default, behaviour=EQUAL)
+aten = torch.ops.aten
+
+
+@rule(aten.equal.default, behaviour=EQUAL)
 def equal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """torch asks all ranks of the world, of which those outside of the mesh do not answer."""
     one, other = args
@@ -29,3 +34,18 @@ def equal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     mine = move(one, layout)
     same = torch.tensor(int(mine.equal(move_beside(other, layout))), device=mine.device)
     return bool(all_reduce(same, layout.mesh, cutting(layout, range(len(layout.shape))), "min").item())
+
+
+@rule(
+    aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, behaviour=SMALL
+)  # fmt: skip
+def quantified(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Any is the greatest of truths, and all is the least."""
+    input, *rest = _torch.arguments(operator, args, kwargs)
+    dim, keepdim = rest or (None, False)
+    name = _torch.name_of(operator)
+    plan, local = begin(name, input, dim, keepdim)
+    kind = torch.uint8 if input.dtype == torch.uint8 else torch.bool
+    if local is None:
+        return absent(input, plan.output.typed(kind))
+    return plan.wrap(extreme_of(plan, local != 0, greatest=name == "any"), kind)

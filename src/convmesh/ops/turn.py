@@ -1,4 +1,4 @@
-"""Flipping and rolling on DTensors. Each is its own gradient, the other way round."""
+"""Flipping, rolling and turning DTensors. Each is its own gradient, the other way round."""
 
 from __future__ import annotations
 
@@ -46,7 +46,24 @@ def roll_maps(layout: Layout, shifts: tuple[int, ...], dims: tuple[int, ...]) ->
 def roll(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, shifts, dims = _torch.arguments(operator, args, kwargs)
     shifts, dims = tuple(map(int, shifts)), tuple(map(int, dims or ()))
-    if not dims or input.dim() == 0:
-        # Over the flattened tensor, which DTensor puts together first: nothing of a convnet does that.
+    if input.dim() == 0:
         return _torch.stock(operator, args, kwargs)
+    if not dims:  # over the flattened tensor
+        flat = aten.view.default(aten.clone.default(input, memory_format=torch.contiguous_format), [input.numel()])
+        return aten.view.default(aten.roll.default(flat, shifts, [0]), list(input.shape))
     return copy("roll", input, roll_maps, (shifts, dims), lambda x, fill: aten.roll.default(x, shifts, dims))
+
+
+@rule(aten.rot90.default, behaviour=TURN)
+def rot90(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A quarter turn is a flip of one of the two dimensions, which then change places."""
+    input, turns, dims = _torch.arguments(operator, args, kwargs)
+    if len(dims) != 2 or (dims[0] - dims[1]) % max(1, input.dim()) == 0:
+        raise refuse("rot90", f"cannot turn dimensions {dims}", (("input", input),), "name two different ones")
+    first, second = dims
+    if turns % 4 == 0:
+        return aten.clone.default(input, memory_format=torch.contiguous_format)
+    if turns % 4 == 2:
+        return aten.flip.default(input, [first, second])
+    turned = aten.transpose.int(aten.flip.default(input, [second if turns % 4 == 1 else first]), first, second)
+    return aten.clone.default(turned, memory_format=torch.contiguous_format)

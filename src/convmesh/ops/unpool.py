@@ -2,6 +2,7 @@
 
 Only the numbers say where that is, in all of space. So where space is cut, batch or channels are cut in its stead: each
 rank unpools whole planes, and the output goes back to how the input was cut. Where there are fewer planes than ranks,
+each value travels with its index to the rank that has its place. Compiled code cannot know how many go where: there
 values and indices, which are the small side, are made whole, and each rank writes its own part of the output.
 
 torch makes the gradient of `view` and `gather`, whose rules cut other dimensions than space as well.
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
+from ..comm import Route, owner_of
 from ..geometry import Interval, shards
 from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move, place
@@ -38,6 +40,7 @@ class UnpoolPlan:
     output: Layout
     first: int
     own: tuple[Interval, ...] | None  # this rank's part of computed space; None on a rank outside of the mesh
+    routed: tuple[int, ...]  # the mesh dimensions over which values travel to where their indices say
 
 
 @rule(
@@ -47,19 +50,22 @@ class UnpoolPlan:
         "pooling",
         "batch, channels, space",
         "where space is cut an all-to-all of values, indices and output, because an index may point anywhere: batch or "
-        "channels are cut meanwhile; values and indices are made whole only where both are fewer than the ranks",
+        "channels are cut meanwhile; each value to the owner of its place where both are fewer than the ranks",
     ),
 )
 def max_unpool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, indices, sizes, *rest = _torch.arguments(operator, args, kwargs)
     check_placed(name_of(operator), (("input", input), ("indices", indices)))
     sizes = tuple(map(int, sizes))
-    plan = _plan(name_of(operator), _torch.spec_of(input), _torch.spec_of(indices), sizes, spatial_of(operator))
+    specs = _torch.spec_of(input), _torch.spec_of(indices)
+    plan = _plan(name_of(operator), *specs, sizes, spatial_of(operator), not _torch.tracing())
     values, at = (move(tensor, layout) for tensor, layout in zip((input, indices), plan.operands, strict=True))
     if plan.own is None:
         return _torch.wrap(values.new_empty(0), plan.output.spec)
     shape = plan.computed.local_shape
-    if not prod(shape):
+    if plan.routed:
+        result = _write_routed(values, at, sizes, plan)
+    elif not prod(shape):
         result = values.new_empty(shape)
     elif all(len(own) == size for own, size in zip(plan.own, sizes, strict=True)):
         result = operator(values, at, sizes, *rest)
@@ -68,6 +74,28 @@ def max_unpool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     wrapped = place(result, plan.computed, plan.output)
     assert wrapped is not None, "there is a result"
     return wrapped
+
+
+def _write_routed(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], plan: UnpoolPlan) -> torch.Tensor:
+    """Each value goes to the rank that has its place, numbered over all planes."""
+    assert plan.own is not None
+    layout, first, volume = plan.computed, plan.first, prod(sizes)
+    owner = torch.zeros_like(at)
+    for axis, index in enumerate(coordinates(at, sizes)):
+        # The places of a part along its mesh dimensions, each of which counts by its step along the whole line.
+        number, mesh_dims = owner_of(index, layout.shards(first + axis)), layout.cuts.get(first + axis, ())
+        for mesh_dim in reversed(mesh_dims):
+            step = prod(layout.mesh.size(m) for m in plan.routed if m > mesh_dim)
+            owner += number % layout.mesh.size(mesh_dim) * step
+            number = number.div(layout.mesh.size(mesh_dim), rounding_mode="floor")
+    owner.masked_fill_((at < 0) | (at >= volume), -1)
+    planes = torch.arange(prod(values.shape[:first]), device=at.device).view(*values.shape[:first], *[1] * len(sizes))
+    route = Route.to(owner.flatten(), layout.mesh, plan.routed)
+    places, came = route.send((planes * volume + at).flatten()), route.send(values.flatten())
+    extents = [len(side) for side in plan.own]
+    along = [index - side.start for index, side in zip(coordinates(places % volume, sizes), plan.own, strict=True)]
+    local = flatten(along, extents) + places.div(volume, rounding_mode="floor") * prod(extents)
+    return values.new_zeros(prod(layout.local_shape)).index_copy_(0, local, came).view(layout.local_shape)
 
 
 def _write_own(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], plan: UnpoolPlan) -> torch.Tensor:
@@ -89,7 +117,12 @@ def _write_own(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], pla
 
 @planned
 def _plan(
-    operator: str, input_spec: _torch.Spec, indices_spec: _torch.Spec, sizes: tuple[int, ...], spatial: int
+    operator: str,
+    input_spec: _torch.Spec,
+    indices_spec: _torch.Spec,
+    sizes: tuple[int, ...],
+    spatial: int,
+    routes: bool,
 ) -> UnpoolPlan:
     input, indices = Layout.of(input_spec), Layout.of(indices_spec)
     first = len(input.shape) - spatial
@@ -98,7 +131,7 @@ def _plan(
                      (("input", input), ("indices", indices)),
                      f"give both (C, *space) or (N, C, *space), and {spatial} sizes")  # fmt: skip
     kept = tuple(p if isinstance(p, Shard) else Replicate() for p in input.placements)
-    planes = _planes_instead(input.placed(kept), first)
+    planes = _planes_instead(input.placed(kept), first, routes)
     shape = (*input.shape[:first], *sizes)
     output = Layout(input.mesh, kept, shape, dense_stride(shape, input.memory_format), input.dtype)
     # A mesh dimension that no plane is cut over writes its own part of space.
@@ -106,16 +139,18 @@ def _plan(
     inside = input.mesh.get_coordinate() is not None
     own = tuple(computed.own(first + axis) for axis in range(spatial)) if inside else None
     operands = input.placed(planes), indices.placed(planes)
-    return UnpoolPlan(operands, computed, output, first, own)
+    routed = tuple(m for m, p in enumerate(planes) if isinstance(p, Shard) and p.dim >= first)
+    return UnpoolPlan(operands, computed, output, first, own, routed)
 
 
-def _planes_instead(input: Layout, first: int) -> tuple[Placement, ...]:
-    """Over mesh dimensions that cut space, batch or channels are cut, if every rank gets some of them; else nothing."""
+def _planes_instead(input: Layout, first: int, routes: bool) -> tuple[Placement, ...]:
+    """Over mesh dimensions that cut space, batch or channels are cut, if every rank gets some of them; else space as
+    before, if values can be routed, or nothing."""
     placements = list(input.placements)
     for mesh_dim, placement in enumerate(input.placements):
         if isinstance(placement, Shard) and placement.dim >= first:
             taken = {p.dim for p in placements if isinstance(p, Shard)}
             cut = {dim: shards(input.shape[dim], (input.mesh.size(mesh_dim),)) for dim in range(first)}
             enough = (Shard(dim) for dim in cut if dim not in taken and all(cut[dim]))
-            placements[mesh_dim] = next(enough, Replicate())
+            placements[mesh_dim] = next(enough, placement if routes else Replicate())
     return tuple(placements)

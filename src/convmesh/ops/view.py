@@ -1,7 +1,8 @@
 """Reshaping DTensors whose shards are not those of the new shape.
 
 A flattened dimension is cut into parts only where the outermost of its dimensions was. Where another one is cut, or
-the parts come out differently, the tensor is cut along another dimension first: everyone sends everyone a block.
+the parts come out differently, the tensor is cut along another dimension first: everyone sends everyone a block. Where
+that is none to go on with, the flattened elements themselves are cut anew.
 The gradient goes back to where the tensor was. What torch can do as a view stays one.
 """
 
@@ -23,6 +24,7 @@ from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, made_of_others, rule
+from .flow import Flow, flow_of
 from .parts import copy_of
 from .remap_plan import settled
 
@@ -30,7 +32,7 @@ aten = torch.ops.aten
 
 VIEW = Behaviour(
     "linear", "dimensions that keep their parts; others are exchanged for one that does",
-    "nothing, or an all-to-all; a gather where no dimension keeps its parts",
+    "nothing, or an all-to-all; a gather only where all dimensions are too short for most ranks",
 )  # fmt: skip
 
 made_of_others(aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int)
@@ -43,6 +45,7 @@ class ViewPlan:
     source: Layout
     output: Layout
     wanted: Layout
+    flow: Flow | None = None  # how the elements change their owner between the two shapes
 
 
 def whole_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
@@ -76,11 +79,14 @@ def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None
     stays = as_it_is is not None and (back is None or as_it_is == back)
     if as_it_is is not None and stays and not _resizes_uneven(given, as_it_is, layout, shape):
         return None
-    source = given if as_it_is is not None else _nearest(given, layout, shape)
+    source, local = (given, True) if as_it_is is not None else _nearest(given, layout, shape)
     placements = viewed(source, layout, shape)
     assert placements is not None, "a replicated tensor can be reshaped"
+    flow = None if local else flow_of(layout.placed(given), shape, back)
+    if flow is not None:
+        source, placements = flow.source, flow.target
     output = Layout(layout.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
-    return ViewPlan(layout.placed(source), output, output if back is None else output.placed(back))
+    return ViewPlan(layout.placed(source), output, output if back is None else output.placed(back), flow)
 
 
 def _resizes_uneven(before: Placements, after: Placements, layout: Layout, shape: tuple[int, ...]) -> bool:
@@ -89,11 +95,15 @@ def _resizes_uneven(before: Placements, after: Placements, layout: Layout, shape
     return any(layout.shape[p.dim] != shape[q.dim] and len(set(map(len, layout.shards(p.dim)))) > 1 for p, q in pairs)
 
 
-def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> Placements:
+def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> tuple[Placements, bool]:
     """Cut other dimensions over the mesh dimensions that stand in the way: the batch, if it is large enough, because
     after it everything is local; else the outermost of those that are merged, as tokens are all alike and stay cut in
-    the layers that follow; else the outermost that fits. Replicate only where none fits."""
-    cheapest, best = None, given
+    the layers that follow; else the outermost that fits. Replicate only where none fits.
+
+    And whether it is one of the first two.
+    """
+    cheapest: tuple[int, ...] | None = None
+    best = given
     for choice in product(*(_choices(p, layout) for p in given)):
         if viewed(choice, layout, shape) is None:
             continue
@@ -105,7 +115,8 @@ def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> Place
         price = (sum(not isinstance(after, Shard) for after in changes), len(changes), idle, twice, apart)
         if cheapest is None or price < cheapest:
             cheapest, best = price, choice
-    return best
+    assert cheapest is not None, "a replicated tensor can be reshaped"
+    return best, not (cheapest[0] or cheapest[2] or cheapest[4])
 
 
 def _apart(before: Placement, after: Placement, layout: Layout, shape: tuple[int, ...]) -> bool:
@@ -143,8 +154,8 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         _remember(input, shape, plan)
     local = move(input, plan.source)
     if local.dim() == len(before):  # else the rank is outside of the mesh
-        local = local.reshape(plan.output.local_shape)
-    if plan.wanted is plan.output and plan.source.placements == input.placements:
+        local = (local if plan.flow is None else plan.flow(local)).reshape(plan.output.local_shape)
+    if plan.wanted is plan.output and plan.source.placements == input.placements and plan.flow is None:
         return _torch.as_view(operator, args, kwargs, _torch.wrap(local, plan.output.spec))
     # What has moved may lie with gaps, and the next view of it goes by the strides that its spec says.
     result = _torch.wrap(local.contiguous(), plan.output.spec)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
-from ..comm import from_owner, line, owner_plan, swap
+from ..comm import Line, from_owner, line, owner_plan, rebox, swap
+from ..geometry import Box
 from .cache import planned
 from .errors import PlainTensor, refuse
 from .layout import Layout
@@ -86,6 +89,9 @@ def relocated(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tens
         size = len(source.placed((*left, Replicate(), *right)).own(before))
         local = swap(local, before, size, after, line(source.mesh, (mesh_dim,)))
         source = source.placed((*left, target.placements[mesh_dim], *right))
+    boxes = _boxes(source, target)
+    if boxes is not None:
+        local, source = rebox(local, boxes.owned, boxes.wanted, boxes.line), source.placed(boxes.placements)
     for dim in list(source.cuts):
         if source.shape[dim] == 1 and source.mesh.get_coordinate() is not None:
             local, source = _shared(local, source, target, dim)
@@ -119,6 +125,44 @@ def _next_swap(source: Layout, target: Layout) -> int | None:
             if innermost and source.cuts.get(after.dim, (-1,))[-1] < mesh_dim:
                 return mesh_dim
     return None
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """What ranks along a line own of a tensor, and what they want of it, which then lies at `placements`."""
+
+    owned: tuple[Box, ...]
+    wanted: tuple[Box, ...]
+    placements: tuple[Placement, ...]
+    line: Line
+
+
+@planned
+def _boxes(source: Layout, target: Layout) -> Boxes | None:
+    """The move of all mesh dimensions over which other dimensions are to be cut; None where there are none of them.
+
+    Those that cut a dimension together move together.
+    """
+    pairs = list(zip(source.placements, target.placements, strict=True))
+    moving = {m for m, (p, q) in enumerate(pairs) if type(p) is Shard and type(q) is Shard and p != q}
+    if not moving or source.mesh.get_coordinate() is None:
+        return None
+    goal = source.placed(tuple(q if m in moving else p for m, (p, q) in enumerate(pairs)))
+    while True:
+        touched = {p.dim for layout in (source, goal) for m in moving if isinstance(p := layout.placements[m], Shard)}
+        found = {m for layout in (source, goal) for dim in touched for m in layout.cuts.get(dim, ())}
+        if found <= moving:
+            break
+        moving |= found
+    mesh_dims = tuple(sorted(moving))
+    here = {m: source.mesh.get_local_rank(m) for m in range(source.mesh.ndim)}
+    ranks = [
+        here | dict(zip(mesh_dims, place, strict=True))
+        for place in product(*(range(source.mesh.size(m)) for m in mesh_dims))
+    ]
+    dims = range(len(source.shape))
+    owned, wanted = (tuple(tuple(layout.part_at(dim, at) for dim in dims) for at in ranks) for layout in (source, goal))
+    return Boxes(owned, wanted, goal.placements, line(source.mesh, mesh_dims))
 
 
 def move_beside(tensor: DTensor, other: Layout) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,9 +70,13 @@ class Layout:
 
     def own(self, dim: int) -> Interval:
         """What this rank owns of `dim`."""
+        return self.part_at(dim, {mesh_dim: self.mesh.get_local_rank(mesh_dim) for mesh_dim in self.cuts.get(dim, ())})
+
+    def part_at(self, dim: int, at: Mapping[int, int]) -> Interval:
+        """What the rank at these places along the mesh dimensions (the first, where nothing is said) owns of `dim`."""
         place = 0
         for mesh_dim in self.cuts.get(dim, ()):
-            place = place * self.mesh.size(mesh_dim) + self.mesh.get_local_rank(mesh_dim)
+            place = place * self.mesh.size(mesh_dim) + at.get(mesh_dim, 0)
         return self.shards(dim)[place]
 
     @cached_property

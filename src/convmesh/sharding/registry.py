@@ -125,6 +125,7 @@ def install() -> None:
         library._destroy()
         raise
     table = _torch.handlers()
+    made_of_others(*(operator for operator in _torch.composite_operators() if operator not in _rules | table))
     _replaced.update({operator: table.get(operator) for operator in _rules})
     table.update(_rules)
     _undo.extend(start() for start in _switches)

@@ -63,12 +63,19 @@ def choose(
     named: Sequence[tuple[str, Layout | None]],
     wanted: Sequence[Wanted | None] = (),
     fits: Callable[[Assignment], bool] = lambda assignment: True,
+    extra: Callable[[Row, int], float] = lambda row, mesh_dim: 0.0,
 ) -> Assignment:
-    """The assignment that moves the fewest elements and that `fits`; the earlier row wins a tie."""
+    """The assignment that moves the fewest elements and that `fits`; the earlier row wins a tie.
+
+    `extra` is what a row costs along a mesh dimension beside that, in elements.
+    """
     inputs = [layout for _, layout in named]
     mesh = next(layout.mesh for layout in inputs if layout is not None)
     priced = [
-        sorted((_price(row, mesh_dim, mesh.size(mesh_dim), inputs, wanted), number) for number, row in enumerate(rows))
+        sorted(
+            (_price(row, mesh_dim, mesh.size(mesh_dim), inputs, wanted) + extra(row, mesh_dim), number)
+            for number, row in enumerate(rows)
+        )
         for mesh_dim in range(mesh.ndim)
     ]
     for numbers in _cheapest_first(priced):

@@ -1,0 +1,51 @@
+"""Counting values: each rank counts its own, and the counts are added up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
+
+from .. import _torch
+from ..comm import all_reduce
+from ..sharding.dispatch import check_placed, move, move_beside
+from ..sharding.errors import refuse
+from ..sharding.layout import Layout, dense_stride
+from ..sharding.registry import Behaviour, rule
+from .reduce_plan import cutting, settled
+
+aten = torch.ops.aten
+
+COUNT = Behaviour("reductions", "the counted values", "all-reduce of the counts, and of the greatest value",
+                  "compiled code, in which the greatest value is not known")  # fmt: skip
+
+
+@rule(aten.bincount.default, behaviour=COUNT)
+def bincount(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    input, weights, minlength = _torch.arguments(operator, args, kwargs)
+    check_placed("bincount", (("input", input), ("weights", weights)))
+    if input.dim() != 1 or (weights is not None and weights.shape != input.shape) or _torch.tracing():
+        raise refuse("bincount", "it counts rows, and in compiled code not even those: their values are not known",
+                     (("input", input), ("weights", weights)),
+                     "flatten both, and call it outside of torch.compile")  # fmt: skip
+    layout = settled(Layout.of(_torch.spec_of(input)))
+    local = move(input, layout)
+    dtype = torch.int64 if weights is None else torch.double if weights.dtype != torch.float32 else torch.float32
+    counted = local.new_empty(0, dtype=dtype)
+    shape: tuple[int, ...] = (minlength,)
+    if layout.mesh.get_coordinate() is not None:
+        mesh_dims = cutting(layout, [0])
+        least, most = (int(local.min()), int(local.max())) if local.numel() else (0, -1)
+        ends = torch.tensor([-least, most], device=local.device)
+        lowest, highest = all_reduce(ends, layout.mesh, mesh_dims, "max").tolist()
+        if lowest > 0:
+            raise RuntimeError("bincount: expected integers that are not negative")
+        given = None if weights is None else move_beside(weights, layout)
+        counted = aten.bincount.default(local, given, max(minlength, highest + 1))
+        counted = all_reduce(counted, layout.mesh, mesh_dims)
+        shape = tuple(counted.shape)
+    output = Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim, shape,
+                    dense_stride(shape, torch.contiguous_format), counted.dtype)  # fmt: skip
+    return _torch.wrap(counted, output.spec)

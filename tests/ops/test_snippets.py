@@ -1,0 +1,92 @@
+"""Lines of other people's models on sharded feature maps: equal to one process, and nothing of the map is gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
+
+import convmesh
+from convmesh.sharding.constants import constants_allowed
+from tests.cases import local_shape, place, places_of
+from tests.compare import assert_close
+from tests.gathers import Gathers
+from tests.harness import Pool
+from tests.ops.snippets import SHAPE, SNIPPETS, UNEVEN
+
+
+def outputs_and_gradient(name: str, x: torch.Tensor) -> tuple[list[Any], Any]:
+    """All results, and the gradient that comes from those that have one."""
+    with constants_allowed():  # as in the forward pass of a distributed model
+        outputs = tree_flatten(SNIPPETS[name](x))[0]
+    heads = [output for output in outputs if output.requires_grad]
+    return outputs, torch.autograd.grad(heads, x, [_seed(head) for head in heads])[0] if heads else None
+
+
+def _seed(output: torch.Tensor) -> torch.Tensor:
+    numbers = torch.arange(output.numel(), dtype=torch.float64).sin().view(output.shape)
+    if not isinstance(output, DTensor):
+        return numbers
+    return place(numbers, output.device_mesh, tuple("R" if at == "P" else at for at in places_of(output)))
+
+
+def check_snippet(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...], tuple[int, ...]]) -> None:
+    name, at, shape = case
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected, expected_gradient = outputs_and_gradient(name, x.clone().requires_grad_())
+    with convmesh.enable():
+        with Gathers() as gathers:
+            actual, gradient = outputs_and_gradient(name, place(x, mesh, at).requires_grad_())
+        for mine, wanted in zip([*actual, gradient], [*expected, expected_gradient], strict=True):
+            _compare(mine, wanted)
+    assert 2 * gathers.largest < x.numel(), f"gathers {gathers.largest} of {x.numel()}"
+
+
+def _compare(actual: Any, expected: Any) -> None:
+    if expected is None:
+        assert actual is None
+        return
+    scale = max([1.0, *expected.detach().double().abs().flatten().tolist()])
+    if isinstance(actual, DTensor):
+        assert actual.to_local().shape == local_shape(actual), f"{actual.to_local().shape} at {actual.placements}"
+        actual = actual.detach().full_tensor()
+    assert_close(actual.detach(), expected.detach(), scale)
+
+
+@pytest.mark.parametrize(("mesh", "at", "shape"), [((2,), (3,), SHAPE), ((2, 2), (2, 3), UNEVEN)])
+def test_snippets_stay_sharded(pool: Pool, mesh: tuple[int, ...], at: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+    pool.run_cases(check_snippet, [(name, at, shape) for name in SNIPPETS], mesh=mesh)
+
+
+def refused(mesh: DeviceMesh) -> list[str]:
+    """What compiled code cannot know, and what a mask does not fit."""
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    told = []
+    with convmesh.enable():
+        placed = place(x, mesh, (2,))
+        for wrong in (
+            lambda: placed[place(x[:, :2] > 0, mesh, ("R",))],
+            lambda: placed.index_put((placed > 0,), place(x.flatten()[:3], mesh, ("R",))),
+            lambda: placed.topk(20, 2),
+            lambda: placed.bmm(placed),
+        ):
+            with pytest.raises(convmesh.ShardingError) as error:
+                wrong()
+            told.append(str(error.value))
+        with pytest.raises(IndexError) as out:
+            place(x.flatten(), mesh, (0,)).gather(0, place(torch.full((20,), x.numel()), mesh, (0,)))
+        told.append(str(out.value))
+        with pytest.raises(RuntimeError) as label:
+            torch.nn.functional.one_hot(place(torch.arange(12), mesh, (0,)), 5)
+        told.append(str(label.value))
+    return told
+
+
+def test_bad_input_is_refused_alike_on_all_ranks(pool: Pool) -> None:
+    first, *others = pool.run(refused, mesh=(4,))
+    assert all(told == first for told in others)
+    assert all("remedy" in text for text in first[:4])
