@@ -76,6 +76,7 @@ def gradients_by_layer(
     found = {}
     for call in calls:
         own = [name for name, value in call.layer.named_parameters() if value.requires_grad]
+        assert call.grad is not None
         for name, value in _gradients(call.layer, own, call.read, call.grad).items():
             found[prefixes[id(call.layer)] + name] = value
     return {name: found[name] for name in trainable} if found.keys() == set(trainable) else None
@@ -218,9 +219,9 @@ def _norms_of_gradients(layer: nn.Module, names: Sequence[str], read: Tensor, gr
     return torch.cat(parts)
 
 
-def _gradients(layer: nn.Module, names: Sequence[str], read: Tensor, grad: Tensor | None) -> dict[str, Tensor]:
+def _gradients(layer: nn.Module, names: Sequence[str], read: Tensor, grad: Tensor) -> dict[str, Tensor]:
     """[B ...] of this one layer."""
-    if grad is not None and isinstance(layer, nn.GroupNorm | nn.LayerNorm | _InstanceNorm):
+    if isinstance(layer, nn.GroupNorm | nn.LayerNorm | _InstanceNorm):
         made = {"weight": _normalised(layer, read) * grad, "bias": grad}
         return {name: _sum_to_parameter(layer, made[name]) for name in names}
     parameters = {name: _beside(read, value.detach()) for name, value in layer.named_parameters()}

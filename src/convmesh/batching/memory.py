@@ -12,6 +12,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -67,10 +68,8 @@ class Shelf:
 
 def _new_block(size: int) -> mmap.mmap:
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
+    with suppress(OSError):  # a kernel without large pages: nothing depends on them
         block.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # a kernel without large pages: nothing depends on them
     return block
 
 

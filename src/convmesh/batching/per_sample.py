@@ -141,7 +141,9 @@ def _placed(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Spread | None,
         return None, trainable, fixed, batch
     if spread.whole:
         return spread, spread.own(trainable), spread.own(fixed), tuple(each.to_local() for each in batch)  # type: ignore[attr-defined]
-    everywhere = [{name: spread.everywhere(value) for name, value in each.items()} for each in (trainable, fixed)]
+    everywhere: list[Tensors] = [
+        {name: spread.everywhere(value) for name, value in each.items()} for each in (trainable, fixed)
+    ]
     return spread, everywhere[0], everywhere[1], batch
 
 
@@ -192,7 +194,7 @@ def _losses(loss_fn: Loss, output: Tensor, others: tuple[Tensor, ...]) -> Tensor
     if spread is not None and spread.whole:
         own: Tensor = vmap(one)(*(each.to_local() for each in (output, *others)))  # type: ignore[attr-defined]
         return DTensor.from_local(
-            own, spread.mesh, spread.placements, run_check=False, shape=(spread.batch,), stride=(1,)
+            own, spread.mesh, spread.placements, run_check=False, shape=torch.Size([spread.batch]), stride=(1,)
         )
     losses: Tensor = vmap(one)(output, *others)
     return losses
