@@ -1,6 +1,8 @@
 """vmap over convolutions: stock torch.func, a Python loop, Opacus where there is one, and convmesh.
 
-The candidates take turns; times are medians in milliseconds. The ratio is stock / convmesh: above 1 convmesh is faster.
+The candidates take turns, and each runs once before it is timed, as in the steps of a training; times are medians in
+milliseconds. The ratio is stock / convmesh: above 1 convmesh is faster. Much of stock's time for large results is that
+of memory which it gets anew in each call.
 Opacus is there if it is installed: `pip install -e .[opacus]`.
 """
 
@@ -41,21 +43,32 @@ class Layer:
     stride: int = 1
     groups: int = 1
     dims: int = 2
+    transposed: bool = False
+    batch: int | None = None
+    dtype: torch.dtype = torch.float32
+    threads: int = 2
 
     def module(self) -> nn.Module:
-        kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[self.dims]
+        plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        kind = ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d) if self.transposed else plain)[
+            self.dims - 1
+        ]
         options = {"stride": self.stride, "padding": self.kernel // 2, "groups": self.groups, "bias": False}
-        return kind(*self.channels, self.kernel, **options)
+        return kind(*self.channels, self.kernel, **options, dtype=self.dtype)
 
     def convolve(self, w: Tensor, x: Tensor) -> Tensor:
-        conv = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[self.dims]
+        plain = (F.conv1d, F.conv2d, F.conv3d)
+        conv = ((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d) if self.transposed else plain)[
+            self.dims - 1
+        ]
         return conv(x, w, stride=self.stride, padding=self.kernel // 2, groups=self.groups)
 
     def inputs(self, *lead: int) -> Tensor:
-        return torch.randn(*lead, self.channels[0], *[self.size] * self.dims)
+        return torch.randn(*lead, self.channels[0], *[self.size] * self.dims, dtype=self.dtype)
 
     def weights(self, *lead: int) -> Tensor:
-        return torch.randn(*lead, self.channels[1], self.channels[0] // self.groups, *[self.kernel] * self.dims)
+        first, second = self.channels if self.transposed else reversed(self.channels)
+        return torch.randn(*lead, first, second // self.groups, *[self.kernel] * self.dims, dtype=self.dtype)
 
 
 LAYERS = (
@@ -72,6 +85,22 @@ LAYERS = (
     Layer("1-d 64->128 256 k5", (64, 128), 256, 5, dims=1),
 )
 
+# Layers of which nothing was measured when the built-in prices were made.
+OTHER_LAYERS = (
+    Layer("32->40 24x24 k3", (32, 40), 24, 3),
+    Layer("128->128 14x14 k3", (128, 128), 14, 3),
+    Layer("24->24 40x40 k5", (24, 24), 40, 5),
+    Layer("256->64 7x7 k1", (256, 64), 7, 1),
+    Layer("16->16 28x28 k3 groups 4", (16, 16), 28, 3, groups=4),
+    Layer("1-d 32->32 1000 k3", (32, 32), 1000, 3, dims=1),
+    Layer("3-d 8->8 16^3 k3", (8, 8), 16, 3, dims=3),
+    Layer("transposed 64->32 16x16 k4 s2", (64, 32), 16, 4, stride=2, transposed=True),
+    Layer("128->128 14x14 k3, batch 4", (128, 128), 14, 3, batch=4),
+    Layer("48->96 20x20 k3, batch 64", (48, 96), 20, 3, batch=64),
+    Layer("96->96 12x12 k3, float64", (96, 96), 12, 3, dtype=torch.float64),
+    Layer("96->96 12x12 k3, 1 thread", (96, 96), 12, 3, threads=1),
+)
+
 
 @dataclass
 class Comparison:
@@ -81,10 +110,11 @@ class Comparison:
     mapped: Run
     loop: Run
     opacus: Run | None = None
+    threads: int = 2
 
 
 def per_sample(layer: Layer) -> Comparison:
-    x, w = layer.inputs(PER_SAMPLE_BATCH), layer.weights()
+    x, w = layer.inputs(layer.batch or PER_SAMPLE_BATCH), layer.weights()
     y = torch.randn_like(layer.convolve(w, x))
 
     def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -95,13 +125,15 @@ def per_sample(layer: Layer) -> Comparison:
         f"per-sample gradients, {layer.name}",
         lambda: mapped(w, x, y),
         lambda: torch.stack([one(w, *sample) for sample in zip(x, y, strict=True)]),
-        opacus_run(layer.module(), lambda module: (module(x) * y).sum()),
+        None if layer.transposed else opacus_run(layer.module(), lambda module: (module(x) * y).sum()),
+        layer.threads,
     )
 
 
 def ensemble(layer: Layer, shared: bool, backward: bool) -> Comparison:
     w = layer.weights(MEMBERS)
-    x = layer.inputs(MEMBER_BATCH) if shared else layer.inputs(MEMBERS, MEMBER_BATCH)
+    batch = layer.batch or MEMBER_BATCH
+    x = layer.inputs(batch) if shared else layer.inputs(MEMBERS, batch)
     dim = None if shared else 0
     y = torch.randn_like(vmap(layer.convolve, (0, dim))(w, x))
 
@@ -121,6 +153,7 @@ def ensemble(layer: Layer, shared: bool, backward: bool) -> Comparison:
         f"ensemble of {MEMBERS}, {inputs}, {way}, {layer.name}",
         lambda: mapped(*args),
         lambda: [one(*member(i)) for i in range(MEMBERS)],
+        threads=layer.threads,
     )
 
 
@@ -204,6 +237,7 @@ def candidates(comparison: Comparison) -> dict[str, tuple[Run, bool]]:
 
 def measure(comparison: Comparison, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Median milliseconds, and megabytes of peak memory above what was held before."""
+    torch.set_num_threads(comparison.threads)
     runs = candidates(comparison)
     memory = {}
     for name, (run, ours) in runs.items():
@@ -213,6 +247,7 @@ def measure(comparison: Comparison, rounds: int) -> tuple[dict[str, float], dict
 
     def turn(run: Run, ours: bool) -> float:
         with rules(ours):
+            run()
             return 1e3 * timed(run)
 
     return interleave({name: partial(turn, *entry) for name, entry in runs.items()}, rounds), memory
@@ -220,11 +255,19 @@ def measure(comparison: Comparison, rounds: int) -> tuple[dict[str, float], dict
 
 def comparisons() -> Iterator[Callable[[], Comparison]]:
     """Made one at a time, since some hold a lot of memory."""
-    yield from (lambda layer=layer: per_sample(layer) for layer in LAYERS)
+    yield from each_kind(LAYERS)
+    yield network
+
+
+def other_comparisons() -> Iterator[Callable[[], Comparison]]:
+    return each_kind(OTHER_LAYERS)
+
+
+def each_kind(layers: Sequence[Layer]) -> Iterator[Callable[[], Comparison]]:
+    yield from (partial(per_sample, layer) for layer in layers)
     for shared in (False, True):
         for backward in (False, True):
-            yield from (lambda args=(layer, shared, backward): ensemble(*args) for layer in LAYERS)
-    yield network
+            yield from (partial(ensemble, layer, shared, backward) for layer in layers)
 
 
 def number(value: float) -> str:
@@ -238,14 +281,18 @@ def geometric_mean(values: list[float]) -> float:
 def run(pool: Pool, console: Console, rounds: int) -> None:
     """In this process: no rank takes part."""
     pool.kill()
-    torch.set_num_threads(2)
     torch.manual_seed(0)
+    report("the layers that a benchmark would take", comparisons(), console, rounds)
+    report("layers that the prices were not fitted on", other_comparisons(), console, rounds)
+
+
+def report(title: str, makers: Iterator[Callable[[], Comparison]], console: Console, rounds: int) -> None:
     names = ("stock", "loop", "opacus", "convmesh")
-    table = Table("", title=f"milliseconds (peak MB), {torch.get_num_threads()} threads, torch {torch.__version__}")
+    table = Table("", title=f"{title}: milliseconds (peak MB), torch {torch.__version__}")
     for heading in (*names, "stock / convmesh"):
         table.add_column(heading, justify="right")
     results = []
-    for make in track(list(comparisons()), description="vmapped convolutions", console=console):
+    for make in track(list(makers), description="vmapped convolutions", console=console):
         comparison = make()
         times, memory = measure(comparison, rounds)
         results.append((comparison.name, times))
@@ -258,14 +305,20 @@ def run(pool: Pool, console: Console, rounds: int) -> None:
 SMALL_AND_WIDE = ("256->256 8x8 k3", "512->512 4x4 k3")
 
 
+def kind_of(name: str) -> str:
+    return next((name[: name.index(way) + len(way)] for way in ("forward", "gradients") if way in name), name)
+
+
 def summary(results: Sequence[tuple[str, Mapping[str, float]]]) -> Table:
     """How many times as fast as the others convmesh is, by kind of work."""
     table = Table("others / convmesh", title="geometric mean (least)")
     for heading in ("cases", "stock", "loop", "opacus"):
         table.add_column(heading, justify="right")
-    kinds = {"all": list(results), "small images, wide layers": [r for r in results if r[0].endswith(SMALL_AND_WIDE)]}
+    kinds = {"all": list(results)}
+    if small := [result for result in results if result[0].endswith(SMALL_AND_WIDE)]:
+        kinds["small images, wide layers"] = small
     for name, times in results:
-        kinds.setdefault(name.rpartition(", ")[0], []).append((name, times))
+        kinds.setdefault(kind_of(name), []).append((name, times))
     for kind, members in kinds.items():
         cells = []
         for other in ("stock", "loop", "opacus"):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from common import DEVICE, mesh_of, say
 from torch import nn
@@ -66,13 +65,11 @@ def main() -> None:
         images, labels = make_samples(16 * args.batch)
         for step in range(args.steps):
             drawn = torch.randperm(len(images))[: args.batch]
-            mine = drawn[convmesh.region(drawn.shape, mesh, data=0)]
-            x, y = images[mine].to(DEVICE), labels[mine].to(DEVICE)
+            x, y = (convmesh.shard(each[drawn].to(DEVICE), mesh, data=0) for each in (images, labels))
             total = convmesh.clipped_gradient(model, F.cross_entropy, x, y, max_norm=args.max_norm)
             for name, parameter in model.named_parameters():
-                dist.all_reduce(total[name], group=mesh.get_group("data"))
                 noise = torch.randn(parameter.shape) * (args.noise * args.max_norm)
-                parameter.grad = (total[name] + noise.to(DEVICE)) / args.batch
+                parameter.grad = (total[name].to_local() + noise.to(DEVICE)) / args.batch
             optimizer.step()
             if step % 10 == 0 or step == args.steps - 1:
                 say(f"step {step}: loss {evaluate(model, images[:256], labels[:256]):.3f}")

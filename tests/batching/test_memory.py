@@ -1,48 +1,81 @@
-"""Results in large pages: the same tensors, and advice for whole pages of their own memory alone."""
+"""Memory of large results: the same tensors as torch would make, and blocks that come back when these are gone."""
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from convmesh import batching
 from convmesh.batching import memory
 
 LARGE = (memory.LARGE // 4 + 5,)
+LIKE = torch.ones(1)
 
 
-@pytest.fixture
-def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The intervals of addresses for which large pages were asked."""
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        memory, "_madvise", lambda start, size, _: asked.append((start.value, start.value + size.value))
-    )
-    return asked
+@pytest.fixture(autouse=True)
+def shelf(monkeypatch: pytest.MonkeyPatch) -> memory.Shelf:
+    own = memory.Shelf()
+    monkeypatch.setattr(memory, "shelf", own)
+    return own
 
 
-def test_advice_is_for_whole_pages_within_the_tensor(advised: list[tuple[int, int]]) -> None:
-    made = memory.new_empty(torch.ones(1), LARGE)
-    ((start, stop),) = advised
-    assert made.data_ptr() <= start < stop <= made.data_ptr() + made.nbytes
-    assert start % memory.PAGE == stop % memory.PAGE == 0
-    assert stop - start > made.nbytes - 2 * memory.PAGE
+def test_memory_is_used_again_once_no_tensor_needs_it(shelf: memory.Shelf) -> None:
+    first = memory.new_empty(LIKE, LARGE)
+    address, view = first.data_ptr(), first[3:5]
+    del first
+    assert shelf.kept == 0  # a view is alive
+    other = memory.new_empty(LIKE, LARGE)
+    assert other.data_ptr() != address
+    del view
+    assert shelf.kept == memory.BLOCK
+    again = memory.new_empty(LIKE.double(), (LARGE[0] // 2, 1))
+    assert again.data_ptr() == address
+    assert shelf.kept == 0
 
 
-def test_small_and_traced_tensors_get_none(advised: list[tuple[int, int]]) -> None:
-    memory.new_empty(torch.ones(1), (1000,))
-    with FakeTensorMode():
-        memory.new_empty(torch.ones(1), LARGE)
+def test_a_block_that_is_much_too_large_is_left_alone(shelf: memory.Shelf) -> None:
+    memory.new_empty(LIKE, (16 * LARGE[0],))
+    kept = shelf.kept
+    memory.new_empty(LIKE, (8 * LARGE[0],))
+    assert shelf.kept > kept
+
+
+def test_what_is_kept_is_bounded(shelf: memory.Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "KEPT", 3 * memory.BLOCK)
+    tensors = [memory.new_empty(LIKE, LARGE) for _ in range(5)]
+    tensors.clear()
+    assert shelf.kept == 3 * memory.BLOCK
+
+
+def test_nothing_is_kept_when_the_rules_are_taken_out(shelf: memory.Shelf) -> None:
+    batching.install()
+    memory.new_empty(LIKE, LARGE)
+    assert shelf.kept
+    batching.uninstall()
+    assert shelf.kept == 0
+
+
+def test_small_traced_and_other_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_new_block", lambda size: pytest.fail("asked for memory"))
+    memory.new_empty(LIKE, (1000,))
+    with FakeTensorMode() as mode:
+        memory.new_empty(mode.from_tensor(LIKE), LARGE)
     memory.new_empty(torch.ones(1, device="meta"), LARGE)
-    assert advised == []
 
 
-@pytest.mark.parametrize("madvise", [memory._madvise, None])
-def test_tensors_are_what_torch_would_make(madvise: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_madvise", madvise)
-    like = torch.ones(1, dtype=torch.float64)
-    zeros = memory.new_zeros(like, (3, *LARGE))
-    assert (zeros.dtype, zeros.shape, zeros.is_contiguous()) == (torch.float64, (3, *LARGE), True)
+@pytest.mark.parametrize("large_pages", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+def test_tensors_are_what_torch_would_make(
+    large_pages: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not large_pages:
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    zeros = memory.new_zeros(torch.ones(1, dtype=dtype), (3, *LARGE))
+    assert (zeros.dtype, zeros.shape, zeros.is_contiguous(), type(zeros)) == (dtype, (3, *LARGE), True, Tensor)
     assert not zeros.any()
     turned = torch.randn(LARGE[0], 3).t()
     assert torch.equal(memory.contiguous(turned), turned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -29,13 +29,13 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Loop(),
 )
 
-# Estimates are off by some ten per cent. Leave the fold, which torch itself would take, only for a clear gain, and on
-# a device for which nothing was measured only for a very clear one.
-CLEAR_GAIN, GAIN_UNMEASURED = 0.95, 0.5
+# Estimates are off by ten or twenty per cent. Leave the fold, which torch itself would take, only for a clear gain, and
+# on a device for which nothing was measured only for a very clear one.
+CLEAR_GAIN, GAIN_UNMEASURED = 0.8, 0.5
 # Prices are of operands that have their samples in front. Where they lie as a fold left them, others have to copy them.
 GAIN_OVER_FOLDED = 0.75
 # Nor for less seconds than a few calls from Python take.
-LEAST_GAIN = 1e-4
+LEAST_GAIN = 2e-4
 
 log = logging.getLogger("convmesh.batching")
 _forced: str | None = None
@@ -85,15 +85,27 @@ def _decide(task: Task) -> Decision:
     known = {algorithm: seconds for algorithm, seconds in estimates.items() if seconds is not None}
     if usable[0] not in known:
         return Decision(task, usable[0], "no prices for such a task; calibrate() measures them")
-    best = min(known, key=lambda algorithm: known[algorithm])
     measured = table.measured_for(task)
     clear = CLEAR_GAIN if measured.startswith(f"{task.device}/") else GAIN_UNMEASURED
     clear = min(clear, GAIN_OVER_FOLDED) if task.lies_folded else clear
-    if known[best] > clear * known[usable[0]] or known[usable[0]] - known[best] < LEAST_GAIN:
-        best = usable[0]
+    best = _best(task, usable[0], known, clear)
     listed = ", ".join(f"{algorithm.name} {1e3 * seconds:.2f} ms" for algorithm, seconds in known.items())
     scaled = "" if measured == cost.circumstances(task) else f", scaled from {measured}"
     return Decision(task, best, f"{table.source}{scaled}: {listed}")
+
+
+def _best(task: Task, fold: Algorithm, known: Mapping[Algorithm, float], clear: float) -> Algorithm:
+    """The fold, unless another one promises a gain that is clear."""
+    certain, likely = cost.first_touch(fold, task)
+    # The most seconds that each may take. A loop asks for little memory at a time: it is spared what is only likely.
+    most = {each: clear * (known[fold] + certain) for each in known if each is not fold}
+    for each in most:
+        if isinstance(each, Loop) and likely:
+            most[each] = max(most[each], known[fold] + certain + likely)
+    best = min(most, key=lambda each: known[each] / most[each], default=fold)
+    if best is fold or known[best] > most[best] or known[fold] + certain + likely - known[best] < LEAST_GAIN:
+        return fold
+    return best
 
 
 def _tried(task: Task, operands: Sequence[Any]) -> Decision | None:

@@ -47,7 +47,7 @@ class View:
 
     def response_matrix(self, response: Tensor) -> Tensor:
         """[B N (g o) *] -> [B g, o, (N l)]"""
-        return response.transpose(1, 2).reshape(-1, self.o, self.places)
+        return contiguous(response.transpose(1, 2)).view(-1, self.o, self.places)
 
     def response_from(self, matrix: Tensor) -> Tensor:
         """[B g, o, (N l)] -> [B N (g o) *]"""
@@ -87,7 +87,7 @@ class View:
             (batch, channels, *taps, number, *places),
             padded.storage_offset(),
         )
-        return overlapping.reshape(-1, self.c * self.taps, self.places)
+        return contiguous(overlapping).view(-1, self.c * self.taps, self.places)
 
     def add_patches(self, matrix: Tensor, padded: Tensor) -> None:
         """[B g, (c k), (N l)] added up into the padded image [B C N *]"""
@@ -203,7 +203,9 @@ def multiply(view: View, wanted: Role, first: Tensor, second: Tensor, bias: Tens
         return
     kernel = view.kernel_matrix(second)
     if wanted is Role.IMAGE:
-        view.add_patches(torch.bmm(kernel.transpose(1, 2), view.response_matrix(first)), result)
+        parts = new_empty(first, (kernel.shape[0], kernel.shape[2], view.places))
+        torch.bmm(kernel.transpose(1, 2), view.response_matrix(first), out=parts)
+        view.add_patches(parts, result)
         return
     torch.bmm(kernel, view.patches(first), out=result.flatten(0, 1))
     if bias is not None:

@@ -10,13 +10,16 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .ghost import squared_norms_by_layer
+from .ghost import gradients_by_layer, squared_norms_by_layer
+from .spread import Spread, settled
 
 Loss = Callable[..., Tensor]
+Tensors = dict[str, Tensor]
 
 # Of the gradients that are made only to take their norm, this many bytes at a time.
 GRADIENT_LIMIT = 256 * 2**20
@@ -24,23 +27,43 @@ GRADIENT_LIMIT = 256 * 2**20
 
 def per_sample_gradients(
     model: nn.Module, loss_fn: Loss, *batch: Tensor, chunk_size: int | None = None, randomness: str = "error"
-) -> dict[str, Tensor]:
+) -> Tensors:
     """The gradient of every sample's loss: for each trainable parameter, by its name, a tensor [B *parameter].
 
     `randomness` is that of `torch.func.vmap`: say "different" for a model with dropout.
     """
     check_samples_are_independent(model)
-    size = batch_size(batch)
-    trainable, fixed = _parameters(model)
-    if size == 0:
+    batch_size(batch)
+    spread, trainable, fixed, batch = _placed(model, batch)
+    if spread is not None and not spread.whole:
+        # torch's own rules for losses and norms under vmap write in place, which no DTensor can.
+        by_layer = gradients_by_layer(model, list(trainable), _total(model, loss_fn, trainable, fixed, batch), batch[0])
+        if by_layer is not None:
+            return by_layer
+    gradients = _gradients(model, loss_fn, trainable, fixed, batch, chunk_size, randomness)
+    if spread is None or not spread.whole:
+        return gradients
+    return {name: spread.by_sample(own) for name, own in gradients.items()}
+
+
+def _gradients(
+    model: nn.Module,
+    loss_fn: Loss,
+    trainable: Tensors,
+    fixed: Tensors,
+    batch: tuple[Tensor, ...],
+    chunk_size: int | None = None,
+    randomness: str = "error",
+) -> Tensors:
+    if batch[0].shape[0] == 0:
         return {name: value.new_zeros((0, *value.shape)) for name, value in trainable.items()}
 
-    def sample_loss(parameters: dict[str, Tensor], *sample: Tensor) -> Tensor:
+    def sample_loss(parameters: Tensors, *sample: Tensor) -> Tensor:
         x, *others = (each.unsqueeze(0) for each in sample)
         return _single(loss_fn(functional_call(model, {**parameters, **fixed}, (x,)), *others))
 
     mapped = vmap(grad(sample_loss), in_dims=(None, *[0] * len(batch)), chunk_size=chunk_size, randomness=randomness)
-    gradients: dict[str, Tensor] = mapped(trainable, *batch)
+    gradients: Tensors = mapped(trainable, *batch)
     return gradients
 
 
@@ -51,39 +74,77 @@ def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Tensor) -> Tensor:
     norms follow layer by layer. A model with shared parameters, or with layers not known here, takes the long way.
     """
     check_samples_are_independent(model)
-    size = batch_size(batch)
-    trainable, fixed = _parameters(model)
-    if size == 0:
-        return batch[0].new_zeros(0, dtype=torch.get_default_dtype())
+    batch_size(batch)
+    spread, trainable, fixed, batch = _placed(model, batch)
+    norms = _norms(model, loss_fn, trainable, fixed, batch)
+    return norms if spread is None or not spread.whole else spread.by_sample(norms)
 
-    def total_loss(x: Tensor) -> Tensor:
-        return _losses(loss_fn, functional_call(model, {**trainable, **fixed}, (x,)), batch[1:]).sum()
 
-    squares = squared_norms_by_layer(model, set(trainable), total_loss, batch[0], GRADIENT_LIMIT)
+def _norms(model: nn.Module, loss_fn: Loss, trainable: Tensors, fixed: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
+    if batch[0].shape[0] == 0:
+        return next(iter(trainable.values())).new_zeros(0)
+
+    total_loss = _total(model, loss_fn, trainable, fixed, batch)
+    squares = squared_norms_by_layer(model, list(trainable), total_loss, batch[0], GRADIENT_LIMIT)
     if squares is None:
-        squares = _squares_of_gradients(model, loss_fn, batch, trainable)
+        squares = _squares_of_gradients(model, loss_fn, trainable, fixed, batch)
     return squares.sqrt()
 
 
-def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Tensor, max_norm: float) -> dict[str, Tensor]:
+def _total(
+    model: nn.Module, loss_fn: Loss, trainable: Tensors, fixed: Tensors, batch: tuple[Tensor, ...]
+) -> Callable[[Tensor], Tensor]:
+    def total_loss(x: Tensor) -> Tensor:
+        return _losses(loss_fn, functional_call(model, {**trainable, **fixed}, (x,)), batch[1:]).sum()
+
+    return total_loss
+
+
+def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Tensor, max_norm: float) -> Tensors:
     """The sum over samples of their gradients, each scaled down to `max_norm` if it is longer.
 
     No gradient of a single sample is kept: the norms come first, then one backward of the scaled losses.
     """
     if not max_norm > 0:
         raise ValueError(f"`max_norm` (={max_norm}) must be positive")
-    trainable, fixed = _parameters(model)
-    norms = per_sample_norms(model, loss_fn, *batch)
+    check_samples_are_independent(model)
+    batch_size(batch)
+    spread, trainable, fixed, batch = _placed(model, batch)
+    gradients = _clipped(model, loss_fn, trainable, fixed, batch, max_norm)
+    if spread is None:
+        return gradients
+    parameters = dict(model.named_parameters())
+    return {name: spread.summed(value, parameters[name]) for name, value in gradients.items()}
+
+
+def _clipped(
+    model: nn.Module, loss_fn: Loss, trainable: Tensors, fixed: Tensors, batch: tuple[Tensor, ...], max_norm: float
+) -> Tensors:
+    if batch[0].shape[0] == 0:
+        return {name: torch.zeros_like(value) for name, value in trainable.items()}
+    norms = _norms(model, loss_fn, trainable, fixed, batch)
     scales = (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
 
-    def scaled_loss(parameters: dict[str, Tensor]) -> Tensor:
-        output = functional_call(model, {**parameters, **fixed}, (batch[0],))
-        return (_losses(loss_fn, output, batch[1:]) * scales).sum()
+    leaves = {name: value.detach().requires_grad_() for name, value in trainable.items()}
+    with torch.enable_grad():
+        output = functional_call(model, {**leaves, **fixed}, (batch[0],))
+        scaled = (_losses(loss_fn, output, batch[1:]) * scales).sum()
+    gradients = torch.autograd.grad(scaled, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, gradients, strict=True))
 
-    if norms.numel() == 0:
-        return {name: torch.zeros_like(value) for name, value in trainable.items()}
-    gradients: dict[str, Tensor] = grad(scaled_loss)(trainable)
-    return gradients
+
+def _placed(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Spread | None, Tensors, Tensors, tuple[Tensor, ...]]:
+    """Parameters, all else that the model holds, and the batch: of DTensors, as this rank is to compute with them."""
+    trainable, fixed = _parameters(model)
+    spread = Spread.of(batch)
+    if spread is None:
+        return None, trainable, fixed, batch
+    if spread.whole:
+        return spread, spread.own(trainable), spread.own(fixed), tuple(each.to_local() for each in batch)  # type: ignore[attr-defined]
+    everywhere: list[Tensors] = [
+        {name: spread.everywhere(value) for name, value in each.items()} for each in (trainable, fixed)
+    ]
+    return spread, everywhere[0], everywhere[1], batch
 
 
 def check_samples_are_independent(model: nn.Module) -> None:
@@ -111,7 +172,7 @@ def batch_size(batch: tuple[Tensor, ...]) -> int:
     return sizes[0]
 
 
-def _parameters(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _parameters(model: nn.Module) -> tuple[Tensors, Tensors]:
     """Those to differentiate by, and all else that the model holds."""
     parameters = dict(model.named_parameters())
     trainable = {name: value.detach() for name, value in parameters.items() if value.requires_grad}
@@ -127,6 +188,14 @@ def _losses(loss_fn: Loss, output: Tensor, others: tuple[Tensor, ...]) -> Tensor
     def one(*sample: Tensor) -> Tensor:
         return _single(loss_fn(*(each.unsqueeze(0) for each in sample)))
 
+    if isinstance(output, DTensor):
+        output = settled(output, others)
+    spread = Spread.of((output, *others))
+    if spread is not None and spread.whole:
+        own: Tensor = vmap(one)(*(each.to_local() for each in (output, *others)))  # type: ignore[attr-defined]
+        return DTensor.from_local(
+            own, spread.mesh, spread.placements, run_check=False, shape=torch.Size([spread.batch]), stride=(1,)
+        )
     losses: Tensor = vmap(one)(output, *others)
     return losses
 
@@ -138,13 +207,13 @@ def _single(loss: Tensor) -> Tensor:
 
 
 def _squares_of_gradients(
-    model: nn.Module, loss_fn: Loss, batch: tuple[Tensor, ...], trainable: dict[str, Tensor]
+    model: nn.Module, loss_fn: Loss, trainable: Tensors, fixed: Tensors, batch: tuple[Tensor, ...]
 ) -> Tensor:
     """A bounded number of samples at a time."""
     per_sample = sum(value.numel() * value.element_size() for value in trainable.values())
     at_once = max(1, GRADIENT_LIMIT // per_sample)
     parts = []
     for part in zip(*(tensor.split(at_once) for tensor in batch), strict=True):
-        gradients = per_sample_gradients(model, loss_fn, *part)
+        gradients = _gradients(model, loss_fn, trainable, fixed, part)
         parts.append(sum((each.flatten(1).square().sum(1) for each in gradients.values()), torch.zeros(())))
     return torch.cat([torch.as_tensor(part) for part in parts])

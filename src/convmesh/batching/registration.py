@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from . import rules
+from . import memory, rules
 
 RULES = {"convolution": rules.convolution, "convolution_backward": rules.convolution_backward}
 
@@ -35,12 +35,13 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Back to torch's own rules."""
+    """Back to torch's own rules, and no memory kept for the next results."""
     global _library
     with _lock:
         if _library is not None:
             _library._destroy()
             _library = None
+            memory.shelf.clear()
 
 
 def installed() -> bool:
