@@ -111,11 +111,16 @@ def judge(mesh: DeviceMesh, case: Case, alone: bool) -> Verdict:
     # Of a tensor with at most one element a rank there is nothing worth keeping sharded, and results that are single
     # numbers all ranks have. What is as small as a parameter may be that, or its gradient.
     activation = max((t.numel() for t in inputs), default=0)
-    parameters = [t.numel() for t in tensors_of((sample.args, sample.kwargs)) if alone]
+    parameters = [_padded(t, mesh.size()) for t in tensors_of((sample.args, sample.kwargs)) if alone]
     numbers = all(t.dim() == 0 for t in results[0])
     half = 2 * gathers.largest >= activation > max([mesh.size(), *parameters])
     gathered = half and gathers.largest > max(parameters, default=0) and not numbers
     return ("gathered" if gathered else "right"), ""
+
+
+def _padded(tensor: torch.Tensor, ranks: int) -> int:
+    """How many elements arrive where a tensor is gathered: as torch pads parts of one length."""
+    return max([1, *(tensor.numel() // max(1, size) * -(-size // ranks) * ranks for size in tensor.shape)])
 
 
 def _compare(actual: Any, expected: torch.Tensor | None) -> None:

@@ -73,7 +73,7 @@ FAMILIES = {
     "reductions": Family(
         ("sum", "mean", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "argmax", "argmin", "norm",
          "linalg.vector_norm", "logsumexp", "prod", "cumsum", "cumprod", "sort", "argsort", "topk", "kthvalue",
-         "median", "quantile", "unique", "any", "all", "histc"),
+         "median", "quantile", "any", "all", "histc"),
     ),
     "foreach": Family(
         _foreach("neg", "reciprocal", "sqrt", "rsqrt", "abs", "add", "sub", "mul", "div", "addcdiv", "addcmul", "pow",

@@ -49,3 +49,26 @@ def bincount(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     output = Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim, shape,
                     dense_stride(shape, torch.contiguous_format), counted.dtype)  # fmt: skip
     return _torch.wrap(counted, output.spec)
+
+
+@rule(aten.histc.default, behaviour=COUNT)
+def histc(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Between given bounds, or between the least and the greatest value of all ranks."""
+    input, bins, low, high = _torch.arguments(operator, args, kwargs)
+    check_placed("histc", (("input", input),))
+    if low == high and _torch.tracing():
+        raise refuse("histc", "compiled code does not know the least and the greatest value", (("input", input),),
+                     "give min and max")  # fmt: skip
+    layout = settled(Layout.of(_torch.spec_of(input)))
+    local = move(input, layout)
+    output = Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim, (bins,), (1,), input.dtype)
+    if layout.mesh.get_coordinate() is None:
+        return _torch.wrap(local.new_empty(0), output.spec)
+    mesh_dims = cutting(layout, range(len(layout.shape)))
+    if low == high and input.numel():
+        far = torch.finfo(input.dtype).max
+        ends = torch.stack([-local.min(), local.max()]) if local.numel() else local.new_full((2,), -far)
+        least, high = all_reduce(ends, layout.mesh, mesh_dims, "max").tolist()
+        low = -least
+    counted = aten.histc.default(local, bins, low, high) if local.numel() else local.new_zeros(bins)
+    return _torch.wrap(all_reduce(counted, layout.mesh, mesh_dims), output.spec)

@@ -34,8 +34,10 @@ def running(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     own = operator(local, plan.dim, dtype=dtype)
     adds = operator is aten.cumsum.default
     whole = (local.sum if adds else local.prod)(plan.dim, keepdim=True, dtype=own.dtype)
-    before = side_by_side(whole, plan.given.mesh, cut)[: line(plan.given.mesh, cut).rank]
+    everyone = side_by_side(whole, plan.given.mesh, cut)
+    before = everyone[: line(plan.given.mesh, cut).rank]
     own = own + before.sum(0) if adds else own * before.prod(0)
+    own = _torch.tie(own, tokens=[everyone.reshape(-1)[:1]])  # of which the first rank uses nothing
     return _torch.wrap(own.contiguous(), plan.given.typed(own.dtype).dense.spec)
 
 
