@@ -36,6 +36,24 @@ def test_interpolate(pool: Pool, mesh: tuple[int, ...]) -> None:
     pool.run_cases(check_call, placed_calls(mesh, calls()), mesh=mesh)
 
 
+def test_factors_beside_the_sizes_that_they_give(pool: Pool) -> None:
+    """Some of torch's kernels go by the factor, and others by the sizes, where these are equal or one is twice the
+    other; a rank's own part can be so where the whole is not."""
+    cases = [
+        Call("interpolate", shape, (dim,), (), (("mode", mode), ("scale_factor", factor)))
+        for shape, modes in (
+            ((1, 5, 20), ("nearest", "nearest-exact", "linear")),
+            ((1, 5, 14, 20), ("nearest", "bilinear", "bicubic")),
+            ((1, 5, 80, 60), ("nearest",)),
+            ((1, 5, 4, 12, 9), ("nearest", "trilinear")),
+        )
+        for mode in modes
+        for dim in (2, len(shape) - 1)
+        for factor in (0.97, 1.04, 1.97, 2.03, 2.1)
+    ]
+    pool.run_cases(check_call, cases, mesh=(4,))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes(pool: Pool, dtype: torch.dtype) -> None:
     cases = [

@@ -61,7 +61,11 @@ def _double(value: float) -> float:
 
 @lru_cache(maxsize=1024)
 def taps(mode: str, source: int, target: int, align_corners: bool, scale: float | None, double: bool) -> Taps:
-    """From `source` to `target` indices. `scale` is a user's factor; without one the sizes give it."""
+    """From `source` to `target` indices. `scale` is a user's factor; without one the sizes give it.
+
+    Of torch's kernels for `nearest` some take the same size, and twice the size, for exact whatever the scale is;
+    `nearest_scaled` is what the others do.
+    """
     rounded = _double if double else _single
     if mode.startswith("nearest"):
         return _nearest(mode, source, target, scale, rounded)
@@ -91,7 +95,7 @@ def _nearest(mode: str, source: int, target: int, scale: float | None, rounded: 
     def place(index: int) -> int:
         if mode == "nearest_exact":
             return min(floor(_single((index + 0.5) * step)), source - 1)
-        if target in (source, 2 * source):
+        if mode == "nearest" and target in (source, 2 * source):
             return index * source // target
         return min(floor(_single(index * step)), source - 1)
 

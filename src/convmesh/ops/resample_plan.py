@@ -84,7 +84,9 @@ def _inner(layouts: ReachPlan, mapped: Mapping[int, Taps], resampling: Resamplin
     """The targets that come out right if a rank resamples what it has; None if these are not nearly all."""
     reach, sides = layouts.reach, []
     assert reach is not None
-    if resampling.mode.endswith("_aa"):  # of some parts these kernels make other numbers than their taps say
+    if resampling.mode.endswith("_aa"):  # torch's antialiasing mistakes the layout of results that are 1 wide
+        return None
+    if _copies(layouts.computed, resampling, layouts.operands[0].local_shape[2:], layouts.computed.local_shape[2:]):
         return None
     for dim, sources, targets in zip(reach.dims, reach.sources, reach.targets, strict=True):
         if not sources or not targets:
@@ -104,9 +106,11 @@ def _right(
     ends = (len(targets), len(sources)) if resampling.backward else (len(sources), len(targets))
     wanted = whole.of[targets.start : targets.stop]
     right = [True] * len(targets)
-    # Of nearest neighbours it depends on the sizes in which precision torch looks for them.
-    for precise in (False, True) if "nearest" in resampling.mode else (double,):
-        alone = taps(resampling.mode, *ends, resampling.align_corners, resampling.scales[dim - 2], precise)
+    # Of nearest neighbours it depends on the sizes by which kernel torch looks for them.
+    nearest = {"nearest": ("nearest", "nearest_scaled"), "nearest_exact": ("nearest_exact",)}
+    kernels = [(mode, precise) for mode in nearest.get(resampling.mode, ()) for precise in (False, True)]
+    for mode, precise in kernels or [(resampling.mode, double)]:
+        alone = taps(mode, *ends, resampling.align_corners, resampling.scales[dim - 2], precise)
         alone = alone.transposed(ends[0]) if resampling.backward else alone
         for at, (mine, theirs) in enumerate(zip(alone.of, wanted, strict=True)):
             right[at] &= tuple((source + sources.start, weight) for source, weight in mine) == theirs
@@ -125,23 +129,34 @@ def _longest(right: Sequence[bool]) -> tuple[int, int]:
 
 
 def _all_taps(given: Layout, resampling: Resampling) -> list[Taps]:
-    double = given.dtype == torch.float64
-    if "nearest" in resampling.mode:
-        double = double and _nearest_is_double(given, resampling)
+    mode, double = resampling.mode, given.dtype == torch.float64
+    if "nearest" in mode:
+        general = _nearest_is_general(given, resampling)
+        double = double and general
+        if mode == "nearest" and (general or given.mesh.device_type != "cpu"):
+            mode = "nearest_scaled"
+    elif _copies(given, resampling, resampling.sources, resampling.targets):
+        mode = "linear"  # of which equal sizes are a copy
     made = []
     for source, target, scale in zip(resampling.sources, resampling.targets, resampling.scales, strict=True):
-        along = taps(resampling.mode, source, target, resampling.align_corners, scale, double)
+        along = taps(mode, source, target, resampling.align_corners, scale, double)
         made.append(along.transposed(source) if resampling.backward else along)
     return made
 
 
-def _nearest_is_double(given: Layout, resampling: Resampling) -> bool:
-    """Of torch's kernels for nearest neighbours, some on CPU compute in float64 for float64, and only forward."""
+def _nearest_is_general(given: Layout, resampling: Resampling) -> bool:
+    """Of torch's kernels for nearest neighbours, one on CPU is for any number of dimensions, and only forward."""
     if resampling.backward or given.mesh.device_type != "cpu":
         return False
     if given.memory_format != torch.contiguous_format and given.shape[1] > 3:
         return False
     return len(resampling.targets) != 2 or sum(resampling.targets) > 128
+
+
+def _copies(given: Layout, resampling: Resampling, sources: Sequence[int], targets: Sequence[int]) -> bool:
+    """Whether torch copies all for equal sizes, whatever the scale: so do some kernels for cubic interpolation."""
+    copying = resampling.backward or given.mesh.device_type != "cpu"
+    return resampling.mode == "cubic" and copying and tuple(sources) == tuple(targets)
 
 
 def _check(operator: str, given: Layout, resampling: Resampling) -> None:
