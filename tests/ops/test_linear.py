@@ -127,6 +127,16 @@ def attentions(queries: tuple[Any, ...], keys: tuple[Any, ...]) -> list[Sharded]
     return [Sharded(attention, tensors, (causal,), gathers=True) for causal in (False, True)]
 
 
+def attention_across(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The numbers of a token are far from each other in memory."""
+    return F.scaled_dot_product_attention(*(t.transpose(2, 3) for t in (q, k, v)))
+
+
+def test_attention_over_tokens_that_are_innermost_in_memory(pool: Pool) -> None:
+    tensors = (((2, 4, 3, 7), (3,)), ((2, 4, 3, 5), (3,)), ((2, 4, 3, 5), (3,)))
+    pool.run_cases(check, [Sharded(attention_across, tensors, gathers=True)], mesh=(2,))
+
+
 def test_attention_over_sharded_tokens(pool: Pool) -> None:
     pool.run_cases(check, attentions((2,), (2,)) + attentions((2,), ("R",)) + attentions((1,), (1,)), mesh=(2,))
     placements = pool.run_cases(check, attentions((0, 2), (0, 2)) + attentions((1, 2), (1, 2)), mesh=(2, 2))

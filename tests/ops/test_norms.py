@@ -95,6 +95,20 @@ def test_norms_by_shape_agree_with_one_process(pool: Pool, mesh: tuple[int, ...]
     pool.run_cases(by_shape, cases, mesh=mesh)
 
 
+def _of_channels_last(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = x.permute(0, 3, 1, 2)
+    return F.group_norm(y, 2, w, b) + F.instance_norm(y, None, None, w, b)
+
+
+def test_norms_of_few_samples_with_channels_innermost(pool: Pool) -> None:
+    cases = [
+        Sharded(_of_channels_last, (((n, 6, 5, 4), at), ((4,), ("R", "R")), ((4,), ("R", "R"))))
+        for n in (1, 2)
+        for at in ((1, 2), (0, 1), ("R", 2), (1, 1))
+    ]
+    pool.run_cases(check_dense, cases, mesh=(2, 2))
+
+
 def _of_tokens(x: torch.Tensor) -> torch.Tensor:
     return F.group_norm(x.transpose(1, 2).unflatten(2, (5, 6)), 2)
 

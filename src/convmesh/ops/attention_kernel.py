@@ -82,12 +82,17 @@ def _run(operator: _torch.Operator, tensors: tuple[Any, ...], rest: tuple[Any, .
                      [("query", tensors[1 if backward else 0])], "call scaled_dot_product_attention")  # fmt: skip
     if not plan.present:
         return tuple(absent(tensors[0], layout) for layout in plan.results)
-    local = [move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True)]
+    local = [_innermost(move(tensor, target)) for tensor, target in zip(tensors, plan.operands, strict=True)]
     if plan.empty:
         results = [local[0].new_zeros(layout.local_shape) for layout in plan.results]
     else:
         results = operator(*local, dropout, causal, scale=scale)
     return tuple(wrap_dense(result, layout) for result, layout in zip(results, plan.results, strict=True))
+
+
+def _innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The kernel takes the numbers of a token for neighbours in memory, and does not look whether they are."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default, behaviour=KERNEL)

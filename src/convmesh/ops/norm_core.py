@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from math import prod
 from typing import Any
 
@@ -162,7 +163,7 @@ def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: tor
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
     if not (gy.is_contiguous() and x.is_contiguous()):
-        inner = tuple(range(-1, -x.dim() - 1, -1))[: sum(1 for size in reversed(mean.shape) if size == 1)]
+        inner = [-1 - number for number, _ in enumerate(takewhile(lambda size: size == 1, reversed(mean.shape)))]
         return gy.sum(inner, keepdim=True), ((x - mean).mul_(rstd).mul_(gy)).sum(inner, keepdim=True)
     # One kernel makes both sums in one pass, without anything of the input's size: they are the gradients of weight
     # and bias in a batch norm of one sample, of which every set is a channel.

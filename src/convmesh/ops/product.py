@@ -133,11 +133,12 @@ def _remember(first: _torch.Spec, second: _torch.Spec) -> None:
     if len(_factors) > 4096:
         _factors.clear()
     (*batch, m, k), n = first.shape, second.shape[-1]
-    _factors[first.mesh, (*batch, m, n), (*batch, n, k)] = first.placements
-    _factors[first.mesh, (*batch, k, m), (*batch, m, n)] = second.placements
-    # Of a factor whose columns are next to each other in memory torch makes the gradient transposed.
+    # Of a factor whose columns are next to each other in memory torch makes the gradient transposed. That is rarer, so
+    # it comes first: where shapes do not tell one from the other, the later one counts.
     _factors[first.mesh, (*batch, k, n), (*batch, n, m)] = _transposed(first)
     _factors[first.mesh, (*batch, n, m), (*batch, m, k)] = _transposed(second)
+    _factors[first.mesh, (*batch, k, m), (*batch, m, n)] = second.placements
+    _factors[first.mesh, (*batch, m, n), (*batch, n, k)] = first.placements
 
 
 def _transposed(spec: _torch.Spec) -> tuple[Placement, ...]:
