@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
 from benchmarks import physicsnemo
-from benchmarks.measure import interleave, timed
+from benchmarks.measure import interleave, keep_memory, timed
 from convmesh.demo.launch import ALLOCATION
 from convmesh.demo.traffic import watch_step
 from convmesh.models import UNet, convnext_tiny, resnet50
@@ -118,6 +118,7 @@ class Rank:
 def prepare(mesh: DeviceMesh, network: Network) -> tuple[int, int, int]:
     """(bytes of halos that this rank sends for the convolutions of a step, the least for all ranks, messages)"""
     convmesh.enable()
+    keep_memory()
     Rank.step = step = Step(network, mesh)
     step()
     with convmesh.count_traffic() as traffic:
@@ -143,6 +144,7 @@ def measure_gradients(mesh: DeviceMesh, summed: bool) -> float:
 
 def prepare_peer(mesh: DeviceMesh, network: Network) -> str | None:
     """What PhysicsNeMo says to this network; None if it runs."""
+    keep_memory()
     try:
         Rank.step = physicsnemo.make_step(
             network.build, torch.rand(network.input), torch.randint(2, network.target), mesh
@@ -192,6 +194,7 @@ def _measure_network(pool: Pool, network: Network, rounds: int) -> dict[str, Any
     on = {"mesh": MESHES[2][0], "names": MESHES[2][1], "timeout": 600}
     row: dict[str, Any] = {"network": network.title, "waited": [], "refusal": None}
     torch.set_num_threads(2)
+    keep_memory()
     sent = pool.run(prepare, network, **on)
     row["bytes"], row["least"], row["exchanges"] = sum(size for size, *_ in sent), *sent[0][1:]
     alone = Step(network, None)
