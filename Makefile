@@ -29,11 +29,12 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two at a time: tests in one process, beside tests whose ranks mostly wait for each other.
+# Two halves at a time: ranks mostly wait for each other, and leave room for the other half's.
+HALF := tests/batching tests/models tests/training tests/test_demo.py tests/test_examples.py
 unit: $(READY)
-	@$(BIN)/pytest tests/batching > $(VENV)/batching.log 2>&1 & batching=$$!; \
-	$(BIN)/pytest --ignore tests/batching; rest=$$?; \
-	wait $$batching; alone=$$?; cat $(VENV)/batching.log; exit $$((rest + alone))
+	@$(BIN)/pytest $(HALF) > $(VENV)/half.log 2>&1 & half=$$!; \
+	$(BIN)/pytest $(HALF:%=--ignore %); rest=$$?; \
+	wait $$half; other=$$?; cat $(VENV)/half.log; exit $$((rest + other))
 
 fuzz: $(READY)  ## N=... random convolutions against one process; prints the seed of a failure
 	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(SEED),--seed $(SEED))
