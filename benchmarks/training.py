@@ -26,7 +26,7 @@ from convmesh.demo.launch import ALLOCATION
 from convmesh.demo.traffic import watch_step
 from convmesh.models import UNet, convnext_tiny, resnet50
 from convmesh.process_memory import peak_memory
-from tests.harness import Pool
+from tests.harness import Pool, RankError
 
 
 @dataclass(frozen=True)
@@ -142,16 +142,9 @@ def measure_gradients(mesh: DeviceMesh, summed: bool) -> float:
     return timed(lambda: Rank.step.gradients(summed))  # type: ignore[attr-defined]
 
 
-def prepare_peer(mesh: DeviceMesh, network: Network) -> str | None:
-    """What PhysicsNeMo says to this network; None if it runs."""
+def prepare_peer(mesh: DeviceMesh, network: Network) -> None:
     keep_memory()
-    try:
-        Rank.step = physicsnemo.make_step(
-            network.build, torch.rand(network.input), torch.randint(2, network.target), mesh
-        )
-    except (RuntimeError, ValueError, NotImplementedError, IndexError, AttributeError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    Rank.step = physicsnemo.make_step(network.build, torch.rand(network.input), torch.randint(2, network.target), mesh)
 
 
 def memory(mesh: DeviceMesh, network: Network, alone: bool) -> int:
@@ -213,9 +206,11 @@ def _measure_network(pool: Pool, network: Network, rounds: int) -> dict[str, Any
     }
     with Pool() as peers:  # of its own: PhysicsNeMo changes DTensor for good
         if physicsnemo.installed():
-            row["refusal"] = peers.run(prepare_peer, network, **on)[0]
-            if row["refusal"] is None:
+            try:
+                peers.run(prepare_peer, network, **on)
                 candidates["PhysicsNeMo"] = lambda: max(seconds for seconds, _ in peers.run(measure, **on))
+            except RankError as error:
+                row["refusal"] = error.traceback.strip().splitlines()[-1]
         row["seconds"] = interleave(candidates, rounds)
     return row
 

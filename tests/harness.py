@@ -6,19 +6,13 @@ other, the processes are killed, and the next call starts new ones.
 """
 
 import atexit
-import faulthandler
-import io
 import math
 import multiprocessing as mp
 import os
 import pickle
 import signal
-import socket
 import tempfile
-import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -27,17 +21,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-WORLD_SIZE = 4
+from tests.worker import WORLD_SIZE, MeshKey, Reply, pack, serve, unpack
+
 CALL_SECONDS = 120.0
 START_SECONDS = 120.0
 # How long the other ranks may go on once a rank has raised: they may just be slower, or wait for it for ever.
 GRACE_SECONDS = 5.0
-
-MeshKey = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
 
 
 class RankError(RuntimeError):
@@ -58,81 +49,10 @@ class RankDied(RankError):  # noqa: N818 - says what happened to the rank
 
 
 @dataclass(frozen=True)
-class _Reply:
-    result: Any = None
-    failure: str | None = None  # the traceback's text
-    raised_at: tuple[tuple[str, int | None], ...] = ()  # the traceback's places, without rank-dependent messages
-
-
-@dataclass(frozen=True)
 class _Worker:
     process: BaseProcess
     pipe: Connection
     stack_file: Path
-
-
-def pack(value: Any) -> bytes:
-    # The pickler of multiprocessing sends tensors as shared-memory handles that die with their process; torch.save
-    # writes the numbers themselves.
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)
-
-
-def loopback() -> str:
-    """The network interface to oneself."""
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
-def _end_with_parent() -> None:
-    # A rank that sits in a collective does not see that pytest was killed, so a thread watches for it.
-    parent = mp.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
-
-
-def _attempt(task: Callable[..., Any], *args: Any) -> bytes:
-    try:
-        return pack(_Reply(result=task(*args)))
-    except BaseException as error:  # sys.exit and pytest.fail are failures of the task, not the end of the worker
-        places = tuple((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
-        return pack(_Reply(failure="".join(traceback.format_exception(error)), raised_at=places))
-
-
-def _serve(rank: int, pipe: Connection, store_file: Path, stack_file: Path) -> None:
-    """The life of a worker: reply once when ready, then once to every task, until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())  # a host name that does not resolve must not matter
-    meshes: dict[MeshKey, DeviceMesh] = {}
-
-    def run_task(key: MeshKey, packed_call: bytes) -> Any:
-        shape, ranks, names = key
-        if key not in meshes:
-            meshes[key] = DeviceMesh("cpu", torch.tensor(ranks).reshape(shape), mesh_dim_names=names)
-        if rank not in ranks:
-            return None
-        torch.manual_seed(0)  # a test must not depend on which tests ran before it
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            fn, args = unpack(packed_call)
-            return fn(meshes[key], *args)
-
-    with stack_file.open("w") as stack_output:
-        faulthandler.register(signal.SIGUSR1, file=stack_output, all_threads=False)
-        pipe.send_bytes(_attempt(dist.init_process_group, "gloo", f"file://{store_file}", None, WORLD_SIZE, rank))
-        while True:
-            try:
-                key, packed_call = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                os._exit(0)  # ranks end at different times: taking gloo down in order would make them wait
-            pipe.send_bytes(_attempt(run_task, key, packed_call))
 
 
 @dataclass(frozen=True)
@@ -245,7 +165,7 @@ class Pool:
             pipe, far_end = context.Pipe()
             stack_file = folder / f"stack-{rank}"
             process = context.Process(
-                target=_serve, args=(rank, far_end, folder / "store", stack_file), name=f"rank-{rank}", daemon=True
+                target=serve, args=(rank, far_end, folder / "store", stack_file), name=f"rank-{rank}", daemon=True
             )
             process.start()
             far_end.close()  # else the pipe would outlive the process, and its death would not show
@@ -253,9 +173,9 @@ class Pool:
         # No members: a start that fails in any way, even on all ranks alike, leaves nothing to go on with.
         self._replies("the start of the pool", (), START_SECONDS)
 
-    def _replies(self, name: str, members: Sequence[int], timeout: float) -> dict[int, _Reply]:
+    def _replies(self, name: str, members: Sequence[int], timeout: float) -> dict[int, Reply]:
         """Every rank's reply, if all are good; else leave the pool fit for the next call and raise what happened."""
-        replies: dict[int, _Reply] = {}
+        replies: dict[int, Reply] = {}
         failed: list[int] = []
         deadline = time.monotonic() + timeout
         while pending := {rank: worker for rank, worker in enumerate(self._workers) if rank not in replies}:
@@ -285,7 +205,7 @@ class Pool:
             raise RankHung(min(pending), stacks[min(pending)], "\n".join([headline, *stacks.values()]))
         return replies
 
-    def _death(self, name: str, rank: int, replies: dict[int, _Reply]) -> RankDied:
+    def _death(self, name: str, rank: int, replies: dict[int, Reply]) -> RankDied:
         process = self._workers[rank].process
         process.join(GRACE_SECONDS)
         how = f"exit code {process.exitcode}"
@@ -294,7 +214,7 @@ class Pool:
         parts = [f"{name}: rank {rank} died ({how})", *_failures(replies)]
         return RankDied(rank, how, "\n".join(parts))
 
-    def _failure(self, name: str, members: Sequence[int], replies: dict[int, _Reply], failed: list[int]) -> RankError:
+    def _failure(self, name: str, members: Sequence[int], replies: dict[int, Reply], failed: list[int]) -> RankError:
         parts = _failures(replies)
         waiting = [rank for rank in range(WORLD_SIZE) if rank not in replies]
         if waiting:
@@ -320,7 +240,7 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return f"{fn.__module__}.{fn.__qualname__}" if hasattr(fn, "__qualname__") else repr(fn)
 
 
-def _failures(replies: dict[int, _Reply]) -> list[str]:
+def _failures(replies: dict[int, Reply]) -> list[str]:
     """Every distinct traceback, and the ranks that have it."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, reply in sorted(replies.items()):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.harness import pack, unpack
+from tests.worker import pack, unpack
 
 GROUP_SECONDS = 60.0
 LIMIT_SECONDS = 120.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import loopback
+from tests.worker import loopback
 
 ROOT = Path(__file__).parent.parent
 

@@ -21,7 +21,7 @@ from .rebox import rebox as rebox
 from .recut import swap as swap
 from .reduce import all_reduce as all_reduce
 from .reduce import side_by_side as side_by_side
-from .reduce import start_sum as start_sum
+from .reduce import start_reducing as start_reducing
 from .reflow import to_ranges as to_ranges
 from .reflow import to_stripes as to_stripes
 from .route import Route as Route

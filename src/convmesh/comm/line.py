@@ -97,6 +97,7 @@ def _all_to_all(
     messages: Sequence[torch.Tensor], incoming: Sequence[int], outgoing: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     filled = [message for message in messages if message.numel()]
-    buffer = filled[0] if len(filled) == 1 else torch.cat(list(messages))  # to one rank only, it is sent as it is
+    # What goes to one rank only is sent as it is, which may be a part of another tensor.
+    buffer = filled[0].contiguous() if len(filled) == 1 else torch.cat(list(messages))
     traffic.note(buffer.numel() * buffer.element_size())
     return _torch.all_to_all(buffer, incoming, outgoing, group)

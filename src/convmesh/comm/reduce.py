@@ -20,33 +20,30 @@ def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int],
     if all(mesh.size(mesh_dim) == 1 for mesh_dim in mesh_dims):
         return tensor
     if op == "sum" or not tensor.is_floating_point():
-        return _reduce(tensor, mesh, mesh_dims, op)
+        return start_reducing(tensor, mesh, mesh_dims, op)()
     # Backends lose a NaN when they compare it, and torch's extremes do not: so it is said apart.
     lost = inf if op == "min" else -inf
     missing = tensor.isnan()
     flags = missing.to(tensor.dtype) * (-1 if op == "min" else 1)
-    value, flag = _reduce(torch.stack([tensor.masked_fill(missing, lost), flags]), mesh, mesh_dims, op).unbind()
+    both = torch.stack([tensor.masked_fill(missing, lost), flags])
+    value, flag = start_reducing(both, mesh, mesh_dims, op)().unbind()
     return value.masked_fill(flag != 0, nan)
 
 
-def _reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], op: str) -> torch.Tensor:
-    for group in groups_along(mesh, mesh_dims):
-        tensor = _torch.wait(_torch.all_reduce(tensor.contiguous(), op, group))
-    return tensor
-
-
-def start_sum(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Callable[[], torch.Tensor]:
-    """Begin to add up `tensor` over all ranks along `mesh_dims`; returns what waits for the sum."""
+def start_reducing(
+    tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], op: str = "sum"
+) -> Callable[[], torch.Tensor]:
+    """Begin to combine `tensor` over all ranks along `mesh_dims`; returns what waits for the result."""
     groups = groups_along(mesh, mesh_dims)
     if not groups:
         return lambda: tensor
-    under_way = _torch.all_reduce(tensor.contiguous(), "sum", groups[0])
+    under_way = _torch.all_reduce(tensor.contiguous(), op, groups[0])
 
     def finish() -> torch.Tensor:
-        total = _torch.wait(under_way)
+        result = _torch.wait(under_way)
         for group in groups[1:]:
-            total = _torch.wait(_torch.all_reduce(total, "sum", group))
-        return total
+            result = _torch.wait(_torch.all_reduce(result, op, group))
+        return result
 
     return finish
 

@@ -36,7 +36,7 @@ def extreme_along(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict
     check_filled(name, plan, input)
     if local is None:
         return absent(input, plan.output), absent(input, plan.output.typed(torch.int64))
-    if plan.mesh_dims and not _torch.in_backward():
+    if plan.mesh_dims:
         remember(_torch.spec_of(input))  # its gradient is written into zeros
     value, place = _extreme_and_place(plan, local, name == "max")
     return plan.wrap(value), plan.wrap(place, torch.int64)

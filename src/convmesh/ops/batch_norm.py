@@ -32,6 +32,7 @@ class BatchNormPlan:
     operands: tuple[Layout | None, ...]  # input, weight, bias, and in evaluation the running statistics
     output: Layout
     statistics: Layout
+    saved: Layout  # what backward is given of them
     spread: Spread
     present: bool  # False on a rank outside of the mesh
 
@@ -51,10 +52,13 @@ def plan_batch_norm(operator: str, training: bool, *specs: _torch.Spec | None) -
     placed = operands[0]
     assert placed is not None
     by_channel = tuple(Shard(0) if p == Shard(1) else Replicate() for p in placed.placements)
+    statistics = new(input, (input.shape[1],), by_channel, wide(input.dtype))
     return BatchNormPlan(
         operands,
         placed.dense,
-        new(input, (input.shape[1],), by_channel, wide(input.dtype)),
+        statistics,
+        # In evaluation torch saves nothing, since backward has the running statistics.
+        statistics if training else new(input, (0,), (Replicate(),) * input.mesh.ndim, statistics.dtype),
         Spread.over(placed, (0, *range(2, dims))),
         input.mesh.get_coordinate() is not None,
     )
@@ -87,21 +91,19 @@ def _normalise(
     tensors = (input, weight, bias, *running)
     check_placed(operator, tuple(zip(names, tensors, strict=True)))
     plan = plan_batch_norm(operator, training, *(None if t is None else _torch.spec_of(t) for t in tensors))
-    # In evaluation torch saves nothing, since backward has the running statistics.
-    nothing = new(plan.statistics, (0,), (Replicate(),) * plan.statistics.mesh.ndim, plan.statistics.dtype)
     if not plan.present:
-        statistics = absent(input, plan.statistics if training else nothing)
-        return _Normalised(absent(input, plan.output), statistics, statistics, running)
+        saved = absent(input, plan.saved)
+        return _Normalised(absent(input, plan.output), saved, saved, running)
     x, w, b, *given = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=False))
     mean, var = _moments(plan, x) if training else (t.to(plan.statistics.dtype) for t in given)
     y = _apply(x, w, b, mean, var, eps)
-    saved = [_torch.wrap(mean.new_empty(0), nothing.spec) for _ in range(2)]
+    statistics = (mean, (var + eps).rsqrt()) if training else (mean.new_empty(0),) * 2
     if training:
-        saved = [_torch.wrap(t, plan.statistics.spec) for t in (mean, (var + eps).rsqrt())]
         unbiased = var * (plan.spread.count / max(1, plan.spread.count - 1))
         steps = zip(running, (mean, unbiased), strict=True)
         running = tuple(_updated(old, value, plan, momentum, in_place) for old, value in steps)
-    return _Normalised(wrap_dense(y, plan.output), saved[0], saved[1], running)
+    saved_mean, saved_rstd = (_torch.wrap(t, plan.saved.spec) for t in statistics)
+    return _Normalised(wrap_dense(y, plan.output), saved_mean, saved_rstd, running)
 
 
 def _moments(plan: BatchNormPlan, x: torch.Tensor) -> Pair:

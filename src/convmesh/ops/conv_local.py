@@ -15,7 +15,7 @@ import torch
 
 from ..correlation import correlate, pays
 from ..geometry import Box, Convolution, Window
-from .conv_product import is_product, product, product_gradients
+from .conv_product import channels_innermost, is_pointwise, product, product_gradients
 from .tiling import Tiling
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ class LocalConvolution:
             ):
                 sizes[axis] = len(side)
             return _only_bias(input, self.conv.output_channels(weight.shape), sizes, bias)
-        if is_product(self.conv, self.windows, input):
+        if self._pointwise and channels_innermost(input):
             return product(input, weight, bias)
         result: torch.Tensor = aten.convolution.default(input, weight, bias, *self._own.arguments)
         return result
@@ -52,7 +52,7 @@ class LocalConvolution:
         if not (mask[0] or mask[1]) or not gradient.numel() or not input.numel() or not weight.numel():
             zeros = [torch.zeros_like(t) if wanted else None for t, wanted in zip((input, weight), mask, strict=False)]
             return zeros[0], zeros[1], self.bias_gradient(gradient) if mask[2] else None
-        if is_product(self.conv, self.windows, gradient, input):
+        if self._pointwise and channels_innermost(gradient, input):
             return product_gradients(gradient, input, weight, mask)
         fine, coarse = (gradient, input) if self.conv.transposed else (input, gradient)
         if mask[1] and pays(fine, weight, self.conv.groups):
@@ -138,6 +138,10 @@ class LocalConvolution:
         """How many windows too many a fine block has: output padding may be more than a stride leaves over."""
         axes = enumerate(self.coarse_sizes)
         return [0 if axis in self._split else self._windows_in(fine, axis) - size for axis, size in axes]
+
+    @cached_property
+    def _pointwise(self) -> bool:
+        return is_pointwise(self.conv, self.windows)
 
     @cached_property
     def _own(self) -> Convolution:

@@ -14,14 +14,12 @@ import torch.nn.functional as F
 from ..geometry import Convolution, Window
 
 
-def is_product(conv: Convolution, windows: Sequence[Window], *tensors: torch.Tensor) -> bool:
-    """Whether the operator on these tensors is nothing but a matrix product."""
-    pointwise = conv.groups == 1 and all(window == Window(1, 1, 0, 1) for window in windows)
-    return pointwise and not conv.transposed and all(map(_channels_innermost, tensors))
+def is_pointwise(conv: Convolution, windows: Sequence[Window]) -> bool:
+    return not conv.transposed and conv.groups == 1 and all(window == Window(kernel=1) for window in windows)
 
 
-def _channels_innermost(tensor: torch.Tensor) -> bool:
-    return tensor.movedim(1, -1).is_contiguous()
+def channels_innermost(*tensors: torch.Tensor) -> bool:
+    return all(tensor.movedim(1, -1).is_contiguous() for tensor in tensors)
 
 
 def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -54,8 +54,7 @@ def gather(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     input, dim, index, _ = _torch.arguments(operator, args, kwargs)
     input_spec, index_spec = check_placed("gather", (("input", input), ("index", index)))
     plan = _plan(input_spec, index_spec, dim, not _torch.tracing())
-    if not _torch.in_backward():
-        remember(input_spec)
+    remember(input_spec)
     x, places = move(input, plan.source), move(index, plan.index)
     if plan.source.mesh.get_coordinate() is None or not prod(plan.index.shape):
         return _torch.wrap(x.new_empty(plan.output.local_shape), plan.output.spec)

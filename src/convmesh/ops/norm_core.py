@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ..comm import start_sum
+from ..comm import start_reducing
 from ..sharding.dispatch import place
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.rows import Assignment, Row, Wanted, choose, input_placements
@@ -62,7 +62,7 @@ class Spread:
 
     def start_adding_up(self, one: torch.Tensor, other: torch.Tensor) -> Callable[[], Pair]:
         """The same, to be awaited while something else is done."""
-        finish = start_sum(torch.stack([one, other]), self.mesh, self.mesh_dims)
+        finish = start_reducing(torch.stack([one, other]), self.mesh, self.mesh_dims)
 
         def both() -> Pair:
             first, second = finish()

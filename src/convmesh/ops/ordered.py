@@ -106,7 +106,7 @@ def begin_order(operator: _torch.Operator, values: tuple[Any, ...]) -> OrderPlan
     name = _torch.name_of(operator)
     (spec,) = specs_of(name, (("input", input),))
     plan = plan_order(name, spec, -1 if dim is None else dim)
-    if plan.dim in plan.given.cuts and not _torch.in_backward():
+    if plan.dim in plan.given.cuts:
         remember(spec)
     return plan
 

@@ -20,6 +20,7 @@ from .. import _torch
 from ..sharding.cache import planned
 from ..sharding.dispatch import layouts_of, move, specs_of
 from ..sharding.errors import refuse
+from ..sharding.hints import Hints
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from ..sharding.rows import Assignment, Row, Wanted, choose, input_placements, output_placements
@@ -119,26 +120,18 @@ def _with_added(row: Row, added: Layout | None, shape: tuple[int, ...]) -> Row:
     return Row(row.name, (*row.inputs, third), row.outputs)
 
 
-_factors: dict[tuple[Any, ...], tuple[Placement, ...]] = {}
-
-
-def _key(first: _torch.Spec, second: _torch.Spec) -> tuple[Any, ...]:
-    return first.mesh, tuple(first.shape), tuple(second.shape)
+_factors = Hints()
 
 
 def _remember(first: _torch.Spec, second: _torch.Spec) -> None:
     """Where the factors lie, by the shapes of the products that are their gradients: those should lie there, too."""
-    if _torch.in_backward():
-        return
-    if len(_factors) > 4096:
-        _factors.clear()
     (*batch, m, k), n = first.shape, second.shape[-1]
     # Of a factor whose columns are next to each other in memory torch makes the gradient transposed. That is rarer, so
     # it comes first: where shapes do not tell one from the other, the later one counts.
-    _factors[first.mesh, (*batch, k, n), (*batch, n, m)] = _transposed(first)
-    _factors[first.mesh, (*batch, n, m), (*batch, m, k)] = _transposed(second)
-    _factors[first.mesh, (*batch, k, m), (*batch, m, n)] = second.placements
-    _factors[first.mesh, (*batch, m, n), (*batch, n, k)] = first.placements
+    _factors.remember((first.mesh, (*batch, k, n), (*batch, n, m)), _transposed(first))
+    _factors.remember((first.mesh, (*batch, n, m), (*batch, m, k)), _transposed(second))
+    _factors.remember((first.mesh, (*batch, k, m), (*batch, m, n)), second.placements)
+    _factors.remember((first.mesh, (*batch, m, n), (*batch, n, k)), first.placements)
 
 
 def _transposed(spec: _torch.Spec) -> tuple[Placement, ...]:
@@ -152,7 +145,8 @@ def product(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     first, second = _torch.arguments(operator, args, kwargs)
     name = _torch.name_of(operator)
     specs = specs_of(name, (("first", first), ("second", second)))
-    plan = plan_product(name, *specs, None, _factors.get(_key(*specs)) if _torch.in_backward() else None)
+    like = _factors.recall((specs[0].mesh, tuple(first.shape), tuple(second.shape)))
+    plan = plan_product(name, *specs, None, like)
     _remember(*specs)
     if not plan.here:
         return _torch.wrap(_torch.local_of(first).new_empty(0), plan.output.spec)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
@@ -21,6 +20,7 @@ from ..geometry import HaloPlan
 from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
+from ..sharding.hints import Hints
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from .remap_plan import settled
@@ -64,6 +64,9 @@ def plan_whole_select(spec: _torch.Spec, dim: int, index: int) -> Layout | None:
     return without(layout, dim, (*layout.stride[:dim], *layout.stride[dim + 1 :]))
 
 
+_cut_before = Hints()
+
+
 @rule(aten.select.int, behaviour=Behaviour("indexing", "all other dimensions", "the one index, from its owner to all"))
 @_torch.view_rule
 def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,7 +77,7 @@ def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
         return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
     check_placed("select", (("input", input),))
     plan = plan_select(_torch.spec_of(input), dim, int(index))
-    _remember(input, dim)
+    _cut_before.remember((input.device_mesh, tuple(int(size) for size in input.shape), dim), input.placements)
     if not plan.here:
         return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
     x = move(input, plan.source)
@@ -82,19 +85,6 @@ def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     one = one.squeeze(dim).clone(memory_format=torch.contiguous_format)
     result = _torch.wrap(_torch.tie(one, x, tokens=[received]), plan.output.spec)
     return index_of(input, dim, index, result)
-
-
-_cut_before: dict[tuple[DeviceMesh, tuple[int, ...], int], tuple[Placement, ...]] = {}
-
-
-def _remember(input: DTensor, dim: int) -> None:
-    """How an input was placed: its gradient's operator is told sizes only, and would make a replicated tensor.
-
-    Any placement is exact. This one spares memory, and moving the gradient to where the input is.
-    """
-    if len(_cut_before) > 4096:
-        _cut_before.clear()
-    _cut_before[input.device_mesh, tuple(int(size) for size in input.shape), dim] = input.placements
 
 
 @planned
@@ -128,7 +118,7 @@ def select_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: di
     check_placed("select_backward", (("grad_output", gradient),))
     shape = tuple(int(size) for size in sizes)
     dim, index = dim % len(shape), int(index)
-    before = _cut_before.get((gradient.device_mesh, shape, dim))
+    before = _cut_before.recall((gradient.device_mesh, shape, dim))
     source, result = plan_select_backward(_torch.spec_of(gradient), shape, dim, index, before)
     local = move(gradient, source)
     if source.mesh.get_coordinate() is None:

@@ -14,7 +14,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
@@ -22,6 +21,7 @@ from .. import _torch
 from ..geometry import merged, where_cut
 from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
+from ..sharding.hints import Hints, Placements
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, made_of_others, rule
 from .flow import Flow, flow_of
@@ -36,8 +36,6 @@ VIEW = Behaviour(
 )  # fmt: skip
 
 made_of_others(aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int)
-
-Placements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def _choices(placement: Placement, layout: Layout) -> list[Placement]:
     return [placement, *(Shard(dim) for dim in range(len(layout.shape)) if layout.shape[dim] > 1), Replicate()]
 
 
-_came_from: dict[tuple[DeviceMesh, tuple[int, ...], tuple[int, ...], Placements], Placements] = {}
+_came_from = Hints()
 
 
 @rule(aten.view.default, aten._unsafe_view.default, behaviour=VIEW)
@@ -145,13 +143,13 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         return _without_elements(_torch.spec_of(input), _torch.local_of(input), shape)
     if not any(type(p) is Shard for p in input.placements) or any(_strange(p) for p in input.placements):
         return _torch.stock(operator, args, kwargs)
-    back = _came_from.get((input.device_mesh, before, shape, input.placements)) if _torch.in_backward() else None
+    back = _came_from.recall((input.device_mesh, before, shape, input.placements))
     plan = plan_view(_torch.spec_of(input), shape, back)
     if plan is None:
         return _torch.stock(operator, args, kwargs)
     check_placed("view", (("input", input),))
-    if not _torch.in_backward():
-        _remember(input, shape, plan)
+    went_to = (input.device_mesh, shape, before, plan.output.placements)
+    _came_from.remember(went_to, tuple(settled(placement) for placement in input.placements))
     local = move(input, plan.source)
     if local.dim() == len(before):  # else the rank is outside of the mesh
         local = (local if plan.flow is None else plan.flow(local)).reshape(plan.output.local_shape)
@@ -177,11 +175,3 @@ def _without_elements(spec: _torch.Spec, local: torch.Tensor, shape: tuple[int, 
 
 def _strange(placement: Placement) -> bool:
     return type(placement).__name__ == "_StridedShard"
-
-
-def _remember(input: DTensor, shape: tuple[int, ...], plan: ViewPlan) -> None:
-    """Where the gradient should go: any placement of it is exact, and this one spares moving it again."""
-    if len(_came_from) > 4096:
-        _came_from.clear()
-    before = tuple(settled(placement) for placement in input.placements)
-    _came_from[input.device_mesh, shape, plan.source.shape, plan.output.placements] = before

@@ -1,9 +1,11 @@
-"""Where tensors were in the forward pass, by their shapes: torch asks for some gradients by sizes only.
+"""Where tensors were in the forward pass, for gradients: torch asks for some of these by sizes only.
 
 Any placement of a gradient is exact. The one of its tensor spares memory, and moving it later.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
@@ -12,16 +14,37 @@ from .. import _torch
 
 Placements = tuple[Placement, ...]
 
-_seen: dict[tuple[DeviceMesh, tuple[int, ...]], Placements] = {}
+LARGEST = 4096
+
+
+class Hints:
+    """Placements by whatever forward and backward pass both know. Those of the last forward pass count."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, Placements] = {}
+
+    def remember(self, key: Hashable, placements: Placements) -> None:
+        """In the forward pass; a backward pass has nothing to say of where its own gradients should go."""
+        if _torch.in_backward():
+            return
+        if len(self._seen) >= LARGEST:
+            self._seen.clear()
+        self._seen[key] = placements
+
+    def recall(self, key: Hashable) -> Placements | None:
+        """In the backward pass, if it was remembered."""
+        return self._seen.get(key) if _torch.in_backward() else None
+
+
+_by_shape = Hints()
 
 
 def remember(spec: _torch.Spec) -> None:
     """Call this in forward for a tensor whose gradient is made of zeros of its shape."""
-    if len(_seen) > 4096:
-        _seen.clear()
-    _seen[spec.mesh, tuple(spec.shape)] = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
+    cut = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
+    _by_shape.remember((spec.mesh, tuple(spec.shape)), cut)
 
 
 def placements_of(mesh: DeviceMesh, shape: tuple[int, ...]) -> Placements | None:
     """In backward, where the last tensor of this shape was, if that was remembered."""
-    return _seen.get((mesh, shape)) if _torch.in_backward() else None
+    return _by_shape.recall((mesh, shape))
