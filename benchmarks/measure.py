@@ -34,4 +34,4 @@ def keep_memory() -> None:
     if mallopt is not None:
         mmap_max, trim_threshold = -4, -1
         mallopt(mmap_max, 0)
-        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(trim_threshold, -1)  # never
