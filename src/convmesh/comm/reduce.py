@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
 
+FEW = 4096  # numbers, that may as well be sent several times over
+
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], op: str = "sum") -> torch.Tensor:
     """`tensor` combined over all ranks along `mesh_dims`, on each of them; `op` is sum, max or min."""
@@ -21,7 +23,12 @@ def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int],
         return tensor
     if op == "sum" or not tensor.is_floating_point():
         return start_reducing(tensor, mesh, mesh_dims, op)()
-    # Backends lose a NaN when they compare it, and torch's extremes do not: so it is said apart.
+    # Backends lose a NaN when they compare it, and torch's extremes do not. So either torch compares what all ranks
+    # have, or it is said apart.
+    ranks = prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims)
+    if ranks == 2 or tensor.numel() * ranks <= FEW:
+        parts = side_by_side(tensor, mesh, tuple(mesh_dims))
+        return parts.amin(0) if op == "min" else parts.amax(0)
     lost = inf if op == "min" else -inf
     missing = tensor.isnan()
     flags = missing.to(tensor.dtype) * (-1 if op == "min" else 1)
@@ -31,13 +38,14 @@ def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int],
 
 
 def start_reducing(
-    tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], op: str = "sum"
+    tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], op: str = "sum", in_place: bool = False
 ) -> Callable[[], torch.Tensor]:
-    """Begin to combine `tensor` over all ranks along `mesh_dims`; returns what waits for the result."""
+    """Begin to combine `tensor`, which may be lost if it is `in_place`, over all ranks along `mesh_dims`; returns what
+    waits for the result."""
     groups = groups_along(mesh, mesh_dims)
     if not groups:
         return lambda: tensor
-    under_way = _torch.all_reduce(tensor.contiguous(), op, groups[0])
+    under_way = _torch.all_reduce(tensor.contiguous(), op, groups[0], in_place)
 
     def finish() -> torch.Tensor:
         result = _torch.wait(under_way)
@@ -73,4 +81,4 @@ def side_by_side(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, .
         here = here * size + mesh.get_local_rank(mesh_dim)
     places = tensor.new_zeros([prod(sizes), *tensor.shape])
     places[here] = tensor
-    return all_reduce(places, mesh, mesh_dims)
+    return start_reducing(places, mesh, mesh_dims, in_place=True)()

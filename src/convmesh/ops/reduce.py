@@ -77,14 +77,9 @@ def extreme_of(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch.Te
     if not plan.mesh_dims:
         return own
     op = "max" if greatest else "min"
-    if not own.dtype.is_floating_point:
-        return plan.combine(own.to(torch.uint8) if own.dtype == torch.bool else own, op).to(own.dtype)
-    # Collectives may lose a NaN among numbers, so it travels as a number of its own.
-    unset = -inf if greatest else inf
-    nan = own.isnan()
-    both = torch.stack([own.masked_fill(nan, unset), torch.where(nan, -unset, unset).to(own.dtype)])
-    value, flag = plan.combine(both, op)
-    return torch.where(flag == -unset, torch.nan, value)
+    if own.dtype == torch.bool:
+        return plan.combine(own.to(torch.uint8), op).bool()
+    return plan.combine(own, op)
 
 
 def local_extreme(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch.Tensor:
