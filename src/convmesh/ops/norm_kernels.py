@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
+from .. import _torch
+
 aten = torch.ops.aten
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
+IN_CACHE = 1 << 18  # elements
 LONG = 64  # values of a set; for shorter ones a kernel spends its time between them
 
 
@@ -28,8 +31,20 @@ def moments_of_groups(x: torch.Tensor, groups: int) -> Pair:
     if not x.is_cpu:
         var, mean = torch.var_mean(x.unflatten(1, (groups, -1)), tuple(range(2, x.dim() + 1)), correction=0)
         return mean, var
-    # Of torch's kernels for CPUs, that of group norm is by far the fastest to find moments, though it also normalises.
-    # What it adds to a variance, which may be zero, is less than the variance can tell.
+    if not x.is_contiguous() or _torch.tracing():
+        return _kernel_moments(x, groups)
+    # Some groups at a time, as samples of one group each: what the kernel writes stays in the cache, and `x` as well.
+    sets = x.shape[0] * groups
+    parts = x.view(sets, 1, -1).split(max(1, IN_CACHE * sets // x.numel()))
+    means, variances = zip(*(_kernel_moments(part, 1) for part in parts), strict=True)
+    return torch.cat(means).view(-1, groups), torch.cat(variances).view(-1, groups)
+
+
+def _kernel_moments(x: torch.Tensor, groups: int) -> Pair:
+    """Of torch's kernels for CPUs, that of group norm is by far the fastest to find moments, though it also normalises.
+
+    What it adds to a variance, which may be zero, is less than the variance can tell.
+    """
     tiny = torch.finfo(x.dtype).tiny
     sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
     _, mean, rstd = aten.native_group_norm.default(x, None, None, *sizes, groups, tiny)
