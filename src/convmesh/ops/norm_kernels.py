@@ -31,24 +31,23 @@ def moments_of_groups(x: torch.Tensor, groups: int) -> Pair:
     if not x.is_cpu:
         var, mean = torch.var_mean(x.unflatten(1, (groups, -1)), tuple(range(2, x.dim() + 1)), correction=0)
         return mean, var
-    if not x.is_contiguous() or _torch.tracing():
-        return _kernel_moments(x, groups)
-    # Some groups at a time, as samples of one group each: what the kernel writes stays in the cache, and `x` as well.
+    # Of torch's kernels for CPUs, that of group norm is by far the fastest to find moments, though it also normalises.
+    # It takes some groups at a time, as samples of one group: what it writes stays in the cache, and `x` as well.
     sets = x.shape[0] * groups
-    parts = x.view(sets, 1, -1).split(max(1, IN_CACHE * sets // x.numel()))
-    means, variances = zip(*(_kernel_moments(part, 1) for part in parts), strict=True)
-    return torch.cat(means).view(-1, groups), torch.cat(variances).view(-1, groups)
+    some = max(1, IN_CACHE * sets // x.numel())
+    if x.is_contiguous() and some < sets and not _torch.tracing():
+        parts = [_kernel_moments(part, 1) for part in x.view(sets, 1, -1).split(some)]
+        mean, rstd = (torch.cat(numbers).view(-1, groups) for numbers in zip(*parts, strict=True))
+    else:
+        mean, rstd = _kernel_moments(x, groups)
+    return mean, rstd.pow_(-2).sub_(torch.finfo(x.dtype).tiny).clamp_(min=0)
 
 
 def _kernel_moments(x: torch.Tensor, groups: int) -> Pair:
-    """Of torch's kernels for CPUs, that of group norm is by far the fastest to find moments, though it also normalises.
-
-    What it adds to a variance, which may be zero, is less than the variance can tell.
-    """
-    tiny = torch.finfo(x.dtype).tiny
+    """Mean and reciprocal deviation. What is added to a variance, which may be zero, is less than it can tell."""
     sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
-    _, mean, rstd = aten.native_group_norm.default(x, None, None, *sizes, groups, tiny)
-    return mean, rstd.pow_(-2).sub_(tiny).clamp_(min=0)
+    _, mean, rstd = aten.native_group_norm.default(x, None, None, *sizes, groups, torch.finfo(x.dtype).tiny)
+    return mean, rstd
 
 
 def moments_of_rows(x: torch.Tensor, inner: int) -> Pair:
