@@ -28,4 +28,5 @@ from .split import Split as Split
 from .split import slabs as slabs
 from .split import volume as volume
 from .stripes import Stripes as Stripes
+from .window import Tap as Tap
 from .window import Window as Window

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .window import Window
 
@@ -42,6 +42,17 @@ class Convolution:
     def arguments(self) -> tuple[Shape, Shape, Shape, bool, Shape, int]:
         """In the order in which torch's operators take them."""
         return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+
+    def without(self, axis: int) -> Convolution:
+        """Along all spatial dimensions but one."""
+
+        def rest(values: Shape) -> Shape:
+            return values[:axis] + values[axis + 1 :]
+
+        return replace(
+            self, stride=rest(self.stride), padding=rest(self.padding), dilation=rest(self.dilation),
+            output_padding=rest(self.output_padding),
+        )  # fmt: skip
 
     def windows(self, kernel: Sequence[int]) -> tuple[Window, ...]:
         return tuple(Window(*sizes) for sizes in zip(kernel, self.stride, self.padding, self.dilation, strict=True))

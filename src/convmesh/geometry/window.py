@@ -8,6 +8,16 @@ from .interval import Interval
 
 
 @dataclass(frozen=True, slots=True)
+class Tap:
+    """One index of a kernel, and the indices of both sides that it brings together: `step` apart on the fine side."""
+
+    index: int
+    coarse: Interval
+    fine: Interval
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Window:
     """Coarse index `o` reads the fine indices `o * stride - padding + dilation * j`, for `0 <= j < kernel`.
 
@@ -51,3 +61,16 @@ class Window:
         # ... and from o * stride - padding on, which has to be at most fine.stop - 1.
         stop = (fine.stop - 1 + self.padding) // self.stride + 1
         return Interval(start, max(start, stop))
+
+    def taps(self, fine: Interval, coarse: Interval) -> list[Tap]:
+        """The indices of the kernel with which any of `coarse` reads any of `fine`, and which do."""
+        found = []
+        for index in range(self.kernel):
+            shift = self.dilation * index - self.padding
+            readers = (
+                Interval(-(-(fine.start - shift) // self.stride), (fine.stop - 1 - shift) // self.stride + 1) & coarse
+            )
+            if fine and readers:
+                start, end = (reader * self.stride + shift for reader in (readers.start, readers.stop - 1))
+                found.append(Tap(index, readers, Interval(start, end + 1), self.stride))
+        return found

@@ -12,6 +12,7 @@ from ..comm import Held
 from ..geometry import Box
 from ..sharding.dispatch import move, place, specs_of
 from ..sharding.registry import Behaviour, composite, made_of_others, rule
+from . import conv_border
 from .conv_backward import gradients
 from .conv_local import LocalConvolution
 from .conv_plan import plan_backward, plan_forward
@@ -59,7 +60,10 @@ def _forward(local: LocalConvolution, x: torch.Tensor, w: torch.Tensor, b: torch
     target, inner = (tiling.fine, tiling.inner_fine) if local.conv.transposed else (tiling.coarse, tiling.inner_coarse)
     if not tiling.computes_own:
         return fetch.tie(part(fetch.complete(), target))
-    return fetch.tie(patch(local.own(x, w, b), fetch, target, inner, part))
+    own = local.own(x, w, b)
+    if conv_border.pays(local, w):
+        return fetch.tie(conv_border.add_output(local, own, fetch, w))
+    return fetch.tie(patch(own, fetch, target, inner, part))
 
 
 @rule(aten.convolution_backward.default, behaviour=BACKWARD)

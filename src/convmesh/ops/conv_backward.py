@@ -14,6 +14,7 @@ import torch
 
 from ..comm import Held
 from ..geometry import Box, HaloPlan, slabs
+from . import conv_border
 from .conv_local import LocalConvolution
 from .tiling import patch
 
@@ -58,6 +59,9 @@ def gradients(
             local.bias_gradient(gy) if for_bias else None,
         )
     gx, gw, gb = local.own_gradients(gy, x, w, mask)
+    if conv_border.pays(local, w):
+        conv_border.add_gradients(local, coarse if fetches_fine else fine, gx, gw, fetch, fetches_fine, w)
+        return None if gx is None else fetch.tie(gx), None if gw is None else fetch.tie(gw), gb
     if gx is not None:
         patch(gx, fetch, target, inner, input_gradient)
     if gw is not None:

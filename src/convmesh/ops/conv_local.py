@@ -140,6 +140,23 @@ class LocalConvolution:
         return [0 if axis in self._split else self._windows_in(fine, axis) - size for axis, size in axes]
 
     @cached_property
+    def planes(self) -> tuple[LocalConvolution, ...]:
+        """For each split dimension, the convolution of a plane across it: without that dimension.
+
+        A sole spatial dimension stays, with nothing to do along it.
+        """
+        return tuple(self._across(number) for number in range(len(self.tiling.dims)))
+
+    def _across(self, number: int) -> LocalConvolution:
+        axis = self._split[number]
+        conv, windows = self.conv.without(axis), self.windows[:axis] + self.windows[axis + 1 :]
+        sizes = [sizes[:axis] + sizes[axis + 1 :] for sizes in (self.fine_sizes, self.coarse_sizes)]
+        if not windows:
+            conv = replace(conv, stride=(1,), padding=(0,), dilation=(1,), output_padding=(0,))
+            windows, sizes = (Window(kernel=1),), [(1,), (1,)]
+        return LocalConvolution(conv, windows, sizes[0], sizes[1], self.tiling.without(number))
+
+    @cached_property
     def _pointwise(self) -> bool:
         return is_pointwise(self.conv, self.windows)
 

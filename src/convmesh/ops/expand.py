@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from .. import _torch
 from ..sharding.cache import planned
@@ -18,8 +18,8 @@ from ..sharding.registry import Behaviour, rule
 aten = torch.ops.aten
 
 EXPAND = Behaviour(
-    "elementwise", "all dimensions but those that are repeated; pending sums",
-    "nothing; the one index of a sharded dimension that is repeated, from its owner to all",
+    "elementwise", "all dimensions but those that are repeated",
+    "pending sums, before they grow; the one index of a sharded dimension that is repeated, from its owner to all",
 )  # fmt: skip
 
 
@@ -45,7 +45,14 @@ def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...]) -> ExpandPlan | None:
                      "give -1 or the size itself for each dimension that is not of size 1")  # fmt: skip
     shape = (*sizes[:new], *(s if w == -1 else w for s, w in zip(layout.shape, sizes[new:], strict=True)))
     repeated = {dim for dim, size in enumerate(layout.shape) if size != shape[dim + new]}
-    placements = tuple(Replicate() if isinstance(p, Shard) and p.dim in repeated else p for p in layout.placements)
+    grows = bool(repeated) or any(size != 1 for size in shape[:new])
+
+    def kept(placement: Placement) -> Placement:
+        if isinstance(placement, Partial) and grows:
+            return Replicate()  # adding up what is repeated would be so many times as much
+        return Replicate() if isinstance(placement, Shard) and placement.dim in repeated else placement
+
+    placements = tuple(map(kept, layout.placements))
     source = layout.placed(placements)
     stride = (*(0,) * new, *(0 if dim in repeated else step for dim, step in enumerate(layout.stride)))
     outputs = tuple(Shard(p.dim + new) if isinstance(p, Shard) else p for p in placements)

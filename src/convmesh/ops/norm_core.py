@@ -59,7 +59,7 @@ class Spread:
 
     def start_adding_up(self, one: torch.Tensor, other: torch.Tensor) -> Callable[[], Pair]:
         """The same, to be awaited while something else is done."""
-        finish = start_reducing(torch.stack([one, other]), self.mesh, self.mesh_dims, in_place=True)
+        finish = start_reducing(torch.stack([one, other]), self.mesh, self.mesh_dims)
 
         def both() -> Pair:
             first, second = finish()

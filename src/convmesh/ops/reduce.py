@@ -18,6 +18,7 @@ aten = torch.ops.aten
 
 STAYS = "all dimensions; reduced ones come out whole"
 LINEAR = Behaviour("reductions", STAYS + "; pending sums stay pending", "all-reduce of the result")
+SUM = Behaviour("reductions", STAYS + "; pending sums stay pending", "all-reduce of the result (later in backward)")
 SMALL = Behaviour("reductions", STAYS, "all-reduce of the result")
 TWICE = Behaviour("reductions", STAYS, "two all-reduces of the result's size")
 EXTREME = Behaviour("reductions", STAYS, "all-reduce of the result", "reducing over nothing")
@@ -39,10 +40,11 @@ def mean(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     return plan.wrap(total / plan.count, dtype)
 
 
-@rule(aten.sum.default, aten.sum.dim_IntList, behaviour=LINEAR)
+@rule(aten.sum.default, aten.sum.dim_IntList, behaviour=SUM)
 def total(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Added up at once: of a sum left pending, torch would scatter the parts over another dimension than the input's,
-    and gather activations to bring the two together again."""
+    and gather activations to bring the two together again. In backward it is mostly the gradient of a parameter, and
+    these are added up together."""
     input, *rest = _torch.arguments(operator, args, kwargs)
     dim, keepdim, dtype = rest if len(rest) == 3 else (None, False, *rest)
     floating = input.dtype.is_floating_point or input.dtype.is_complex
@@ -51,6 +53,8 @@ def total(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     if local is None:
         return absent(input, plan.output.typed(dtype))
     summed = local.sum(plan.dims, keepdim=True, dtype=wide(dtype) if plan.mesh_dims else dtype)
+    if plan.mesh_dims and _torch.in_backward() and summed.dtype == dtype:
+        return plan.wrap(summed, dtype, pending=True)
     return plan.wrap(plan.combine(summed), dtype)
 
 
@@ -77,9 +81,7 @@ def extreme_of(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch.Te
     if not plan.mesh_dims:
         return own
     op = "max" if greatest else "min"
-    if own.dtype == torch.bool:
-        return plan.combine(own.to(torch.uint8), op).bool()
-    return plan.combine(own, op)
+    return plan.combine(own.to(torch.uint8) if own.dtype == torch.bool else own, op).to(own.dtype)
 
 
 def local_extreme(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from .. import _torch
 from ..comm import all_reduce
@@ -57,9 +57,16 @@ class Reduction:
     def combine(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return all_reduce(tensor, self.mesh, self.mesh_dims, op)
 
-    def wrap(self, result: torch.Tensor, dtype: torch.dtype | None = None) -> DTensor:
+    @cached_property
+    def pending(self) -> Layout:
+        """Where the result lies as long as the ranks' sums are not added up."""
+        cut = self.mesh_dims
+        return self.output.placed(tuple(Partial() if m in cut else p for m, p in enumerate(self.output.placements)))
+
+    def wrap(self, result: torch.Tensor, dtype: torch.dtype | None = None, pending: bool = False) -> DTensor:
         """The DTensor of a result that still has the reduced dimensions, of size 1."""
-        output = self.output if dtype is None else self.output.typed(dtype)
+        output = self.pending if pending else self.output
+        output = output if dtype is None else output.typed(dtype)
         if not self.keepdim:
             result = result.squeeze(self.dims)
         if result.dtype != output.dtype:

@@ -77,6 +77,13 @@ class Tiling:
         """Begin to collect the coarse indices that read this tile's fine side."""
         return Fetch(self, [split.coarse_plan for split in self.splits], self.coarse, own)
 
+    def without(self, number: int) -> Tiling:
+        """Of a plane across one of the split dimensions, which has a dimension less."""
+        gone = self.dims[number]
+        others = [other for other in range(len(self.dims)) if other != number]
+        dims = tuple(self.dims[other] - (self.dims[other] > gone) for other in others)
+        return Tiling(dims, tuple(self.splits[other] for other in others), tuple(self.lines[other] for other in others))
+
     @property
     def _pairs(self) -> list[tuple[Split, Line]]:
         return list(zip(self.splits, self.lines, strict=True))
