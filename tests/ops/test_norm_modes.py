@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -186,12 +187,15 @@ def test_half_precision_accumulates_in_float32(pool: Pool) -> None:
 
 
 def nan_wins(mesh: DeviceMesh) -> None:
-    for place_of_nan in (0, 4):
-        x = numbers(5, 3)
+    # Few results are compared on every rank, many on their way.
+    for place_of_nan, results in product((0, 4), (3, 3000)):
+        x = numbers(5, results)
         x[place_of_nan, 1] = torch.nan
+        x[0, 2] = torch.inf
         with convmesh.enable():
             placed = place(x, mesh, (0,))
             assert_close(placed.amax(0).full_tensor(), x.amax(0))
+            assert_close(placed.amin(0).full_tensor(), x.amin(0))
             assert placed.argmax().full_tensor() == x.argmax()
             assert_close(placed.min(0).indices.full_tensor(), x.min(0).indices)
 

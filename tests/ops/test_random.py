@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import convmesh
+from convmesh.ops import bernoulli
 from convmesh.ops import random as rules
 from tests.cases import place, places_of
 from tests.compare import assert_close, same_on_all_ranks
@@ -78,6 +79,28 @@ def check(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
 @pytest.mark.parametrize("mesh", PLACES)
 def test_the_numbers_of_one_device(pool: Pool, mesh: tuple[int, ...]) -> None:
     pool.run_cases(check, [(operator, at) for operator in OPERATORS for at in PLACES[mesh]], mesh=mesh)
+
+
+def in_blocks(mesh: DeviceMesh, case: tuple[tuple[Any, ...], int, bool]) -> None:
+    at, size, channels_last = case
+    value = torch.rand(SHAPE)
+    value = value.contiguous(memory_format=torch.channels_last) if channels_last else value
+    torch.manual_seed(5)
+    expected = torch.empty_like(value).bernoulli_(0.3)
+    after = torch.rand(2)
+    with pytest.MonkeyPatch.context() as patch, convmesh.enable():
+        patch.setattr(bernoulli, "BLOCK", size)
+        torch.manual_seed(5)
+        found = torch.empty_like(place(value, mesh, at)).bernoulli_(0.3)
+    assert torch.equal(torch.rand(2), after), "the generator is where it is on one device"
+    assert torch.equal(found.full_tensor(), expected)
+
+
+def test_a_tensor_may_be_drawn_in_blocks(pool: Pool) -> None:
+    """Of one element, of parts of a row, of rows and more."""
+    for mesh, places in PLACES.items():
+        cases = [(at, size, last) for at in places for size in (1, 3, 5, 30, 64) for last in (False, True)]
+        pool.run_cases(in_blocks, cases, mesh=mesh)
 
 
 def channels_last(mesh: DeviceMesh, at: tuple[Any, ...]) -> None:

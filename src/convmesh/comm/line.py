@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -29,15 +30,15 @@ class Line:
     sizes: Place
     here: Place
 
-    @property
+    @cached_property
     def size(self) -> int:
         return prod(self.sizes)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return self.places.index(self.here)
 
-    @property
+    @cached_property
     def places(self) -> list[Place]:
         """Where each rank stands along the mesh dimensions."""
         return list(product(*map(range, self.sizes)))

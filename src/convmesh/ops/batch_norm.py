@@ -15,7 +15,8 @@ from ..sharding.dispatch import check_placed, move, place
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
-from .norm_core import Named, Pair, Spread, arrange, new, rows
+from .norm_core import Named, Spread, arrange, new, rows
+from .norm_kernels import Pair, moments_of_channels
 from .reduce_plan import absent, wide, wrap_dense
 
 aten = torch.ops.aten
@@ -108,11 +109,7 @@ def _normalise(
 
 def _moments(plan: BatchNormPlan, x: torch.Tensor) -> Pair:
     """Mean and variance of each of this rank's channels, over all ranks."""
-    x = x.to(plan.statistics.dtype)
-    if x.numel():
-        mean, var = aten.batch_norm_update_stats.default(x, None, None, 0.0)
-    else:
-        mean = var = x.new_zeros(x.shape[1])
+    mean, var = moments_of_channels(x.to(plan.statistics.dtype))
     return plan.spread.merge(mean, var) if plan.spread.mesh_dims else (mean, var)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..sharding.layout import Layout
 from ..sharding.registry import rule
 from .batch_norm import BACKWARD, plan_batch_norm
 from .norm_core import Spread, all_absent, parameter_gradient, place_parameters
+from .norm_kernels import Pair, input_gradient
 from .reduce_plan import wrap_dense
 
 aten = torch.ops.aten
@@ -62,36 +64,40 @@ def _backward(
     else:
         mean, var = (move(t, plan.statistics.typed(t.dtype)).to(plan.statistics.dtype) for t in running)
         rstd = (var + eps).rsqrt()
-    sums = _sums(gy, x, mean, rstd)
-    if training:
-        sums = plan.spread.add_up(*sums)
-    parameters = place_parameters(sums, [plan.parameter] * 2, mask[1:])
-    if not mask[0]:
-        return None, *parameters
-    gx = _input_gradient(plan, gy, x, w, mean, rstd, sums if training else None)
-    return wrap_dense(gx, plan.input.dense), *parameters
+    gx, sums = _gradients(plan, gy, x, w, (mean, rstd), training, mask[0])
+    for_input = None if gx is None else wrap_dense(gx, plan.input.dense)
+    return for_input, *place_parameters(sums, [plan.parameter] * 2, mask[1:])
 
 
-def _sums(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Any:
+def _gradients(
+    plan: BackwardPlan, gy: torch.Tensor, x: torch.Tensor, w: Any, moments: Pair, training: bool, for_input: bool
+) -> tuple[torch.Tensor | None, Pair]:
+    """That of the input, if asked for, and of weight and bias: sums over all ranks if the moments are theirs."""
+
+    def by_channel(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.view(-1, *[1] * (x.dim() - 2))
+
+    own = _sums(gy, x, *moments)
+    weight = None if w is None else by_channel(w)
+    mean, rstd = (by_channel(t) for t in moments)
+    if not training:
+        return gy * (rstd if weight is None else rstd * weight) if for_input else None, own
+    awaited = cache(plan.spread.start_adding_up(*own)) if plan.spread.mesh_dims else lambda: own
+
+    def means() -> Pair:
+        products, plain = (by_channel(t / plan.spread.count) for t in awaited())
+        return (plain, products) if weight is None else (plain * weight, products * weight)
+
+    return input_gradient(gy, x, (mean, rstd), means, weight) if for_input else None, awaited()
+
+
+def _sums(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Pair:
     """[N C space] [N C space] [C] [C] -> [C] [C]: of the gradient times the normalised input, and of the gradient."""
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
     arguments = (gy.to(mean.dtype), x.to(mean.dtype), None, None, None, mean, rstd, True, 0.0, [False, True, True])
-    return aten.native_batch_norm_backward.default(*arguments)[1:]
-
-
-def _input_gradient(
-    plan: BackwardPlan, gy: torch.Tensor, x: torch.Tensor, w: Any, mean: torch.Tensor, rstd: torch.Tensor, sums: Any
-) -> torch.Tensor:
-    def by_channel(numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.view(-1, *[1] * (x.dim() - 2))
-
-    scale = by_channel(rstd if w is None else rstd * w)
-    if sums is None:
-        return gy * scale
-    with_normal, plain = (t / plan.spread.count for t in sums)
-    result = x - by_channel(mean)
-    return result.mul_(by_channel(-rstd * with_normal)).sub_(by_channel(plain)).add_(gy).mul_(scale)
+    _, products, plain = aten.native_batch_norm_backward.default(*arguments)
+    return products, plain
 
 
 @rule(aten.native_batch_norm_backward.default, behaviour=BACKWARD)

@@ -21,21 +21,16 @@ from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
 from .norm_core import (
     Named,
-    Pair,
     Spread,
     all_absent,
     arrange,
     canonical,
-    correct,
-    input_gradient,
-    kernel_eps,
     new,
     parameter_gradient,
     place_parameters,
     rows,
-    sums_by_set,
-    variance,
 )  # fmt: skip
+from .norm_kernels import Pair, input_gradient, moments_of_groups, normalised, sums_by_set
 from .numbers import Numbers
 from .reduce_plan import absent, counts, cutting, wide, wrap_dense
 
@@ -147,31 +142,17 @@ def group_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
-    """By what the rank has of its groups, and then by whole groups: one is an affine function of the other."""
-    x = x.to(plan.statistics.dtype)
-    own_eps = kernel_eps(eps, x.dtype)
     columns = plan.columns(x.device)
     # A group of which the rank has some channels only is made of these, one by one.
     local_groups = plan.groups if plan.whole_groups else len(plan.channels)
-    if x.numel():
-        sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
-        normal, mean, rstd = aten.native_group_norm.default(x, None, None, *sizes, local_groups, own_eps)
-        var = variance(rstd, own_eps)
-    else:
-        normal, mean = x, x.new_zeros(x.shape[0], local_groups)
-        var, rstd = torch.zeros_like(mean), torch.ones_like(mean)
-    moments = (mean, var) if plan.whole_groups else _regroup(plan, columns, mean, var)
-    common, common_var = plan.spread.merge(*moments) if plan.spread.mesh_dims else moments
-    common_rstd = (common_var + eps).rsqrt()
-
-    def spread(numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.view(*numbers.shape, *[1] * (x.dim() - 2))
-
-    own = (t[:, columns] if plan.whole_groups else t for t in (mean, rstd))
-    by_channel = [spread(t) for t in (*own, common[:, columns], common_rstd[:, columns])]
-    w, b = (None if t is None else spread(t) for t in (w, b))
-    y = correct(normal, (by_channel[0], by_channel[1]), (by_channel[2], by_channel[3]), w, b)
-    return y, common, common_rstd
+    moments = moments_of_groups(x.to(plan.statistics.dtype), local_groups)
+    if not plan.whole_groups:
+        moments = _regroup(plan, columns, *moments)
+    mean, var = plan.spread.merge(*moments) if plan.spread.mesh_dims else moments
+    ones = [1] * (x.dim() - 2)
+    by_channel = [t[:, columns].view(*x.shape[:2], *ones) for t in (mean, var)]
+    w, b = (None if t is None else t.to(mean.dtype).view(-1, *ones) for t in (w, b))
+    return normalised(x, (by_channel[0], by_channel[1]), eps, w, b), mean, (var + eps).rsqrt()
 
 
 def _regroup(plan: GroupNormPlan, columns: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> Pair:

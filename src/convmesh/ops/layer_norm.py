@@ -16,22 +16,8 @@ from ..sharding.dispatch import check_placed, move, move_beside
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
-from .norm_core import (
-    Named,
-    Pair,
-    Spread,
-    all_absent,
-    arrange,
-    correct,
-    input_gradient,
-    kernel_eps,
-    new,
-    parameter_gradient,
-    place_parameters,
-    rows,
-    sums_by_set,
-    variance,
-)  # fmt: skip
+from .norm_core import Named, Spread, all_absent, arrange, new, parameter_gradient, place_parameters, rows
+from .norm_kernels import Pair, input_gradient, moments_of_rows, normalised, sums_by_set
 from .reduce_plan import absent, wide, wrap_dense
 
 aten = torch.ops.aten
@@ -102,21 +88,11 @@ def layer_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _normalise(plan: LayerNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
-    """By what the rank has of its rows, and then by whole rows: one is an affine function of the other."""
-    x = x.to(plan.statistics.dtype)
-    own_eps = kernel_eps(eps, x.dtype)
-    if x.numel():
-        normal, mean, rstd = aten.native_layer_norm.default(x, [x.shape[d] for d in plan.inner], None, None, own_eps)
-        var = variance(rstd, own_eps)
-    else:
-        normal = x
-        mean = var = x.new_zeros([*x.shape[: len(plan.outer)], *[1] * len(plan.inner)])
-        rstd = torch.ones_like(mean)
-    common, common_var = plan.spread.merge(mean, var)
-    common_rstd = (common_var + eps).rsqrt()
-    y = correct(normal, (mean, rstd), (common, common_rstd))
+    x = x.to(plan.statistics.dtype).contiguous()
+    mean, var = plan.spread.merge(*moments_of_rows(x, len(plan.inner)))
+    y = normalised(x, (mean, var), eps)
     y = y if w is None else y.mul_(w)
-    return (y if b is None else y.add_(b)), common, common_rstd
+    return (y if b is None else y.add_(b)), mean, (var + eps).rsqrt()
 
 
 @rule(aten.native_layer_norm_backward.default, behaviour=BEHAVIOUR)

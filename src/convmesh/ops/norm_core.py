@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import takewhile
 from math import prod
 from typing import Any
 
@@ -23,12 +22,10 @@ from ..sharding.dispatch import place
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.rows import Assignment, Row, Wanted, choose, input_placements
 from .moments import merge
+from .norm_kernels import Pair
 from .numbers import Numbers
 from .reduce_plan import absent, counts, cutting
 
-aten = torch.ops.aten
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 Named = Sequence[tuple[str, Layout | None]]
 
 
@@ -134,57 +131,3 @@ def place_parameters(
 def all_absent(input: DTensor, layouts: Sequence[Layout], asked: Sequence[bool]) -> tuple[DTensor | None, ...]:
     """The gradients that a rank outside of the mesh returns."""
     return tuple(absent(input, layout) if needed else None for layout, needed in zip(layouts, asked, strict=True))
-
-
-def kernel_eps(eps: float, dtype: torch.dtype) -> float:
-    """What a kernel may add to the variance of a rank's own values, which can be zero: always something."""
-    return eps if eps > 0 else torch.finfo(dtype).tiny
-
-
-def variance(rstd: torch.Tensor, eps: float) -> torch.Tensor:
-    """What a kernel made its reciprocal deviation of: right to the rounding of its sum with `eps`, as it is used."""
-    return (rstd.pow(-2) - eps).clamp_(min=0)
-
-
-def correct(normal: torch.Tensor, own: Pair, common: Pair, weight: Any = None, bias: Any = None) -> torch.Tensor:
-    """In place: values normalised by the rank's own (mean, rstd) become values normalised by the common ones.
-
-    Weight and bias, if there are any, have one number for each set of moments: so all of it takes two passes.
-    """
-    scale, shift = common[1] / own[1], (own[0] - common[0]) * common[1]
-    if weight is not None:
-        scale, shift = scale * weight, shift * weight
-    return normal.mul_(scale).add_(shift if bias is None else shift + bias)
-
-
-def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Pair:
-    """Sums of the gradient, and of the gradient times the normalised input, over the dimensions where `mean` has one
-    index, all of which are the last. They are left with size 1."""
-    if not x.numel():
-        return torch.zeros_like(mean), torch.zeros_like(mean)
-    if not (gy.is_contiguous() and x.is_contiguous()):
-        inner = [-1 - number for number, _ in enumerate(takewhile(lambda size: size == 1, reversed(mean.shape)))]
-        return gy.sum(inner, keepdim=True), ((x - mean).mul_(rstd).mul_(gy)).sum(inner, keepdim=True)
-    # One kernel makes both sums in one pass, without anything of the input's size: they are the gradients of weight
-    # and bias in a batch norm of one sample, of which every set is a channel.
-    sets = mean.numel()
-    gy, x = (t.view(1, sets, t.numel() // sets) for t in (gy, x))
-    saved = (mean.reshape(sets), rstd.reshape(sets))
-    asked = [False, True, True]
-    _, products, plain = aten.native_batch_norm_backward.default(gy, x, None, None, None, *saved, True, 0.0, asked)
-    return plain.view_as(mean), products.view_as(mean)
-
-
-def input_gradient(
-    gy: torch.Tensor, x: torch.Tensor, moments: Pair, means: Callable[[], Pair], weight: Any = None
-) -> torch.Tensor:
-    """In new memory, from the means over all ranks of the gradient, and of the gradient times the normalised input.
-
-    It is a linear function of gradient and input, with one set of coefficients for each set of moments. Of these the
-    gradient's own is known before the means are there.
-    """
-    mean, rstd = moments
-    result = gy * (rstd if weight is None else rstd * weight)
-    plain, products = means()
-    by_input = -rstd.square() * products
-    return result.addcmul_(x, by_input).sub_(by_input * mean + rstd * plain)

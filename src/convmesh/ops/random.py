@@ -25,6 +25,7 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout
 from ..sharding.pending import can_relocate, reduce_once
 from ..sharding.registry import Behaviour, made_of_others, rule
+from .bernoulli import drawn_in_blocks
 
 aten = torch.ops.aten
 
@@ -66,6 +67,9 @@ def fill(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     check_placed(operator._schema.name, (("self", tensor),))
     numbers, generator = rest[:-1], rest[-1]
     layout = _layout(_torch.spec_of(tensor), None)
+    if operator is aten.bernoulli_.float:
+        into = _torch.local_of(tensor) if tensor.placements == layout.placements else None
+        return _write(tensor, _zeros_and_ones(layout, tensor, numbers[0], generator, into))
     drawn = _draw(layout, tensor, generator, lambda empty, source: _torch.call(operator, [empty, *numbers, source]))
     return _write(tensor, drawn)
 
@@ -92,9 +96,7 @@ def bernoulli_like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dic
     tensor, p, generator = _torch.arguments(operator, args, kwargs)
     check_placed(operator._schema.name, (("self", tensor),))
     layout = _layout(_torch.spec_of(tensor), None)
-    return _torch.wrap(
-        _draw(layout, tensor, generator, lambda e, source: e.bernoulli_(p, generator=source)), layout.spec
-    )
+    return _torch.wrap(_zeros_and_ones(layout, tensor, p, generator), layout.spec)
 
 
 @rule(aten.bernoulli.default, aten.bernoulli_.Tensor, behaviour=DRAWN)
@@ -192,7 +194,7 @@ def _write(tensor: DTensor, drawn: torch.Tensor) -> DTensor:
     spec, layout, local = _torch.spec_of(tensor), _layout(_torch.spec_of(tensor), None), _torch.local_of(tensor)
     if spec.placements != layout.placements and can_relocate(tensor):
         _torch.relocate(tensor, drawn, layout.spec)
-    elif spec.mesh.get_coordinate() is not None:
+    elif spec.mesh.get_coordinate() is not None and _torch.memory_of(drawn) != _torch.memory_of(local):
         local.copy_(_torch.redistribute(drawn, layout.spec, spec))
     return tensor
 
@@ -208,6 +210,16 @@ def _draw(layout: Layout, model: DTensor, generator: torch.Generator | None, dra
     whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=local.device)
     drawn: torch.Tensor = draw(whole, generator)
     return _cut(drawn, own).clone() if layout.cuts else drawn  # a copy, so that the whole goes
+
+
+def _zeros_and_ones(
+    layout: Layout, model: DTensor, p: float, generator: torch.Generator | None, into: torch.Tensor | None = None
+) -> torch.Tensor:
+    if layout.mesh.get_coordinate() is not None and prod(layout.shape) <= LARGEST_WHOLE:
+        drawn = drawn_in_blocks(layout, _torch.local_of(model).device, into, p, generator)
+        if drawn is not None:
+            return drawn
+    return _draw(layout, model, generator, lambda empty, source: empty.bernoulli_(p, generator=source))
 
 
 def _draw_tiles(

@@ -146,7 +146,7 @@ def _adjoint(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
         given = _strided(gradient, axis, piece)
         if piece.in_step == 0:
             given = given.sum(axis.dim, keepdim=True)
-        elif piece.in_step < 0:
+        elif piece.in_step < 0 and piece.count > 1:
             given = given.flip(axis.dim)
         if abs(piece.in_step) > 1:
             place = place[_along(axis.dim, slice(None, None, abs(piece.in_step)))]
@@ -165,7 +165,7 @@ def _stepped(data: torch.Tensor, dim: int, step: int) -> torch.Tensor:
     """Every `step`-th of what a piece reads; backwards if it is negative. One index stays one, to be repeated."""
     if abs(step) > 1:
         data = data[_along(dim, slice(None, None, abs(step)))]
-    return data.flip(dim) if step < 0 else data
+    return data.flip(dim) if step < 0 and data.shape[dim] > 1 else data
 
 
 def _strided(tensor: torch.Tensor, axis: Axis, piece: Piece) -> torch.Tensor:

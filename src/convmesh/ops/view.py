@@ -27,6 +27,7 @@ from ..sharding.registry import Behaviour, made_of_others, rule
 from .flow import Flow, flow_of
 from .parts import copy_of
 from .remap_plan import settled
+from .slicing import view_of
 
 aten = torch.ops.aten
 
@@ -130,6 +131,20 @@ def _choices(placement: Placement, layout: Layout) -> list[Placement]:
     return [placement, *(Shard(dim) for dim in range(len(layout.shape)) if layout.shape[dim] > 1), Replicate()]
 
 
+@planned
+def plan_whole_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
+    """Where a view lies of a tensor that no rank has a part of only; None where torch's DTensor knows, or complains."""
+    layout = Layout.of(spec)
+    if any(isinstance(p, Shard) or _strange(p) for p in layout.placements) or layout.mesh.get_coordinate() is None:
+        return None
+    try:
+        with _torch.no_modes():
+            stride = torch.empty_strided(layout.shape, layout.stride, device="meta").view(shape).stride()
+    except RuntimeError:
+        return None
+    return Layout(layout.mesh, layout.placements, shape, stride, layout.dtype)
+
+
 _came_from = Hints()
 
 
@@ -142,7 +157,8 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if not prod(before) and not prod(shape):
         return _without_elements(_torch.spec_of(input), _torch.local_of(input), shape)
     if not any(type(p) is Shard for p in input.placements) or any(_strange(p) for p in input.placements):
-        return _torch.stock(operator, args, kwargs)
+        output = plan_whole_view(_torch.spec_of(input), shape)
+        return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
     back = _came_from.recall((input.device_mesh, before, shape, input.placements))
     plan = plan_view(_torch.spec_of(input), shape, back)
     if plan is None:
