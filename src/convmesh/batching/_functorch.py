@@ -81,6 +81,13 @@ def below_vmap(nature: Nature) -> AbstractContextManager[None]:
     )
 
 
+def is_simple(tensor: Tensor) -> bool:
+    """Whether it is of a plain nature, by the quickest test: some tensors that fail are."""
+    if type(tensor) is not Tensor or tensor.requires_grad or _functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return forward_ad._current_level < 0
+
+
 def nature_of(*tensors: Tensor) -> Nature:
     """The most restricted nature among the tensors."""
     natures = {_nature(tensor) for tensor in tensors}

@@ -7,7 +7,8 @@ works where the mapped values are DTensors or mapped once more.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import torch
@@ -42,10 +43,18 @@ class Task:
     def is_empty(self) -> bool:
         return self.batch * self.contraction.multiplications == 0
 
+    @cached_property
+    def result_bytes(self) -> int:
+        return self.batch * prod(self.contraction.shape(self.contraction.wanted)) * self.itemsize
+
     @property
     def may_write(self) -> bool:
         """Whether results may be written into a tensor made beforehand."""
         return self.nature in (Nature.PLAIN, Nature.TRACED)
+
+    def opaque(self, batch: int, mapped: tuple[bool, bool]) -> Task:
+        """The same for so many samples, by what dispatches further alone."""
+        return replace(self, batch=batch, mapped=mapped, nature=Nature.OPAQUE)
 
 
 class Algorithm(ABC):

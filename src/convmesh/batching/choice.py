@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -42,6 +42,7 @@ _forced: str | None = None
 _trying = False
 _found: dict[Task, Decision] = {}
 _listeners: list[list[Decision]] = []
+_when_forgotten: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Decision:
     task: Task
     algorithm: Algorithm
     reason: str
+    as_torch: bool = False  # torch's own rule would do just that
 
     def __str__(self) -> str:
         product = self.task.contraction
@@ -60,19 +62,27 @@ class Decision:
         )
 
 
-def choose(task: Task, *operands: Any) -> Algorithm:
+def choose(task: Task, *operands: Any) -> Decision:
     """The algorithm for a task; said to the debug log and to `explain`. `operands` are there to be tried with."""
-    decision = _forced_decision(task) or _tried(task, operands)
-    decision = decision or (_decide(task) if _is_static(task) else _fold(task, "sizes are symbolic"))
-    if _listeners or log.isEnabledFor(logging.DEBUG):
+    decision = None if _forced is None and not _trying else _forced_decision(task) or _tried(task, operands)
+    if decision is None:
+        static = task.nature is Nature.PLAIN or _is_static(task)
+        decision = _decide(task) if static else _fold(task, "sizes are symbolic")
+    if is_watched():
         log.debug("%s", decision)
         for listener in _listeners:
             listener.append(decision)
-    return decision.algorithm
+    return decision
 
 
 @lru_cache(maxsize=4096)
 def _decide(task: Task) -> Decision:
+    decision = _estimated(task)
+    as_torch = task.nature is Nature.PLAIN and isinstance(decision.algorithm, Fold | FoldGroups)
+    return replace(decision, as_torch=as_torch)
+
+
+def _estimated(task: Task) -> Decision:
     usable = [algorithm for algorithm in ALGORITHMS if algorithm.applies(task)]
     if len(usable) == 1 or task.nature is Nature.OPAQUE:
         return Decision(task, usable[0], "the only one for such operands")
@@ -120,6 +130,11 @@ def _tried(task: Task, operands: Sequence[Any]) -> Decision | None:
     return _found[task]
 
 
+def is_watched() -> bool:
+    """Whether choices are to be made in another way than by estimates, or told to somebody."""
+    return _forced is not None or _trying or bool(_listeners) or log.isEnabledFor(logging.DEBUG)
+
+
 def tries_all() -> bool:
     return _trying
 
@@ -153,6 +168,13 @@ def forget() -> None:
     _decide.cache_clear()
     _found.clear()
     cost.price_table.cache_clear()
+    for reaction in _when_forgotten:
+        reaction()
+
+
+def when_forgotten(reaction: Callable[[], None]) -> None:
+    """Have something done whenever remembered choices are dropped."""
+    _when_forgotten.append(reaction)
 
 
 @contextmanager
