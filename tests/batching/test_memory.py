@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -81,3 +83,13 @@ def test_tensors_are_what_torch_would_make(
     assert torch.equal(memory.contiguous(turned), turned)
     assert memory.contiguous(turned).is_contiguous()
     assert memory.contiguous(zeros) is zeros
+
+
+def test_it_is_known_whether_large_blocks_are_given_back() -> None:
+    """In a process of its own, because the C library cannot be told to do as before."""
+    code = (
+        "from benchmarks.measure import keep_memory; from convmesh.batching.memory import returns_large_blocks as ask\n"
+        "before = ask(); keep_memory(); print(before, ask())"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("True False\n", "")

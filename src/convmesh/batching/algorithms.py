@@ -59,6 +59,7 @@ class Task:
 
 class Algorithm(ABC):
     name: str
+    is_torchs_own: bool = False  # torch's batching rules do the same
 
     @abstractmethod
     def applies(self, task: Task) -> bool: ...
@@ -74,6 +75,8 @@ class Algorithm(ABC):
 
 class Fold(Algorithm):
     """One operand is mapped: B joins the size which that operand shares with the result."""
+
+    is_torchs_own = True
 
     def __init__(self, letter: str) -> None:
         self.letter = letter
@@ -101,6 +104,7 @@ class FoldGroups(Algorithm):
     """Both operands are mapped: every sample is a group (or several) of one convolution."""
 
     name = "fold-groups"
+    is_torchs_own = True
 
     def applies(self, task: Task) -> bool:
         return task.both_mapped
@@ -116,6 +120,24 @@ class FoldGroups(Algorithm):
         folded_bias = None if bias is None else fold(spread(bias, task.batch), 0, 1)
         result = product.with_groups(task.batch)(first.into_groups(), second.into_groups(), folded_bias)
         return unfold_result(result, product.wanted.channels, 1, task.batch)
+
+
+class Repeat(FoldGroups):
+    """A kernel for each sample over one activation, in groups: it is repeated, and every sample has its own groups.
+
+    Folded into channels, the kernels of a depthwise layer have several outputs for an input: libraries have no quick
+    code for that, and the activation of such a layer is not much larger than what is computed from it.
+    """
+
+    name = "repeat"
+    is_torchs_own = False
+
+    def applies(self, task: Task) -> bool:
+        kernels = task.mapped == (False, True) and task.contraction.wanted is not Role.KERNEL
+        return kernels and task.contraction.geometry.groups > 1 and task.may_write and not task.is_empty
+
+    def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+        return super().run(task, Operand(first.role, Mapped(_repeat(first.mapped, task.batch), 0)), second, bias)
 
 
 class Exchange(Algorithm):

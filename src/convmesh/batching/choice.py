@@ -11,7 +11,7 @@ from typing import Any
 
 from . import cost
 from ._functorch import Nature
-from .algorithms import Algorithm, Exchange, Fold, FoldGroups, Loop, Task
+from .algorithms import Algorithm, Exchange, Fold, FoldGroups, Loop, Repeat, Task
 from .patches import Taps, Unfold
 from .pointwise import Pointwise
 from .race import interleaved
@@ -22,6 +22,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Fold("O"),
     Fold("C"),
     FoldGroups(),
+    Repeat(),
     Exchange(),
     Pointwise(),
     Unfold(),
@@ -78,7 +79,7 @@ def choose(task: Task, *operands: Any) -> Decision:
 @lru_cache(maxsize=4096)
 def _decide(task: Task) -> Decision:
     decision = _estimated(task)
-    as_torch = task.nature is Nature.PLAIN and isinstance(decision.algorithm, Fold | FoldGroups)
+    as_torch = task.nature is Nature.PLAIN and decision.algorithm.is_torchs_own
     return replace(decision, as_torch=as_torch)
 
 

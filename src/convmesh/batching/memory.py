@@ -8,6 +8,7 @@ made of pages of 2 MB, where Linux has them, and a bounded amount of them is kep
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import weakref
@@ -23,6 +24,29 @@ LARGE = 2**20
 # How much unused memory is kept at most, and how much larger than asked for a block may be.
 KEPT, ROOMY = 256 * 2**20, 1.25
 BLOCK = 2 * 2**20
+# glibc keeps no freed block that is larger, unless it is told to.
+GIVEN_BACK = 33 * 2**20
+
+
+class _Heap(ctypes.Structure):
+    """What glibc tells about itself: `struct mallinfo2`."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "parts", "small", "mapped", *"abcdef")]
+
+
+def returns_large_blocks() -> bool:
+    """Whether the C library gives a large block back as soon as it is freed: whether it maps one of its own for it."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # another system than Linux
+        return False
+    heap = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if heap is None:
+        return False
+    heap.restype = _Heap
+    before = heap().mapped
+    block = torch.empty(GIVEN_BACK, dtype=torch.uint8, device="cpu")
+    after = heap().mapped
+    del block
+    return bool(after > before)
 
 
 class Shelf:
