@@ -172,7 +172,7 @@ def test_the_built_in_table_knows_every_kind_of_layer(threads: int, wanted: Role
 def test_the_built_in_table_leaves_the_fold_where_it_loses() -> None:
     image = (1, 512, 4, 4)
     small_and_wide = Contraction(Role.KERNEL, PLAIN, image, (512, 512, 3, 3), image)
-    assert choice.choose(replace(TASK, contraction=small_and_wide)).algorithm.name == "unfold"
+    assert choice.choose(replace(TASK, contraction=small_and_wide)).algorithm.name in ("unfold", "loop")
     depthwise = Convolution((1, 1), (3, 3), (1, 1), False, (0, 0), 96)
     large_kernel = Contraction(Role.KERNEL, depthwise, (1, 96, 14, 14), (96, 1, 7, 7), (1, 96, 14, 14))
     assert choice.choose(replace(TASK, contraction=large_kernel)).algorithm.name == "exchange"

@@ -39,6 +39,15 @@ def test_memory_is_used_again_once_no_tensor_needs_it(shelf: memory.Shelf) -> No
     assert shelf.kept == 0
 
 
+@pytest.mark.parametrize("size", [memory.LARGE, memory.BLOCK + 4, 3 * memory.BLOCK // 2, 5 * memory.BLOCK])
+def test_the_same_size_again_needs_no_new_memory(size: int, shelf: memory.Shelf) -> None:
+    shape = (size // 4,)
+    memory.new_empty(LIKE, shape)
+    kept = shelf.kept
+    memory.new_empty(LIKE, shape)
+    assert shelf.kept == kept > 0
+
+
 def test_a_block_that_is_much_too_large_is_left_alone(shelf: memory.Shelf) -> None:
     memory.new_empty(LIKE, (16 * LARGE[0],))
     kept = shelf.kept

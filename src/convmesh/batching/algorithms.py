@@ -34,6 +34,7 @@ class Task:
     device: str
     threads: int
     lies_folded: bool = False  # an activation has its samples within its batch, as folds leave them
+    shared: Role | None = None  # an operand of another product of the same call, too: both may fold it at once
 
     @property
     def both_mapped(self) -> bool:
@@ -71,6 +72,10 @@ class Algorithm(ABC):
     def workspace(self, task: Task) -> int:
         """Bytes needed at once beside operands and result, as far as this algorithm asks for them itself."""
         return 0
+
+    def traffic(self, task: Task) -> int:
+        """Bytes written beside the result in the course of it all: more than the workspace where that is used anew."""
+        return self.workspace(task)
 
 
 class Fold(Algorithm):
@@ -162,6 +167,9 @@ class Loop(Algorithm):
     """One sample after the other, each by the stock operator."""
 
     name = "loop"
+
+    def traffic(self, task: Task) -> int:
+        return task.result_bytes
 
     def applies(self, task: Task) -> bool:
         # A loop over anything that is not a tensor of its own would only multiply dispatch.

@@ -108,13 +108,14 @@ def _estimated(task: Task) -> Decision:
 def _best(task: Task, fold: Algorithm, known: Mapping[Algorithm, float], clear: float) -> Algorithm:
     """The fold, unless another one promises a gain that is clear."""
     certain, likely = cost.first_touch(fold, task)
+    folded = known[fold] - cost.shared_copy(fold, task) + certain
     # The most seconds that each may take. A loop asks for little memory at a time: it is spared what is only likely.
-    most = {each: clear * (known[fold] + certain) for each in known if each is not fold}
+    most = {each: clear * folded for each in known if each is not fold}
     for each in most:
         if isinstance(each, Loop) and likely:
-            most[each] = max(most[each], known[fold] + certain + likely)
-    best = min(most, key=lambda each: known[each] / most[each], default=fold)
-    if best is fold or known[best] > most[best] or known[fold] + certain + likely - known[best] < LEAST_GAIN:
+            most[each] = max(most[each], folded + likely)
+    best = min(most, key=lambda each: known[each] - most[each], default=fold)
+    if best is fold or known[best] > most[best] or folded + likely - known[best] < LEAST_GAIN:
         return fold
     return best
 

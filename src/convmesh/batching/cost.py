@@ -25,7 +25,7 @@ class Features(NamedTuple):
     flops: float  # 10 ** 12
     activations: float  # gigabytes of images and responses
     kernels: float  # gigabytes
-    workspace: float  # gigabytes beside them
+    traffic: float  # gigabytes written beside them
 
 
 # What the built-in table was measured for. Other kinds of numbers and devices are scaled from it.
@@ -38,7 +38,9 @@ FASTER, LAUNCH = 50.0, 10.0
 # A byte of a block that is given back when it is freed costs so many seconds anew; of smaller ones, in a call that
 # needs much memory, it is the share of such calls that meet fresh memory which is guessed.
 FIRST_TOUCH = 0.3e-9
-MUCH_MEMORY, LIKELY_TOUCH = 32 * 2**20, 0.15e-9
+MUCH_MEMORY, LIKELY_TOUCH = 48 * 2**20, 0.15e-9
+# Seconds for a byte of an operand that is copied when it is folded.
+FOLDED = 0.13e-9
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,15 @@ def features_of(algorithm: Algorithm, task: Task) -> Features:
         flops=2e-12 * task.batch * product.multiplications,
         activations=1e-9 * task.itemsize * (numbers[Role.IMAGE] + numbers[Role.RESPONSE]),
         kernels=1e-9 * task.itemsize * numbers[Role.KERNEL],
-        workspace=1e-9 * algorithm.workspace(task),
+        traffic=1e-9 * algorithm.traffic(task),
     )
+
+
+def shared_copy(fold: Algorithm, task: Task) -> float:
+    """Seconds of a fold's price that another fold in the same call pays: of a copy that they share, a half."""
+    if task.shared is None or task.device != "cpu" or fold.workspace(task) == 0:
+        return 0.0
+    return 0.5 * FOLDED * task.batch * task.itemsize * prod(task.contraction.shape(task.shared))
 
 
 def first_touch(fold: Algorithm, task: Task) -> tuple[float, float]:
@@ -128,7 +137,7 @@ def first_touch(fold: Algorithm, task: Task) -> tuple[float, float]:
     numbers = [prod(task.contraction.shape(role)) for role in Role]
     blocks = [task.batch * task.itemsize * number for number in numbers] + [fold.workspace(task)]
     certain = sum(block for block in blocks if block >= GIVEN_BACK)
-    total = 1e9 * (features.activations + features.kernels + features.workspace)
+    total = 1e9 * (features.activations + features.kernels) + fold.workspace(task)
     return FIRST_TOUCH * certain, LIKELY_TOUCH * total if total > MUCH_MEMORY else 0.0
 
 

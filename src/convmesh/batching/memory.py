@@ -59,7 +59,8 @@ class Shelf:
 
     def take(self, size: int) -> memoryview:
         """At least `size` bytes, which come back when the last tensor that is made of them is gone."""
-        block = self._fitting(size) or _new_block(-(-size // BLOCK) * BLOCK)
+        whole = -(-size // BLOCK) * BLOCK
+        block = self._fitting(whole) or _new_block(whole)
         lease = memoryview(block)
         weakref.finalize(lease, self._give_back, block).atexit = False
         return lease
@@ -76,7 +77,7 @@ class Shelf:
 
     def _fitting(self, size: int) -> mmap.mmap | None:
         with self._lock:
-            fitting = [block for block in self._free if size <= len(block) <= max(BLOCK, ROOMY * size)]
+            fitting = [block for block in self._free if size <= len(block) <= ROOMY * size]
             if not fitting:
                 return None
             block = min(fitting, key=len)

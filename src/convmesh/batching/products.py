@@ -63,8 +63,10 @@ def forward_task(x: Laid, w: Laid, b: Laid | None, arguments: Arguments, around:
     return _task(contraction, _batch_size(x, w, b), (x, w), around)
 
 
-def backward_tasks(g: Laid, x: Laid, w: Laid, arguments: Arguments, around: Circumstances) -> tuple[Task, Task]:
-    """The products that are the gradients of the input and of the weight."""
+def backward_tasks(
+    g: Laid, x: Laid, w: Laid, arguments: Arguments, around: Circumstances, both: bool
+) -> tuple[Task, Task]:
+    """The products that are the gradients of the input and of the weight; `both` are asked for, or one of them."""
     geometry = Convolution.of(len(w.sample) - 2, *arguments)
     output = _output_shape(x, w, None, geometry)
     if g.sample != output:
@@ -74,7 +76,11 @@ def backward_tasks(g: Laid, x: Laid, w: Laid, arguments: Arguments, around: Circ
     shapes, batch = (image.sample, w.sample, response.sample), _batch_size(g, x, w)
     of_input = Contraction(Role.RESPONSE if geometry.transposed else Role.IMAGE, geometry, *shapes)
     of_weight = Contraction(Role.KERNEL, geometry, *shapes)
-    return _task(of_input, batch, (g, w), around), _task(of_weight, batch, (image, response), around)
+    shared = None if not both else Role.IMAGE if geometry.transposed else Role.RESPONSE
+    return (
+        _task(of_input, batch, (g, w), around, shared),
+        _task(of_weight, batch, (image, response), around, shared),
+    )
 
 
 # Of plain tensors: all sizes are integers then, and a call is much like the one before.
@@ -88,7 +94,13 @@ def task_of(contraction: Contraction, batch: int, first: Operand, second: Operan
     return _task(contraction, batch, (laid(first.mapped), laid(second.mapped)), around)
 
 
-def _task(contraction: Contraction, batch: int, factors: tuple[Laid, Laid], around: Circumstances) -> Task:
+def _task(
+    contraction: Contraction,
+    batch: int,
+    factors: tuple[Laid, Laid],
+    around: Circumstances,
+    shared: Role | None = None,
+) -> Task:
     roles = FACTORS[contraction.wanted]
     return Task(
         contraction,
@@ -100,6 +112,7 @@ def _task(contraction: Contraction, batch: int, factors: tuple[Laid, Laid], arou
         around.device.type,
         around.threads,
         around.nature is Nature.PLAIN and any(map(Laid.lies_folded, factors, roles)),
+        shared,
     )
 
 

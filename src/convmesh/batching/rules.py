@@ -102,7 +102,8 @@ def convolution_backward(
     g, x, w = Mapped(*unwrap(grad_output, level)), Mapped(*unwrap(input, level)), Mapped(*unwrap(weight, level))
     nature = nature_of(g.value, x.value, w.value)
     plan = known_backward_tasks if nature is Nature.PLAIN else backward_tasks
-    tasks = plan(laid(g), laid(x), laid(w), arguments, circumstances_of(nature, g.value))
+    both = output_mask[0] and output_mask[1]
+    tasks = plan(laid(g), laid(x), laid(w), arguments, circumstances_of(nature, g.value), both)
     all_mapped = g.dim is not None and x.dim is not None and w.dim is not None
     taken, given = (Role.RESPONSE, Role.IMAGE) if transposed else (Role.IMAGE, Role.RESPONSE)
     from_g, from_x, from_w = Operand(given, g), Operand(taken, x), Operand(Role.KERNEL, w)
