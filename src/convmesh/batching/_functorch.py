@@ -31,6 +31,8 @@ PRIVATE_NAMES = (
     "torch.library.Library._destroy",
 )
 
+Keys = torch._C.DispatchKeySet
+
 _functorch = torch._C._functorch
 _BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
 _ALL_TRANSFORMS = _BATCHED | torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerBackMode)

@@ -11,7 +11,8 @@ from typing import Any
 
 from . import cost
 from ._functorch import Nature
-from .algorithms import Algorithm, Exchange, Fold, FoldGroups, Loop, Repeat, Task
+from .algorithms import Algorithm, Fold, FoldGroups, Loop, Task
+from .grouped import Exchange, Repeat
 from .patches import Taps, Unfold
 from .pointwise import Pointwise
 from .race import interleaved

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ._functorch import Nature, below_vmap, current_level, nature_of, unwrap, wrap
+from ._functorch import Keys, Nature, below_vmap, current_level, nature_of, unwrap, wrap
 from .algorithms import Task, add_bias
 from .choice import Decision, choose
 from .contraction import FACTORS, Contraction, Role
@@ -38,7 +37,7 @@ STAND_IN = 2**20
 
 def convolution(
     stock: Stock,
-    keys: torch._C.DispatchKeySet,
+    keys: Keys,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -80,7 +79,7 @@ def convolution(
 
 def convolution_backward(
     stock: Stock,
-    keys: torch._C.DispatchKeySet,
+    keys: Keys,
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor,
