@@ -32,6 +32,10 @@ from convmesh.process_memory import peak_memory
 from tests.harness import Pool
 
 
+# Seconds that a turn takes at least: a single call of a few milliseconds is off by as much as is to be measured.
+TURN = 0.05
+
+
 @contextmanager
 def rules(wanted: bool) -> Iterator[None]:
     """With our rules or torch's, warm: dispatch is slow at the first call after they were exchanged."""
@@ -55,8 +59,8 @@ def measure(comparison: Comparison, rounds: int) -> dict[str, float]:
 
     def turn(run: Run, ours: bool) -> float:
         with rules(ours):
-            run()
-            return 1e3 * timed(run)
+            once = timed(run)
+            return 1e3 * timed(run, repeat=max(1, round(TURN / once)))
 
     return interleave({name: partial(turn, *entry) for name, entry in candidates(comparison).items()}, rounds)
 
