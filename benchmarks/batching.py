@@ -31,7 +31,6 @@ from convmesh import batching
 from convmesh.process_memory import peak_memory
 from tests.harness import Pool
 
-
 # Seconds that a turn takes at least: a single call of a few milliseconds is off by as much as is to be measured.
 TURN = 0.05
 
