@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import cast
@@ -83,11 +84,24 @@ def below_vmap(nature: Nature) -> AbstractContextManager[None]:
     )
 
 
-def is_simple(tensor: Tensor) -> bool:
-    """Whether it is of a plain nature, by the quickest test: some tensors that fail are."""
-    if type(tensor) is not Tensor or tensor.requires_grad or _functorch.is_functorch_wrapped_tensor(tensor):
-        return False
-    return forward_ad._current_level < 0
+def description(operands: Sequence[Tensor | None]) -> Hashable:
+    """How plain tensors lie and which of their dimensions are mapped, by the quickest test.
+
+    None if some are not plain; it may also be None for plain ones.
+    """
+    level = _functorch.maybe_current_level()
+    if level is None or forward_ad._current_level >= 0:
+        return None
+    parts: list[Hashable] = []
+    for operand in operands:
+        if operand is None:
+            parts.append(None)
+            continue
+        value, dim = _functorch._unwrap_batched(operand, level)
+        if type(value) is not Tensor or value.requires_grad or _functorch.is_functorch_wrapped_tensor(value):
+            return None
+        parts += (dim, value.shape, value.stride(), value.dtype, value.device)
+    return tuple(parts)
 
 
 def nature_of(*tensors: Tensor) -> Nature:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from . import choice
-from ._functorch import current_level, is_simple, unwrap
+from ._functorch import description
 
 LONGEST = 4096
 
@@ -20,19 +20,8 @@ _left_to_torch: set[Hashable] = set()
 
 def key_of(operands: Sequence[torch.Tensor | None], *arguments: Hashable) -> Hashable:
     """All that a choice among algorithms depends on; None where tensors are not plain ones, or somebody watches."""
-    if choice.is_watched():
-        return None
-    level = current_level()
-    key: list[Hashable] = [arguments, torch.get_num_threads()]
-    for operand in operands:
-        if operand is None:
-            key.append(None)
-            continue
-        value, dim = unwrap(operand, level)
-        if not is_simple(value):
-            return None
-        key += (dim, value.shape, value.stride(), value.dtype, value.device)
-    return tuple(key)
+    laid = None if choice.is_watched() else description(operands)
+    return None if laid is None else (laid, arguments, torch.get_num_threads())
 
 
 def is_left_to_torch(key: Hashable) -> bool:
