@@ -13,6 +13,7 @@ from . import cost
 from ._functorch import Nature
 from .algorithms import Algorithm, Fold, FoldGroups, Loop, Task
 from .grouped import Exchange, Repeat
+from .memory import returns_large_blocks
 from .patches import Taps, Unfold
 from .pointwise import Pointwise
 from .race import interleaved
@@ -171,6 +172,7 @@ def forget() -> None:
     _decide.cache_clear()
     _found.clear()
     cost.price_table.cache_clear()
+    returns_large_blocks.cache_clear()
     for reaction in _when_forgotten:
         reaction()
 
