@@ -38,7 +38,7 @@ FASTER, LAUNCH = 50.0, 10.0
 # A byte of a block that is given back when it is freed costs so many seconds anew; of smaller ones, in a call that
 # needs much memory, it is the share of such calls that meet fresh memory which is guessed.
 FIRST_TOUCH = 0.3e-9
-MUCH_MEMORY, LIKELY_TOUCH = 48 * 2**20, 0.15e-9
+MUCH_MEMORY, LIKELY_TOUCH = 45 * 2**20, 0.15e-9
 # Seconds for a byte of an operand that is copied when it is folded.
 FOLDED = 0.13e-9
 
