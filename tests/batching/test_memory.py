@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -35,6 +36,15 @@ def test_memory_is_used_again_once_no_tensor_needs_it(shelf: memory.Shelf) -> No
     again = memory.new_empty(LIKE.double(), (LARGE[0] // 2, 1))
     assert again.data_ptr() == address
     assert shelf.kept == 0
+
+
+@pytest.mark.parametrize("size", [memory.LARGE, memory.BLOCK + 4, 3 * memory.BLOCK // 2, 5 * memory.BLOCK])
+def test_the_same_size_again_needs_no_new_memory(size: int, shelf: memory.Shelf) -> None:
+    shape = (size // 4,)
+    memory.new_empty(LIKE, shape)
+    kept = shelf.kept
+    memory.new_empty(LIKE, shape)
+    assert shelf.kept == kept > 0
 
 
 def test_a_block_that_is_much_too_large_is_left_alone(shelf: memory.Shelf) -> None:
@@ -73,7 +83,7 @@ def test_tensors_are_what_torch_would_make(
     large_pages: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not large_pages:
-        monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+        monkeypatch.setattr(memory, "returns_large_blocks", lambda: False)
     zeros = memory.new_zeros(torch.ones(1, dtype=dtype), (3, *LARGE))
     assert (zeros.dtype, zeros.shape, zeros.is_contiguous(), type(zeros)) == (dtype, (3, *LARGE), True, Tensor)
     assert not zeros.any()
@@ -81,3 +91,13 @@ def test_tensors_are_what_torch_would_make(
     assert torch.equal(memory.contiguous(turned), turned)
     assert memory.contiguous(turned).is_contiguous()
     assert memory.contiguous(zeros) is zeros
+
+
+def test_it_is_known_whether_large_blocks_are_given_back() -> None:
+    """In a process of its own, because the C library cannot be told to do as before."""
+    code = (
+        "from benchmarks.measure import keep_memory; from convmesh.batching.memory import returns_large_blocks as ask\n"
+        "before = ask(); keep_memory(); ask.cache_clear(); print(before, ask())"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("True False\n", "")

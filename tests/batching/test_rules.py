@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, vmap
 
-from convmesh import batching
 from tests.batching.cases import Case, cases, mapped_dims
 from tests.batching.oracle import assert_same, loop_and_stack
 
@@ -29,7 +28,7 @@ def test_forward(case: Case, data: st.DataObject) -> None:
     def one(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         return aten.convolution(x, w, b, *case.geometry.arguments)
 
-    with batching.force(case.algorithm):
+    with case.forced():
         got = vmap(one, dims, out_dim)(*args).movedim(out_dim, 0)
     if case.batch == 0:
         assert got.shape == (0, *case.y)
@@ -51,7 +50,7 @@ def test_backward(case: Case, data: st.DataObject) -> None:
         assert [gradient is not None for gradient in gradients] == list(mask)
         return tuple(gradient for gradient in gradients if gradient is not None)
 
-    with batching.force(case.algorithm):
+    with case.forced():
         got = vmap(one, dims)(*args)
     if case.batch == 0:
         wanted = [shape for shape, asked in zip((case.x, case.w, case.y[1:2]), mask, strict=True) if asked]

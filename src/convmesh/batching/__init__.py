@@ -4,6 +4,7 @@ from .calibration import calibrate as calibrate
 from .choice import Decision as Decision
 from .choice import explain as explain
 from .choice import force as force
+from .choice import forget as forget
 from .choice import tries_all as tries_all
 from .choice import try_all as try_all
 from .per_sample import clipped_gradient as clipped_gradient

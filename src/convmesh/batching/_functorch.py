@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import cast
@@ -30,6 +31,8 @@ PRIVATE_NAMES = (
     "torch.autograd.forward_ad._current_level",
     "torch.library.Library._destroy",
 )
+
+Keys = torch._C.DispatchKeySet
 
 _functorch = torch._C._functorch
 _BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
@@ -79,6 +82,26 @@ def below_vmap(nature: Nature) -> AbstractContextManager[None]:
         AbstractContextManager[None],
         torch._C._ExcludeDispatchKeyGuard(_ALL_TRANSFORMS if nature is Nature.PLAIN else _BATCHED),
     )
+
+
+def description(operands: Sequence[Tensor | None]) -> Hashable:
+    """How plain tensors lie and which of their dimensions are mapped, by the quickest test.
+
+    None if some are not plain; it may also be None for plain ones.
+    """
+    level = _functorch.maybe_current_level()
+    if level is None or forward_ad._current_level >= 0:
+        return None
+    parts: list[Hashable] = []
+    for operand in operands:
+        if operand is None:
+            parts.append(None)
+            continue
+        value, dim = _functorch._unwrap_batched(operand, level)
+        if type(value) is not Tensor or value.requires_grad or _functorch.is_functorch_wrapped_tensor(value):
+            return None
+        parts += (dim, value.shape, value.stride(), value.dtype, value.device)
+    return tuple(parts)
 
 
 def nature_of(*tensors: Tensor) -> Nature:

@@ -7,13 +7,13 @@ works where the mapped values are DTensors or mapped once more.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import torch
 from torch import Tensor
 
-from ..correlation import correlate
 from ._functorch import Nature
 from .contraction import FACTORS, Contraction, Role
 from .folding import Mapped, Operand, fold, unfold_from, unfold_result
@@ -33,6 +33,7 @@ class Task:
     device: str
     threads: int
     lies_folded: bool = False  # an activation has its samples within its batch, as folds leave them
+    shared: Role | None = None  # an operand of another product of the same call, too: both may fold it at once
 
     @property
     def both_mapped(self) -> bool:
@@ -42,14 +43,23 @@ class Task:
     def is_empty(self) -> bool:
         return self.batch * self.contraction.multiplications == 0
 
+    @cached_property
+    def result_bytes(self) -> int:
+        return self.batch * prod(self.contraction.shape(self.contraction.wanted)) * self.itemsize
+
     @property
     def may_write(self) -> bool:
         """Whether results may be written into a tensor made beforehand."""
         return self.nature in (Nature.PLAIN, Nature.TRACED)
 
+    def opaque(self, batch: int, mapped: tuple[bool, bool]) -> Task:
+        """The same for so many samples, by what dispatches further alone."""
+        return replace(self, batch=batch, mapped=mapped, nature=Nature.OPAQUE)
+
 
 class Algorithm(ABC):
     name: str
+    is_torchs_own: bool = False  # torch's batching rules do the same
 
     @abstractmethod
     def applies(self, task: Task) -> bool: ...
@@ -62,9 +72,15 @@ class Algorithm(ABC):
         """Bytes needed at once beside operands and result, as far as this algorithm asks for them itself."""
         return 0
 
+    def traffic(self, task: Task) -> int:
+        """Bytes written beside the result in the course of it all: more than the workspace where that is used anew."""
+        return self.workspace(task)
+
 
 class Fold(Algorithm):
     """One operand is mapped: B joins the size which that operand shares with the result."""
+
+    is_torchs_own = True
 
     def __init__(self, letter: str) -> None:
         self.letter = letter
@@ -92,6 +108,7 @@ class FoldGroups(Algorithm):
     """Both operands are mapped: every sample is a group (or several) of one convolution."""
 
     name = "fold-groups"
+    is_torchs_own = True
 
     def applies(self, task: Task) -> bool:
         return task.both_mapped
@@ -109,28 +126,13 @@ class FoldGroups(Algorithm):
         return unfold_result(result, product.wanted.channels, 1, task.batch)
 
 
-class Exchange(Algorithm):
-    """The gradient of a depthwise kernel, as a forward convolution of the image by the response."""
-
-    name = "exchange"
-
-    def applies(self, task: Task) -> bool:
-        product = task.contraction
-        depthwise = product.kernel[0] == product.geometry.groups and product.kernel[1] == 1
-        return product.wanted is Role.KERNEL and depthwise and not task.is_empty and task.nature is not Nature.OPAQUE
-
-    def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
-        product = task.contraction
-        image, response = (_repeat(each.mapped, task.batch) for each in (first, second))
-        taps = correlate(image.flatten(0, 2), response.flatten(0, 2), product.kernel[2:], product.geometry)
-        by_image = taps.reshape(task.batch, *product.image[:2], 1, *product.kernel[2:])
-        return Mapped(by_image.sum(1), 0)
-
-
 class Loop(Algorithm):
     """One sample after the other, each by the stock operator."""
 
     name = "loop"
+
+    def traffic(self, task: Task) -> int:
+        return task.result_bytes
 
     def applies(self, task: Task) -> bool:
         # A loop over anything that is not a tensor of its own would only multiply dispatch.
@@ -168,7 +170,7 @@ def add_bias(result: Mapped, bias: Mapped) -> Mapped:
     return Mapped(value + biases.reshape(*biases.shape, *[1] * (value.ndim - 3)), 0)
 
 
-def _repeat(mapped: Mapped, batch: int) -> Tensor:
+def repeated(mapped: Mapped, batch: int) -> Tensor:
     """[...] or [B ...] -> [B ...]"""
     return mapped.value.expand(batch, *mapped.value.shape) if mapped.dim is None else mapped.in_front
 

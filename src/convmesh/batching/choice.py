@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from . import cost
 from ._functorch import Nature
-from .algorithms import Algorithm, Exchange, Fold, FoldGroups, Loop, Task
+from .algorithms import Algorithm, Fold, FoldGroups, Loop, Task
+from .grouped import Exchange, Repeat
+from .memory import returns_large_blocks
 from .patches import Taps, Unfold
 from .pointwise import Pointwise
 from .race import interleaved
@@ -22,6 +24,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Fold("O"),
     Fold("C"),
     FoldGroups(),
+    Repeat(),
     Exchange(),
     Pointwise(),
     Unfold(),
@@ -42,6 +45,7 @@ _forced: str | None = None
 _trying = False
 _found: dict[Task, Decision] = {}
 _listeners: list[list[Decision]] = []
+_when_forgotten: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Decision:
     task: Task
     algorithm: Algorithm
     reason: str
+    as_torch: bool = False  # torch's own rule would do just that
 
     def __str__(self) -> str:
         product = self.task.contraction
@@ -60,19 +65,27 @@ class Decision:
         )
 
 
-def choose(task: Task, *operands: Any) -> Algorithm:
+def choose(task: Task, *operands: Any) -> Decision:
     """The algorithm for a task; said to the debug log and to `explain`. `operands` are there to be tried with."""
-    decision = _forced_decision(task) or _tried(task, operands)
-    decision = decision or (_decide(task) if _is_static(task) else _fold(task, "sizes are symbolic"))
-    if _listeners or log.isEnabledFor(logging.DEBUG):
+    decision = None if _forced is None and not _trying else _forced_decision(task) or _tried(task, operands)
+    if decision is None:
+        static = task.nature is Nature.PLAIN or _is_static(task)
+        decision = _decide(task) if static else _fold(task, "sizes are symbolic")
+    if is_watched():
         log.debug("%s", decision)
         for listener in _listeners:
             listener.append(decision)
-    return decision.algorithm
+    return decision
 
 
 @lru_cache(maxsize=4096)
 def _decide(task: Task) -> Decision:
+    decision = _estimated(task)
+    as_torch = task.nature is Nature.PLAIN and decision.algorithm.is_torchs_own
+    return replace(decision, as_torch=as_torch)
+
+
+def _estimated(task: Task) -> Decision:
     usable = [algorithm for algorithm in ALGORITHMS if algorithm.applies(task)]
     if len(usable) == 1 or task.nature is Nature.OPAQUE:
         return Decision(task, usable[0], "the only one for such operands")
@@ -97,13 +110,14 @@ def _decide(task: Task) -> Decision:
 def _best(task: Task, fold: Algorithm, known: Mapping[Algorithm, float], clear: float) -> Algorithm:
     """The fold, unless another one promises a gain that is clear."""
     certain, likely = cost.first_touch(fold, task)
+    folded = known[fold] - cost.shared_copy(fold, task) + certain
     # The most seconds that each may take. A loop asks for little memory at a time: it is spared what is only likely.
-    most = {each: clear * (known[fold] + certain) for each in known if each is not fold}
+    most = {each: clear * folded for each in known if each is not fold}
     for each in most:
         if isinstance(each, Loop) and likely:
-            most[each] = max(most[each], known[fold] + certain + likely)
-    best = min(most, key=lambda each: known[each] / most[each], default=fold)
-    if best is fold or known[best] > most[best] or known[fold] + certain + likely - known[best] < LEAST_GAIN:
+            most[each] = max(most[each], folded + likely)
+    best = min(most, key=lambda each: known[each] - most[each], default=fold)
+    if best is fold or known[best] > most[best] or folded + likely - known[best] < LEAST_GAIN:
         return fold
     return best
 
@@ -118,6 +132,11 @@ def _tried(task: Task, operands: Sequence[Any]) -> Decision | None:
         listed = ", ".join(f"{each.name} {1e3 * seconds[each]:.2f} ms" for each in usable)
         _found[task] = Decision(task, min(seconds, key=lambda each: seconds[each]), f"tried: {listed}")
     return _found[task]
+
+
+def is_watched() -> bool:
+    """Whether choices are to be made in another way than by estimates, or told to somebody."""
+    return _forced is not None or _trying or bool(_listeners) or log.isEnabledFor(logging.DEBUG)
 
 
 def tries_all() -> bool:
@@ -153,6 +172,14 @@ def forget() -> None:
     _decide.cache_clear()
     _found.clear()
     cost.price_table.cache_clear()
+    returns_large_blocks.cache_clear()
+    for reaction in _when_forgotten:
+        reaction()
+
+
+def when_forgotten(reaction: Callable[[], None]) -> None:
+    """Have something done whenever remembered choices are dropped."""
+    _when_forgotten.append(reaction)
 
 
 @contextmanager

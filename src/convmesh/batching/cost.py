@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from .algorithms import Algorithm, Task
 from .contraction import FACTORS, Role
+from .memory import GIVEN_BACK, returns_large_blocks
 
 
 class Features(NamedTuple):
@@ -24,7 +25,7 @@ class Features(NamedTuple):
     flops: float  # 10 ** 12
     activations: float  # gigabytes of images and responses
     kernels: float  # gigabytes
-    workspace: float  # gigabytes beside them
+    traffic: float  # gigabytes written beside them
 
 
 # What the built-in table was measured for. Other kinds of numbers and devices are scaled from it.
@@ -34,10 +35,12 @@ SLOWER = {"float64": 2.0, "complex64": 4.0, "complex128": 8.0}
 # A device of another kind computes much faster, and takes this many microseconds to be told.
 FASTER, LAUNCH = 50.0, 10.0
 
-# glibc keeps no freed block that is larger. A byte of it costs so many seconds anew; of smaller ones, in a call that
+# A byte of a block that is given back when it is freed costs so many seconds anew; of smaller ones, in a call that
 # needs much memory, it is the share of such calls that meet fresh memory which is guessed.
-ALWAYS_FRESH, FIRST_TOUCH = 32 * 2**20, 0.3e-9
-MUCH_MEMORY, LIKELY_TOUCH = 32 * 2**20, 0.15e-9
+FIRST_TOUCH = 0.3e-9
+MUCH_MEMORY, LIKELY_TOUCH = 45 * 2**20, 0.15e-9
+# Seconds for a byte of an operand that is copied when it is folded.
+FOLDED = 0.13e-9
 
 
 @dataclass(frozen=True)
@@ -111,23 +114,30 @@ def features_of(algorithm: Algorithm, task: Task) -> Features:
         flops=2e-12 * task.batch * product.multiplications,
         activations=1e-9 * task.itemsize * (numbers[Role.IMAGE] + numbers[Role.RESPONSE]),
         kernels=1e-9 * task.itemsize * numbers[Role.KERNEL],
-        workspace=1e-9 * algorithm.workspace(task),
+        traffic=1e-9 * algorithm.traffic(task),
     )
+
+
+def shared_copy(fold: Algorithm, task: Task) -> float:
+    """Seconds of a fold's price that another fold in the same call pays: of a copy that they share, a half."""
+    if task.shared is None or task.device != "cpu" or fold.workspace(task) == 0:
+        return 0.0
+    return 0.5 * FOLDED * task.batch * task.itemsize * prod(task.contraction.shape(task.shared))
 
 
 def first_touch(fold: Algorithm, task: Task) -> tuple[float, float]:
     """Seconds that a fold may lose to memory which it gets anew, beside its price: for certain, and likely ones.
 
     Prices are of memory that was used before. What a fold makes, and what libraries lay out for it, comes from the C
-    library, which gives the largest blocks back when they are freed, and others whenever enough of them lie together.
+    library. As a rule it gives the largest blocks back when they are freed, and others once enough lie together.
     """
-    if task.device != "cpu" or not task.may_write:
+    if task.device != "cpu" or not task.may_write or not returns_large_blocks():
         return 0.0, 0.0
     features = features_of(fold, task)
     numbers = [prod(task.contraction.shape(role)) for role in Role]
     blocks = [task.batch * task.itemsize * number for number in numbers] + [fold.workspace(task)]
-    certain = sum(block for block in blocks if block > ALWAYS_FRESH)
-    total = 1e9 * (features.activations + features.kernels + features.workspace)
+    certain = sum(block for block in blocks if block >= GIVEN_BACK)
+    total = 1e9 * (features.activations + features.kernels) + fold.workspace(task)
     return FIRST_TOUCH * certain, LIKELY_TOUCH * total if total > MUCH_MEMORY else 0.0
 
 

@@ -69,14 +69,6 @@ class Operand:
         """[B ...]"""
         return self._keep("front", lambda: self.mapped.in_front)
 
-    @property
-    def lies_folded(self) -> bool:
-        """Whether it is an activation in memory as [N B ...]: folds take that as it is, and all others copy it."""
-        if self.mapped.dim is None or self.role is Role.KERNEL or self.mapped.sample_shape[0] == 1:
-            return False
-        batch_dim = 1 if self.mapped.dim == 0 else 0
-        return self.value.stride(self.mapped.dim) < self.value.stride(batch_dim)
-
     def into(self, letter: str, groups: int) -> Tensor:
         """B folded into the axis N, C or O."""
         if not self.is_mapped or letter not in self.role.value:

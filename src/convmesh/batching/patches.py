@@ -129,6 +129,9 @@ class Unfold(Algorithm):
     def workspace(self, task: Task) -> int:
         return self._samples_at_once(task) * self._per_sample(task)
 
+    def traffic(self, task: Task) -> int:
+        return task.batch * self._per_sample(task)
+
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
         view, wanted = View(task), task.contraction.wanted
         biases = None if bias is None else spread(bias, task.batch).value
@@ -159,8 +162,13 @@ class Taps(Algorithm):
         return task.both_mapped and task.may_write and several and not task.is_empty
 
     def workspace(self, task: Task) -> int:
-        result = prod(task.contraction.shape(task.contraction.wanted))
-        return task.batch * result * task.itemsize
+        return task.result_bytes
+
+    def traffic(self, task: Task) -> int:
+        # What a tap sees of the image, and what comes of it.
+        view = View(task)
+        seen = task.batch * view.C * view.places * task.itemsize
+        return view.taps * (seen + task.result_bytes)
 
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
         view, wanted = View(task), task.contraction.wanted

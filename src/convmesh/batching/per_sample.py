@@ -15,7 +15,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .ghost import gradients_by_layer, squared_norms_by_layer
+from .layer_gradients import gradients_by_layer
+from .layer_norms import squared_norms_by_layer
 from .spread import Spread, settled
 
 Loss = Callable[..., Tensor]

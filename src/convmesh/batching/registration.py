@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
 from . import memory, rules
 
-RULES = {"convolution": rules.convolution, "convolution_backward": rules.convolution_backward}
+RULES: dict[str, Callable[..., object]] = {
+    "convolution": rules.convolution,
+    "convolution_backward": rules.convolution_backward,
+}
 
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
@@ -27,7 +33,8 @@ def install() -> None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
                 for name, rule in RULES.items():
-                    library.impl(name, rule, "FuncTorchBatched")
+                    stock: Any = torch.library.get_kernel(f"aten::{name}", "FuncTorchBatched")
+                    library.impl(name, partial(rule, stock.call_boxed), "FuncTorchBatched", with_keyset=True)
         except BaseException:
             library._destroy()
             raise

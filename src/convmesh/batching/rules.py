@@ -1,27 +1,43 @@
 """The batching rules of convolution: what each mapped operand does to a result.
 
 In the comments B is the mapped dimension, `*` the spatial ones; a transposed convolution has the weight [C O/g *].
-Where B ends up in memory is up to the algorithm.
+Where B ends up in memory is up to the algorithm. `stock` is torch's own rule, for what it does as well as anyone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..geometry import Convolution, Shape
-from ._functorch import Nature, below_vmap, current_level, nature_of, unwrap, wrap
+from ._functorch import Keys, Nature, below_vmap, current_level, nature_of, unwrap, wrap
 from .algorithms import Task, add_bias
-from .choice import choose
-from .contraction import Contraction, Role
+from .choice import Decision, choose
+from .contraction import FACTORS, Contraction, Role
 from .folding import Mapped, Operand
+from .products import (
+    backward_tasks,
+    circumstances_of,
+    forward_task,
+    known_backward_tasks,
+    known_forward_task,
+    laid,
+    task_of,
+)
 from .sharded import by_own_samples, expressible, without_filling
+from .shortcut import is_left_to_torch, key_of, leave_to_torch
+
+Stock = Callable[..., Any]
+
+# For the operand whose gradient is asked for torch's rule makes a stand-in of the same size, and copies it. Calls from
+# Python cost less than copying more bytes than these.
+STAND_IN = 2**20
 
 
 def convolution(
+    stock: Stock,
+    keys: Keys,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -33,36 +49,37 @@ def convolution(
     groups: int,
 ) -> Tensor:
     """`aten.convolution` under vmap."""
-    geometry = Convolution.of(weight.ndim - 2, stride, padding, dilation, transposed, output_padding, groups)
+    arguments = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
+    key = key_of((input, weight, bias), arguments)
+    if is_left_to_torch(key):
+        return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
     level = current_level()
     x, w = Mapped(*unwrap(input, level)), Mapped(*unwrap(weight, level))
     b = None if bias is None else Mapped(*unwrap(bias, level))
-    nature = nature_of(x.value, w.value, *([] if b is None else [b.value]))
+    nature = nature_of(x.value, w.value) if b is None else nature_of(x.value, w.value, b.value)
+    plan = known_forward_task if nature is Nature.PLAIN else forward_task
+    task = plan(laid(x), laid(w), None if b is None else laid(b), arguments, circumstances_of(nature, x.value))
+    first, second = map(Operand, FACTORS[task.contraction.wanted], (x, w))
     with below_vmap(nature):
-        return wrap(*_forward(x, w, b, geometry, nature), level)
-
-
-def _forward(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution, nature: Nature) -> Mapped:
-    batch = _batch_size(x, w, b)
-    output = _output_shape(x, w, b, geometry)
-    if geometry.transposed:
-        wanted, product = Role.IMAGE, partial(Contraction, image=output, response=x.sample_shape)
-        first = Operand(Role.RESPONSE, x)
-    else:
-        wanted, product = Role.RESPONSE, partial(Contraction, image=x.sample_shape, response=output)
-        first = Operand(Role.IMAGE, x)
-    contraction = product(wanted=wanted, geometry=geometry, kernel=w.sample_shape)
-    # [B N C *] [O C *]   [O] or [B O] -> [B N O *]
-    # [N C *]   [B O C *] [O] or [B O] -> [B N O *]
-    # [B N C *] [B O C *] [O] or [B O] -> [B N O *]
-    if x.dim is not None or w.dim is not None:
-        return _contract(contraction, batch, nature, first, Operand(Role.KERNEL, w), b)
-    # [N C *]   [O C *]   [B O]        -> [B N O *]
-    assert b is not None
-    return add_bias(Mapped(contraction(x.value, w.value), None), b)
+        # [N C *]   [O C *]   [B O]        -> [B N O *]
+        if x.dim is None and w.dim is None:
+            assert b is not None
+            return wrap(*add_bias(Mapped(task.contraction(x.value, w.value), None), b), level)
+        # [B N C *] [O C *]   [O] or [B O] -> [B N O *]
+        # [N C *]   [B O C *] [O] or [B O] -> [B N O *]
+        # [B N C *] [B O C *] [O] or [B O] -> [B N O *]
+        decision = _decision(task, first, second, b)
+        # torch's rule adds a bias afterwards wherever there is anything mapped but the input.
+        best_by_torch = _as_torch(decision) and (b is None or (w.dim is None and b.dim is None))
+        if not best_by_torch:
+            return wrap(*_contract(task, decision, first, second, b), level)
+    leave_to_torch(key)
+    return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
 
 
 def convolution_backward(
+    stock: Stock,
+    keys: Keys,
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor,
@@ -74,92 +91,87 @@ def convolution_backward(
     output_padding: Sequence[int],
     groups: int,
     output_mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """`aten.convolution_backward` under vmap."""
-    geometry = Convolution.of(weight.ndim - 2, stride, padding, dilation, transposed, output_padding, groups)
+    arguments = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
+    key = key_of((grad_output, input, weight), arguments, tuple(output_mask))
+    if is_left_to_torch(key):
+        return stock(keys, grad_output, input, weight, None, *arguments, output_mask)  # type: ignore[no-any-return]
     level = current_level()
-    g, x, w = (Mapped(*unwrap(tensor, level)) for tensor in (grad_output, input, weight))
+    g, x, w = Mapped(*unwrap(grad_output, level)), Mapped(*unwrap(input, level)), Mapped(*unwrap(weight, level))
     nature = nature_of(g.value, x.value, w.value)
+    plan = known_backward_tasks if nature is Nature.PLAIN else backward_tasks
+    both = output_mask[0] and output_mask[1]
+    tasks = plan(laid(g), laid(x), laid(w), arguments, circumstances_of(nature, g.value), both)
+    all_mapped = g.dim is not None and x.dim is not None and w.dim is not None
+    taken, given = (Role.RESPONSE, Role.IMAGE) if transposed else (Role.IMAGE, Role.RESPONSE)
+    from_g, from_x, from_w = Operand(given, g), Operand(taken, x), Operand(Role.KERNEL, w)
+    gradients: list[Tensor | None] = [None, None, None]
+    by_torch = [False, False, False]
     with below_vmap(nature):
-        gradients = _backward(g, x, w, geometry, nature, output_mask)
-        return tuple(None if each is None else wrap(*each, level) for each in gradients)  # type: ignore[return-value]
+        # [B N O *] [O C *]   -> [B N C *]
+        # [N O *]   [B O C *] -> [B N C *]
+        # [B N O *] [B O C *] -> [B N C *]
+        # and for the weight
+        # [N C *]   [B N O *] -> [B O C *]
+        # [B N C *] [N O *]   -> [B O C *]
+        # [B N C *] [B N O *] -> [B O C *]     gradients per sample
+        pairs = (from_g, from_w), (from_g, from_x) if transposed else (from_x, from_g)
+        for i, (task, (first, second)) in enumerate(zip(tasks, pairs, strict=True)):
+            if output_mask[i]:
+                decision = _decision(task, first, second, None)
+                by_torch[i] = _as_torch(decision) and (all_mapped or task.result_bytes <= STAND_IN)
+                if not by_torch[i]:
+                    gradients[i] = wrap(*_contract(task, decision, first, second, None), level)
+        # [B N O *]           -> [B O]
+        if output_mask[2]:
+            gradients[2] = wrap(*_sum_to_channels(g), level)
+    if any(by_torch):
+        if by_torch == list(output_mask):
+            leave_to_torch(key)
+        theirs = stock(keys, grad_output, input, weight, None, *arguments, by_torch)
+        return tuple(their if asked else our for our, their, asked in zip(gradients, theirs, by_torch, strict=True))
+    return tuple(gradients)
 
 
-def _backward(
-    g: Mapped, x: Mapped, w: Mapped, geometry: Convolution, nature: Nature, output_mask: Sequence[bool]
-) -> tuple[Mapped | None, Mapped | None, Mapped | None]:
-    batch = _batch_size(g, x, w)
-    output = _output_shape(x, w, None, geometry)
-    if g.sample_shape != output:
-        complaint = f"`grad_output` has the shape {list(g.sample_shape)}, but the output is {list(output)}"
-        raise RuntimeError(f"{complaint} ({_mapped_dimensions(grad_output=g, input=x, weight=w)})")
-    image, response = (g, x) if geometry.transposed else (x, g)
-    product = partial(
-        Contraction,
-        geometry=geometry,
-        image=image.sample_shape,
-        kernel=w.sample_shape,
-        response=response.sample_shape,
-    )
-    taken, given = (Role.RESPONSE, Role.IMAGE) if geometry.transposed else (Role.IMAGE, Role.RESPONSE)
-    g_operand, x_operand, w_operand = Operand(given, g), Operand(taken, x), Operand(Role.KERNEL, w)
-    grad_input = grad_weight = grad_bias = None
-    # [B N O *] [O C *]   -> [B N C *]
-    # [N O *]   [B O C *] -> [B N C *]
-    # [B N O *] [B O C *] -> [B N C *]
-    if output_mask[0]:
-        grad_input = _contract(product(wanted=taken), batch, nature, g_operand, w_operand, None)
-    # [N C *]   [B N O *] -> [B O C *]
-    # [B N C *] [N O *]   -> [B O C *]
-    # [B N C *] [B N O *] -> [B O C *]     gradients per sample
-    if output_mask[1]:
-        pair = (g_operand, x_operand) if geometry.transposed else (x_operand, g_operand)
-        grad_weight = _contract(product(wanted=Role.KERNEL), batch, nature, *pair, None)
-    # [B N O *]           -> [B O]
-    if output_mask[2]:
-        grad_bias = _sum_to_channels(g)
-    return grad_input, grad_weight, grad_bias
+def _decision(task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Decision | None:
+    """How plain tensors are multiplied, if there is anything to be chosen. Others are looked into first."""
+    if task.nature is not Nature.PLAIN or task.batch == 0 or not (first.is_mapped or second.is_mapped):
+        return None
+    return choose(task, first, second, bias)
 
 
-def _contract(
-    contraction: Contraction, batch: int, nature: Nature, first: Operand, second: Operand, bias: Mapped | None
-) -> Mapped:
+def _as_torch(decision: Decision | None) -> bool:
+    return decision is not None and decision.as_torch
+
+
+def _contract(task: Task, decision: Decision | None, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
     """By the algorithm that suits. Gradients of what is not mapped depend on no sample, and are computed once."""
+    if decision is not None:
+        return decision.algorithm.run(task, first, second, bias)
     if not first.is_mapped and not second.is_mapped:
-        return Mapped(contraction(first.value, second.value), None)
-    if nature is Nature.SHARDED:
-        result = by_own_samples(contraction, batch, first, second, bias, _compute)
+        return Mapped(task.contraction(first.value, second.value), None)
+    if task.nature is Nature.SHARDED:
+        result = by_own_samples(task.contraction, task.batch, first, second, bias, _compute)
         if result is not None:
             return result
-    if batch == 0:
-        return _nothing(contraction, first, second)
-    if nature in (Nature.SHARDED, Nature.OPAQUE):
-        samples, first, second, bias = expressible(contraction, batch, first, second, bias)
-        return without_filling(_run(contraction, samples, Nature.OPAQUE, first, second, bias), batch)
-    return _run(contraction, batch, nature, first, second, bias)
+    if task.batch == 0:
+        return _nothing(task.contraction, first, second)
+    if task.nature in (Nature.SHARDED, Nature.OPAQUE):
+        samples, first, second, bias = expressible(task.contraction, task.batch, first, second, bias)
+        whole = task.opaque(samples, (first.is_mapped, second.is_mapped))
+        return without_filling(_run(whole, first, second, bias), task.batch)
+    return _run(task, first, second, bias)
+
+
+def _run(task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+    return choose(task, first, second, bias).algorithm.run(task, first, second, bias)
 
 
 def _compute(contraction: Contraction, batch: int, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
     """Of tensors that are not DTensors."""
-    return _contract(contraction, batch, nature_of(first.value, second.value), first, second, bias)
-
-
-def _run(
-    contraction: Contraction, batch: int, nature: Nature, first: Operand, second: Operand, bias: Mapped | None
-) -> Mapped:
-    value = first.value
-    task = Task(
-        contraction,
-        batch,
-        (first.is_mapped, second.is_mapped),
-        nature,
-        str(value.dtype).removeprefix("torch."),
-        value.element_size(),
-        value.device.type,
-        torch.get_num_threads(),
-        nature is Nature.PLAIN and (first.lies_folded or second.lies_folded),
-    )
-    return choose(task, first, second, bias).run(task, first, second, bias)
+    task = task_of(contraction, batch, first, second)
+    return _contract(task, None if batch == 0 else choose(task, first, second, bias), first, second, bias)
 
 
 def _nothing(contraction: Contraction, first: Operand, second: Operand) -> Mapped:
@@ -173,39 +185,3 @@ def _sum_to_channels(g: Mapped) -> Mapped:
     if g.dim is None:
         return Mapped(g.value.sum((0, *range(2, g.value.ndim))), None)
     return Mapped(g.in_front.sum((1, *range(3, g.value.ndim))), 0)
-
-
-def _batch_size(*operands: Mapped | None) -> int:
-    return next(each.value.shape[each.dim] for each in operands if each is not None and each.dim is not None)
-
-
-def _output_shape(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> Shape:
-    """The shape of one sample's output; what does not fit gets torch's own words for that sample."""
-    image, kernel = x.sample_shape, w.sample_shape
-    if len(image) == len(kernel) == len(geometry.stride) + 2:
-        inside = kernel[1] * geometry.groups
-        inputs, outputs = (kernel[0], inside) if geometry.transposed else (inside, kernel[0])
-        size = geometry.output_size(image[2:], kernel[2:])
-        channels_fit = image[1] == inputs and kernel[0] % geometry.groups == 0
-        if channels_fit and (b is None or b.sample_shape == (outputs,)) and all(n > 0 for n in size):
-            return (image[0], outputs, *size)
-    raise RuntimeError(f"{_complaint(x, w, b, geometry)} ({_mapped_dimensions(input=x, weight=w, bias=b)})")
-
-
-def _complaint(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> str:
-    """What torch says when it is given one sample."""
-    one_x, one_w, one_b = (None if each is None else torch.empty(each.sample_shape) for each in (x, w, b))
-    try:
-        torch.ops.aten.convolution.default(one_x, one_w, one_b, *geometry.arguments)
-    except (RuntimeError, IndexError, ValueError) as error:
-        return str(error)
-    return f"no rule fits a convolution of {list(x.sample_shape)} with {list(w.sample_shape)} and {geometry}"
-
-
-def _mapped_dimensions(**operands: Mapped | None) -> str:
-    mapped = [
-        f"dimension {each.dim} of `{name}`"
-        for name, each in operands.items()
-        if each is not None and each.dim is not None
-    ]
-    return f"for each of {_batch_size(*operands.values())} samples: vmap maps {', '.join(mapped)}"
