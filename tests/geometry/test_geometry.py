@@ -55,6 +55,25 @@ def test_shards_are_torch_chunks(size: int, sizes: tuple[int, ...]) -> None:
     assert [list(range(i.start, i.stop)) for i in shards(size, sizes)] == [piece.tolist() for piece in pieces]
 
 
+@given(windows, intervals, intervals)
+def test_taps_are_all_pairs_of_a_coarse_index_and_a_fine_one_that_it_reads(
+    window: Window, fine: Interval, coarse: Interval
+) -> None:
+    found = [
+        (tap.index, o, i)
+        for tap in window.taps(fine, coarse)
+        for o, i in zip(
+            range(tap.coarse.start, tap.coarse.stop), range(tap.fine.start, tap.fine.stop, tap.step), strict=True
+        )
+    ]
+    assert found == [
+        (index, o, i)
+        for index in range(window.kernel)
+        for o in range(coarse.start, coarse.stop)
+        if (i := o * window.stride - window.padding + window.dilation * index) in fine
+    ]
+
+
 @given(windows, intervals)
 def test_reads_is_the_hull_of_all_taps(window: Window, coarse: Interval) -> None:
     taps = {index for o in range(coarse.start, coarse.stop) for index in touched(window, o)}

@@ -235,6 +235,37 @@ def test_one_all_reduce_for_each_bucket(pool: Pool) -> None:
     assert (messages, later) == (gradients, 0)
 
 
+class Scaled(torch.nn.Module):
+    """A parameter that is broadcast over space, as layer scales and learned biases are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 3, 3, padding=1, dtype=torch.float64)
+        self.scale = torch.nn.Parameter(torch.full((3, 1, 1), 0.5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.scale * self.conv(x)
+        return y
+
+
+def sums_of_backward(mesh: DeviceMesh) -> int:
+    torch.manual_seed(0)
+    expected = Scaled()
+    x = torch.randn(2, 3, 7, 5, dtype=torch.float64)
+    expected(x).square().sum().backward()
+    with convmesh.enable():
+        model = convmesh.distribute(copy.deepcopy(expected), mesh)
+        loss = model(convmesh.shard(x, mesh, data=0, h=2)).square().sum()
+        with CommDebugMode() as counted:
+            loss.backward()
+    assert_same_gradients(model, expected)
+    return sum(number for op, number in counted.get_comm_counts().items() if "all_reduce" in str(op))
+
+
+def test_the_gradient_of_a_broadcast_parameter_goes_with_its_bucket(pool: Pool) -> None:
+    assert same_on_all_ranks(pool.run(sums_of_backward, mesh=(2, 2), names=NAMES[:2])) == 1
+
+
 def reads_during_backward(mesh: DeviceMesh) -> None:
     """A full bucket leaves at once: what a hook finds afterwards is the sum, and what it writes there stays."""
     dims = {"data": 0, "h": 2}

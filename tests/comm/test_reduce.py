@@ -1,0 +1,52 @@
+"""Sums and extremes over ranks, of few numbers, which go at once, and of many, which the backend reduces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from convmesh.comm import all_reduce, side_by_side
+from convmesh.comm.reduce import FEW_BYTES
+from tests.compare import assert_close
+from tests.harness import Pool
+
+MESHES = [(2,), (3,), (2, 2), (1, 4)]
+FEW, MANY = (2, 5), (FEW_BYTES, 2)
+
+
+def terms(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """[rank, ...]: what each rank of the mesh has, with a NaN among the numbers of one of them."""
+    made = torch.randn(mesh.size(), *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if not dtype.is_floating_point:
+        return (made * 100).to(dtype)  # exact in any order
+    made[-1, 1, 0] = torch.nan
+    return made.to(dtype)
+
+
+def reduce(mesh: DeviceMesh, case: tuple[str, tuple[int, ...], torch.dtype]) -> None:
+    op, shape, dtype = case
+    every = terms(mesh, shape, dtype)
+    expected = {"sum": every.sum, "max": every.amax, "min": every.amin}[op](0)
+    dims = tuple(range(mesh.ndim))
+    own = every[mesh.get_rank()] if mesh.ndim == 1 else every[mesh.mesh.flatten().tolist().index(mesh.get_rank())]
+    before = own.clone()
+    assert_close(all_reduce(own, mesh, dims, op), expected)
+    assert torch.equal(own.nan_to_num(), before.nan_to_num()), "what was given is left as it was"
+
+
+def stack(mesh: DeviceMesh, shape: tuple[int, ...]) -> None:
+    every = terms(mesh, shape, torch.int64)
+    own = every[mesh.mesh.flatten().tolist().index(mesh.get_rank())]
+    assert torch.equal(side_by_side(own, mesh, tuple(range(mesh.ndim))), every)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_all_ranks_have_the_sum_and_the_extremes_of_all(pool: Pool, mesh: tuple[int, ...]) -> None:
+    types = (torch.float64, torch.float32, torch.int64)
+    pool.run_cases(reduce, [(op, s, t) for op in ("sum", "max", "min") for s in (FEW, MANY) for t in types], mesh=mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_what_each_has_stands_in_the_order_of_ranks(pool: Pool, mesh: tuple[int, ...]) -> None:
+    pool.run_cases(stack, [FEW, MANY, (0, 3), (1,)], mesh=mesh)
