@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from ..comm import Traffic, count_traffic
 from .layers import CONVOLUTIONS, TRANSPOSED, Sides, sides_of
 from .settings import Shape
 
@@ -38,10 +39,12 @@ def _kind(module: nn.Module) -> str:
 
 
 class Watch(_torch.TorchDispatchMode):
-    """Books what every collective sends to the layer that is at work."""
+    """Books what every collective sends to the layer that is at work. `exchanged` knows which of it are halos: numbers
+    that are to be added up may go from each rank to each as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, exchanged: Traffic) -> None:
         super().__init__()
+        self.exchanged, self.exchanges = exchanged, 0
         self.layers: dict[str, Layer] = {}
         self.at_work = self.layer(LOSS, "")
 
@@ -54,9 +57,15 @@ class Watch(_torch.TorchDispatchMode):
         namespace, name = func._schema.name.split("::")
         if namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
             size = args[0].numel() * args[0].element_size()
-            use = "halo" if "all_to_all" in name else "sums" if "all_reduce" in name else "other"
+            use = self._use(name)
             setattr(self.at_work, use, getattr(self.at_work, use) + size)
         return func(*args, **(kwargs or {}))
+
+    def _use(self, collective: str) -> str:
+        before, self.exchanges = self.exchanges, self.exchanged.exchanges
+        if self.exchanges > before:
+            return "halo"
+        return "sums" if collective.startswith(("all_reduce", "all_to_all")) else "other"
 
 
 class _Labels:
@@ -104,7 +113,11 @@ class _Labels:
 
 def watch_step(model: nn.Module, forward: Callable[[], torch.Tensor], mesh: Shape) -> list[Layer]:
     """One forward and backward pass: its layers in their order, then what belongs to none of them."""
-    watch = Watch()
+    with count_traffic() as exchanged:
+        return _watched(Watch(exchanged), model, forward, mesh)
+
+
+def _watched(watch: Watch, model: nn.Module, forward: Callable[[], torch.Tensor], mesh: Shape) -> list[Layer]:
     labels = _Labels(watch, mesh)
     leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
     handles = [handle for name, module in leaves for handle in labels.attach(name, module)]
