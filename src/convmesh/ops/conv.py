@@ -61,7 +61,7 @@ def _forward(local: LocalConvolution, x: torch.Tensor, w: torch.Tensor, b: torch
     if not tiling.computes_own:
         return fetch.tie(part(fetch.complete(), target))
     own = local.own(x, w, b)
-    if conv_border.pays(local, w):
+    if conv_border.pays(w):
         return fetch.tie(conv_border.add_output(local, own, fetch, w))
     return fetch.tie(patch(own, fetch, target, inner, part))
 

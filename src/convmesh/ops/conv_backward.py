@@ -59,7 +59,7 @@ def gradients(
             local.bias_gradient(gy) if for_bias else None,
         )
     gx, gw, gb = local.own_gradients(gy, x, w, mask)
-    if conv_border.pays(local, w):
+    if conv_border.pays(w):
         conv_border.add_gradients(local, coarse if fetches_fine else fine, gx, gw, fetch, fetches_fine, w)
         return None if gx is None else fetch.tie(gx), None if gw is None else fetch.tie(gw), gb
     if gx is not None:

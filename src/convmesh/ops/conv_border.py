@@ -21,7 +21,7 @@ from .tiling import Fetch
 FEWEST_CHANNELS = 8
 
 
-def pays(local: LocalConvolution, weight: torch.Tensor) -> bool:
+def pays(weight: torch.Tensor) -> bool:
     """Whether a tap is work enough for a call of its own; and sums in half precision are not rounded twice."""
     return weight.shape[1] >= FEWEST_CHANNELS and weight.dtype in (torch.float32, torch.float64)
 

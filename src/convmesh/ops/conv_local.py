@@ -15,6 +15,7 @@ import torch
 
 from ..correlation import correlate, pays
 from ..geometry import Box, Convolution, Window
+from .conv_blocks import Crop, Turn
 from .conv_product import channels_innermost, is_pointwise, product, product_gradients
 from .tiling import Tiling
 
@@ -94,7 +95,7 @@ class LocalConvolution:
         crops = [self._crop(axis, sizes[axis]) for axis in range(len(sizes))]
         for axis, split, wanted in zip(self._split, self.tiling.splits, box, strict=True):
             reach = split.window.reads(split.coarse_for(wanted))
-            crops[axis] = _Crop.of(split.window, wanted.start - reach.start, reach.stop - wanted.stop)
+            crops[axis] = Crop.of(split.window, wanted.start - reach.start, reach.stop - wanted.stop)
         rest = [side for crop in reversed(crops) for side in (-crop.before, -crop.after)]
         result = _convolve(
             coarse, weight, None if any(rest) else bias, self.conv,
@@ -106,10 +107,10 @@ class LocalConvolution:
                 result += bias.view(-1, *[1] * len(sizes))
         return result
 
-    def _crop(self, axis: int, fine_size: int) -> _Crop:
+    def _crop(self, axis: int, fine_size: int) -> Crop:
         """Along a dimension that is not split: what the operator itself does."""
         window = self.windows[axis]
-        return _Crop(window.padding, fine_size - window.fine_size(self.coarse_sizes[axis]), 0, 0)
+        return Crop(window.padding, fine_size - window.fine_size(self.coarse_sizes[axis]), 0, 0)
 
     def weight_gradient(self, fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Of a coarse block and the fine block that it reads."""
@@ -121,7 +122,7 @@ class LocalConvolution:
         if pays(fine, weight, self.conv.groups):
             unpadded = replace(self.conv, padding=tuple(self._padding))
             return _correlated(fine, coarse.contiguous(), weight, unpadded)
-        turn = _Turn.of(coarse)
+        turn = Turn.of(coarse)
         result = aten.convolution_backward.default(
             turn.tensor(coarse), turn.tensor(fine), turn.tensor(weight), None,
             turn.sizes(self.conv.stride), turn.sizes(self._padding), turn.sizes(self.conv.dilation),
@@ -194,7 +195,7 @@ def _convolve(
     """`extra` is a transposed convolution's output padding; None for a plain one."""
     transposed = extra is not None
     zeros = [0] * len(padding)
-    turn = _Turn.of(tensor)
+    turn = Turn.of(tensor)
     result = aten.convolution.default(
         turn.tensor(tensor), turn.tensor(weight), bias, turn.sizes(conv.stride), turn.sizes(padding),
         turn.sizes(conv.dilation), transposed, turn.sizes(extra or zeros), conv.groups,
@@ -212,52 +213,3 @@ def _only_bias(like: torch.Tensor, channels: int, sizes: Sequence[int], bias: to
     """A convolution over no batch, no channels or no indices: torch refuses some of these."""
     result = like.new_zeros([like.shape[0], channels, *sizes])
     return result if bias is None else result + bias.view(-1, *[1] * len(sizes))
-
-
-@dataclass(frozen=True)
-class _Crop:
-    """How a transposed convolution's full reach becomes what is wanted of it, along one dimension.
-
-    The operator cuts `padding` from both sides and adds `extra` behind; `before` and `after` are left to cut
-    (or, where negative, to fill with zeros) once it is done.
-    """
-
-    padding: int
-    extra: int
-    before: int
-    after: int
-
-    @staticmethod
-    def of(window: Window, before: int, after: int) -> _Crop:
-        if before >= 0 and 0 <= before - after < max(window.stride, window.dilation):
-            return _Crop(before, before - after, 0, 0)
-        padding = max(0, min(before, after))
-        return _Crop(padding, 0, before - padding, after - padding)
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """Turns a strip so that its longest dimension is the last: kernels are far slower along a short last one."""
-
-    axis: int
-    last: int
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Turn:
-        sizes = list(tensor.shape[2:])
-        last = len(sizes) - 1
-        longest = sizes.index(max(sizes))
-        thin = sizes[last] < 16 <= sizes[longest] and tensor.stride(1) != 1
-        return _Turn(longest + 2 if thin else last + 2, last + 2)
-
-    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.axis == self.last else tensor.transpose(self.axis, self.last).contiguous()
-
-    def sizes(self, sizes: Sequence[int]) -> list[int]:
-        turned = list(sizes)
-        here, there = self.axis - 2, self.last - 2
-        turned[here], turned[there] = turned[there], turned[here]
-        return turned
-
-    def back(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.axis == self.last else tensor.transpose(self.axis, self.last)
