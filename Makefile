@@ -30,7 +30,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 # Two halves at a time: ranks mostly wait for each other, and leave room for the other half's.
-HALF := tests/batching tests/models tests/training tests/test_conformance.py tests/test_demo.py tests/test_examples.py tests/test_networks.py
+HALF := tests/batching tests/comm tests/models tests/sharding tests/training tests/test_conformance.py tests/test_demo.py tests/test_examples.py tests/test_networks.py
 unit: $(READY)
 	@$(BIN)/pytest $(HALF) > $(VENV)/half.log 2>&1 & half=$$!; \
 	$(BIN)/pytest $(HALF:%=--ignore %); rest=$$?; \
