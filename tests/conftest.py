@@ -1,10 +1,19 @@
 """Fixtures for all tests."""
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 from tests.harness import Pool
+
+# Compiled code has the names of process groups in it, which depend on what ran before: none is taken from other runs.
+COMPILED = tempfile.mkdtemp(prefix="convmesh-compiled-")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = COMPILED
+atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
