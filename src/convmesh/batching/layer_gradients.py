@@ -20,7 +20,7 @@ from .layer_calls import calls_of_layers
 def gradients_by_layer(
     model: nn.Module, trainable: Sequence[str], total_loss: Callable[[Tensor], Tensor], x: Tensor
 ) -> dict[str, Tensor] | None:
-    """Each parameter's [B ...], or None as above, and where some parameter gets no gradient at all."""
+    """Each parameter's [B ...]; None where the layers cannot tell, or some parameter gets no gradient at all."""
     calls = calls_of_layers(model, trainable, total_loss, x)
     if calls is None or any(call.grad is None for call in calls):
         return None

@@ -24,16 +24,7 @@ COMBINE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], op: str = "sum") -> torch.Tensor:
     """`tensor` combined over all ranks along `mesh_dims`, on each of them; `op` is sum, max or min."""
-    groups = groups_along(mesh, mesh_dims)
-    if op == "sum" or not tensor.is_floating_point() or all(_goes_at_once(tensor, group) for group in groups):
-        return start_reducing(tensor, mesh, mesh_dims, op)()
-    # Backends lose a NaN when they compare it, and torch's extremes do not: so it is said apart.
-    lost = inf if op == "min" else -inf
-    missing = tensor.isnan()
-    flags = missing.to(tensor.dtype) * (-1 if op == "min" else 1)
-    both = torch.stack([tensor.masked_fill(missing, lost), flags])
-    value, flag = start_reducing(both, mesh, mesh_dims, op)().unbind()
-    return value.masked_fill(flag != 0, nan)
+    return start_reducing(tensor, mesh, mesh_dims, op)()
 
 
 def start_reducing(
@@ -55,11 +46,27 @@ def start_reducing(
 
 
 def _start(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> Callable[[], torch.Tensor]:
-    if not _goes_at_once(tensor, group):
-        under_way = _torch.all_reduce(tensor.contiguous(), op, group)
-        return lambda: _torch.wait(under_way)
-    everybody = _tell_all(tensor, group)
-    return lambda: COMBINE[op](everybody(), 0)
+    if _goes_at_once(tensor, group):
+        everybody = _tell_all(tensor, group)
+        return lambda: COMBINE[op](everybody(), 0)
+    if op != "sum" and tensor.is_floating_point():
+        return _start_extreme(tensor, group, op)
+    under_way = _torch.all_reduce(tensor.contiguous(), op, group)
+    return lambda: _torch.wait(under_way)
+
+
+def _start_extreme(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> Callable[[], torch.Tensor]:
+    """Backends lose a NaN when they compare it, and torch's extremes do not: so it is said apart."""
+    missing = tensor.isnan()
+    flags = missing.to(tensor.dtype) * (-1 if op == "min" else 1)
+    numbers = tensor.masked_fill(missing, inf if op == "min" else -inf)
+    under_way = _torch.all_reduce(torch.stack([numbers, flags]), op, group)
+
+    def finish() -> torch.Tensor:
+        value, flag = _torch.wait(under_way).unbind()
+        return value.masked_fill(flag != 0, nan)
+
+    return finish
 
 
 def _goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

@@ -67,9 +67,8 @@ class Window:
         found = []
         for index in range(self.kernel):
             shift = self.dilation * index - self.padding
-            readers = (
-                Interval(-(-(fine.start - shift) // self.stride), (fine.stop - 1 - shift) // self.stride + 1) & coarse
-            )
+            first, last = -(-(fine.start - shift) // self.stride), (fine.stop - 1 - shift) // self.stride
+            readers = Interval(first, last + 1) & coarse
             if fine and readers:
                 start, end = (reader * self.stride + shift for reader in (readers.start, readers.stop - 1))
                 found.append(Tap(index, readers, Interval(start, end + 1), self.stride))

@@ -14,6 +14,7 @@ from math import ceil, prod
 import torch
 
 from .. import _torch
+from ..comm import Held
 from ..geometry import Box, Interval
 from ..sharding.layout import Layout
 
@@ -36,13 +37,14 @@ def drawn_in_blocks(
         return None
     own = tuple(layout.own(dim) for dim in order)
     result = into.permute(order) if into is not None else torch.empty([len(side) for side in own], dtype=layout.dtype)
-    numbers = torch.empty(BLOCK, dtype=torch.int64)
+    numbers, dims = torch.empty(BLOCK, dtype=torch.int64), tuple(range(len(order)))
     for block in _blocks(tuple(layout.shape[dim] for dim in order)):
         shape = [len(side) for side in block]
         drawn = numbers[: prod(shape)].random_(generator=generator)
         common = tuple(a & b for a, b in zip(block, own, strict=True))
         if all(common):
-            _cut(result, common, own).copy_(_cut(_decide(drawn, p).view(shape), common, block))
+            ones = Held.own(_decide(drawn, p).view(shape), dims, block).read(common)
+            Held.own(result, dims, own).read(common).copy_(ones)
     return result.permute([order.index(dim) for dim in range(len(order))])
 
 
@@ -77,10 +79,3 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[Box]:
         for start in range(0, shape[cut], step):
             along = Interval(start, min(start + step, shape[cut]))
             yield (*(Interval(at, at + 1) for at in outer), along, *(Interval(0, size) for size in shape[cut + 1 :]))
-
-
-def _cut(tensor: torch.Tensor, box: Box, frame: Box) -> torch.Tensor:
-    for dim, (side, outer) in enumerate(zip(box, frame, strict=True)):
-        if side != outer:
-            tensor = tensor.narrow(dim, side.start - outer.start, len(side))
-    return tensor

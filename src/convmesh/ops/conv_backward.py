@@ -61,15 +61,15 @@ def gradients(
     gx, gw, gb = local.own_gradients(gy, x, w, mask)
     if conv_border.pays(w):
         conv_border.add_gradients(local, coarse if fetches_fine else fine, gx, gw, fetch, fetches_fine, w)
-        return None if gx is None else fetch.tie(gx), None if gw is None else fetch.tie(gw), gb
-    if gx is not None:
-        patch(gx, fetch, target, inner, input_gradient)
-    if gw is not None:
-        held = fetch.complete()
-        inside = tuple(own & needed for own, needed in zip(fetch.own_box, fetch.needed, strict=True))
-        for strips in slabs(fetch.needed, inside):
-            for strip in strips:
-                gw += weight_gradient(held, strip)
+    else:
+        if gx is not None:
+            patch(gx, fetch, target, inner, input_gradient)
+        if gw is not None:
+            held = fetch.complete()
+            inside = tuple(own & needed for own, needed in zip(fetch.own_box, fetch.needed, strict=True))
+            for strips in slabs(fetch.needed, inside):
+                for strip in strips:
+                    gw += weight_gradient(held, strip)
     return None if gx is None else fetch.tie(gx), None if gw is None else fetch.tie(gw), gb
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm import Held
-from ..geometry import Box, Tap, slabs
+from ..geometry import Box, Tap
 from .conv_local import LocalConvolution
 from .tiling import Fetch
 
@@ -27,13 +27,13 @@ def pays(weight: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The planes of a halo and of a tile that one tap brings together, along one of the split dimensions."""
+class Border:
+    """A convolution where one tap brings planes of a halo and of the tile together."""
 
     local: LocalConvolution
     held: Held  # the fetched side, as far as it is there
-    halo: Box
     number: int  # of the split dimension
+    halo: Box
     tap: Tap
 
     @property
@@ -86,27 +86,21 @@ class Meeting:
         place.add_(planes.unflatten(0, (place.shape[0], place.shape[self.dim])).movedim(1, self.dim))
 
 
-def meetings(local: LocalConvolution, fetch: Fetch, fetches_fine: bool) -> Iterator[Meeting]:
+def borders(local: LocalConvolution, fetch: Fetch, fetches_fine: bool) -> Iterator[Border]:
     """All there are, of each split dimension as soon as its halos are there: those of the next one travel meanwhile."""
-    tiling = local.tiling
-    inside = tuple(own & needed for own, needed in zip(fetch.own_box, fetch.needed, strict=True))
-    for number, halos in enumerate(slabs(fetch.needed, inside)):
+    for meetings in local.tiling.met_by_fine_halos if fetches_fine else local.tiling.met_by_coarse_halos:
         fetch.advance()
-        window = tiling.splits[number].window
-        for halo in halos:
-            fine = halo[number] if fetches_fine else tiling.fine[number]
-            coarse = tiling.coarse[number] if fetches_fine else halo[number]
-            for tap in window.taps(fine, coarse):
-                yield Meeting(local, fetch.held, halo, number, tap)
+        for meeting in meetings:
+            yield Border(local, fetch.held, *meeting)
 
 
 def add_output(local: LocalConvolution, result: torch.Tensor, fetch: Fetch, weight: torch.Tensor) -> torch.Tensor:
     """Complete, in place, what was computed of the tile alone: from coarse to fine if it is transposed."""
-    for meeting in meetings(local, fetch, fetches_fine=not local.conv.transposed):
+    for border in borders(local, fetch, fetches_fine=not local.conv.transposed):
         if local.conv.transposed:
-            _add_fine(meeting, result, weight)
+            _add_fine(border, result, weight)
         else:
-            _add_coarse(meeting, result, weight)
+            _add_coarse(border, result, weight)
     return result
 
 
@@ -115,43 +109,43 @@ def add_gradients(
     fetches_fine: bool, weight: torch.Tensor,
 ) -> None:  # fmt: skip
     """The same for the gradients of input and weight; `own` is the tile's side that is not fetched."""
-    for meeting in meetings(local, fetch, fetches_fine):
+    for border in borders(local, fetch, fetches_fine):
         if gx is not None:
-            (_add_coarse if fetches_fine else _add_fine)(meeting, gx, weight)
+            (_add_coarse if fetches_fine else _add_fine)(border, gx, weight)
         if gw is not None:
-            blocks = _met_by_fine(meeting, own) if fetches_fine else _met_by_coarse(meeting, own)
-            meeting.kernel(gw).add_(meeting.others.weight_gradient(*blocks, meeting.kernel(weight)))
+            blocks = _met_by_fine(border, own) if fetches_fine else _met_by_coarse(border, own)
+            border.kernel(gw).add_(border.others.weight_gradient(*blocks, border.kernel(weight)))
 
 
-def _add_coarse(meeting: Meeting, result: torch.Tensor, weight: torch.Tensor) -> None:
+def _add_coarse(border: Border, result: torch.Tensor, weight: torch.Tensor) -> None:
     """What the fine halo adds to the tile's coarse side."""
-    tiling = meeting.local.tiling
-    halo = meeting.fine_planes(meeting.held.read(meeting.at_fine(tiling.reads(tiling.coarse))))
-    place = Held.own(result, tiling.dims, tiling.coarse).read(meeting.at_coarse(tiling.coarse))
-    meeting.add_to_coarse(place, meeting.others.down(halo, meeting.kernel(weight), None))
+    tiling = border.local.tiling
+    halo = border.fine_planes(border.held.read(border.at_fine(tiling.reads(tiling.coarse))))
+    place = Held.own(result, tiling.dims, tiling.coarse).read(border.at_coarse(tiling.coarse))
+    border.add_to_coarse(place, border.others.down(halo, border.kernel(weight), None))
 
 
-def _add_fine(meeting: Meeting, result: torch.Tensor, weight: torch.Tensor) -> None:
+def _add_fine(border: Border, result: torch.Tensor, weight: torch.Tensor) -> None:
     """What the coarse halo adds to the tile's fine side."""
-    tiling = meeting.local.tiling
-    halo = meeting.coarse_planes(meeting.held.read(meeting.at_coarse(tiling.coarse_for(tiling.fine))))
-    place = Held.own(result, tiling.dims, tiling.fine).read(meeting.at_fine(tiling.fine))
-    box = meeting.without(tiling.fine)
-    meeting.add_to_fine(place, meeting.others.up(halo, meeting.kernel(weight), None, box))
+    tiling = border.local.tiling
+    halo = border.coarse_planes(border.held.read(border.at_coarse(tiling.coarse_for(tiling.fine))))
+    place = Held.own(result, tiling.dims, tiling.fine).read(border.at_fine(tiling.fine))
+    box = border.without(tiling.fine)
+    border.add_to_fine(place, border.others.up(halo, border.kernel(weight), None, box))
 
 
-def _met_by_fine(meeting: Meeting, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _met_by_fine(border: Border, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The planes of the fine halo and those of the tile's own coarse side with which they make weight gradients."""
-    tiling = meeting.local.tiling
-    reading = tuple(a & b for a, b in zip(tiling.coarse_for(meeting.halo), tiling.coarse, strict=True))
-    halo = meeting.held.read(meeting.at_fine(tiling.reads(reading)), within=meeting.halo)
-    beside = Held.own(own, tiling.dims, tiling.coarse).read(meeting.at_coarse(reading))
-    return meeting.fine_planes(halo), meeting.coarse_planes(beside)
+    tiling = border.local.tiling
+    reading = tuple(a & b for a, b in zip(tiling.coarse_for(border.halo), tiling.coarse, strict=True))
+    halo = border.held.read(border.at_fine(tiling.reads(reading)), within=border.halo)
+    beside = Held.own(own, tiling.dims, tiling.coarse).read(border.at_coarse(reading))
+    return border.fine_planes(halo), border.coarse_planes(beside)
 
 
-def _met_by_coarse(meeting: Meeting, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _met_by_coarse(border: Border, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The planes of the tile's own fine side and those of the coarse halo."""
-    tiling = meeting.local.tiling
-    halo = meeting.held.read(meeting.at_coarse(meeting.halo))
-    beside = Held.own(own, tiling.dims, tiling.fine).read(meeting.at_fine(tiling.reads(meeting.halo)))
-    return meeting.fine_planes(beside), meeting.coarse_planes(halo)
+    tiling = border.local.tiling
+    halo = border.held.read(border.at_coarse(border.halo))
+    beside = Held.own(own, tiling.dims, tiling.fine).read(border.at_fine(tiling.reads(border.halo)))
+    return border.fine_planes(beside), border.coarse_planes(halo)

@@ -5,20 +5,28 @@ A tile's own part is computed while the halos travel; the border strips that nee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from .. import _torch
 from ..comm import Halo, Held, Line, Pending, start
-from ..geometry import Box, HaloPlan, Interval, Split, slabs, volume
+from ..geometry import Box, HaloPlan, Interval, Split, Tap, slabs, volume
 
 # Strips cost more per element than the whole does. Where the border is more than this part of the tile,
 # it is cheaper to put tile and halos together first (measured: benchmarks, small shards).
 LARGEST_BORDER = 0.25
+
+
+class Meeting(NamedTuple):
+    """Planes of a halo and of the tile that one tap brings together, along one of the split dimensions."""
+
+    number: int  # of that dimension
+    halo: Box
+    tap: Tap
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,30 @@ class Tiling:
         """Begin to collect the coarse indices that read this tile's fine side."""
         return Fetch(self, [split.coarse_plan for split in self.splits], self.coarse, own)
 
+    @cached_property
+    def met_by_fine_halos(self) -> tuple[tuple[Meeting, ...], ...]:
+        """For each split dimension, how its halos of the fine side meet the tile's own coarse side."""
+        halos = self._halos([split.fine_plan for split in self.splits], self.fine)
+        return self._meetings(halos, lambda halo, number: (halo[number], self.coarse[number]))
+
+    @cached_property
+    def met_by_coarse_halos(self) -> tuple[tuple[Meeting, ...], ...]:
+        """The same of the coarse side's halos and the tile's own fine side."""
+        halos = self._halos([split.coarse_plan for split in self.splits], self.coarse)
+        return self._meetings(halos, lambda halo, number: (self.fine[number], halo[number]))
+
+    def _halos(self, plans: list[HaloPlan], own_box: Box) -> list[list[Box]]:
+        needed = needed_here(plans, self.lines)
+        return slabs(needed, tuple(own & side for own, side in zip(own_box, needed, strict=True)))
+
+    def _meetings(
+        self, halos: list[list[Box]], sides: Callable[[Box, int], tuple[Interval, Interval]]
+    ) -> tuple[tuple[Meeting, ...], ...]:
+        return tuple(
+            tuple(Meeting(number, halo, tap) for halo in around for tap in split.window.taps(*sides(halo, number)))
+            for number, (split, around) in enumerate(zip(self.splits, halos, strict=True))
+        )
+
     def without(self, number: int) -> Tiling:
         """Of a plane across one of the split dimensions, which has a dimension less."""
         gone = self.dims[number]
@@ -87,6 +119,12 @@ class Tiling:
     @property
     def _pairs(self) -> list[tuple[Split, Line]]:
         return list(zip(self.splits, self.lines, strict=True))
+
+
+def needed_here(plans: Sequence[HaloPlan], lines: Sequence[Line]) -> Box:
+    """What this rank has to hold along each split dimension, without overhangs."""
+    sides = zip(plans, lines, strict=True)
+    return tuple(plan.needed[line.rank][0] & Interval(0, plan.size) for plan, line in sides)
 
 
 class Tiles(Protocol):
@@ -104,9 +142,7 @@ class Fetch:
     def __init__(self, tiling: Tiles, plans: list[HaloPlan], own_box: Box, own: torch.Tensor):
         self.own_box = own_box
         self.held = Held.own(own, tiling.dims, own_box)
-        self.needed: Box = tuple(
-            plan.needed[line.rank][0] & Interval(0, plan.size) for plan, line in zip(plans, tiling.lines, strict=True)
-        )
+        self.needed = needed_here(plans, tiling.lines)
         self._plans, self._lines = plans, tiling.lines
         self._received: list[torch.Tensor | None] = []
         self._axis = -1
