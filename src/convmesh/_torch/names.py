@@ -64,6 +64,8 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._C, "_dispatch_keyset_full_after"),
     (torch._ops.OpOverload, "redispatch"),
     (torch._C._distributed_c10d, "_resolve_process_group"),
+    (torch._C._distributed_c10d, "_register_work"),
+    (dist.ProcessGroup, "alltoall_base"),
     (dist.distributed_c10d, "_get_default_store"),
     (dist.distributed_c10d, "_set_pg_timeout"),
     (dist.ProcessGroup, "_get_backend"),
