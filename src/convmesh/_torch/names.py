@@ -58,6 +58,8 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch.ops.aten.upsample_nearest2d.default, "py_kernels"),
     (torch.ops.aten.upsample_nearest2d.default, "_dispatch_cache"),
     (torch.compiler.config, "cache_key_tag"),
+    (dist.distributed_c10d._world, "pg_names"),
+    (dist.distributed_c10d._world, "pg_group_ranks"),
     (torch._C, "_storage_Use_Count"),
     (torch._C, "_dispatch_keyset_full_after"),
     (torch._ops.OpOverload, "redispatch"),
