@@ -42,11 +42,32 @@ def test_moments_are_those_of_all_values(
     shape: tuple[int, ...], in_cache: int, row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces(monkeypatch, in_cache, row)
-    x = numbers(*shape) + 1000  # nothing may be lost of the variance beside the mean
-    for groups in (1, 3, 6):
-        assert_moments(kernels.moments_of_groups(x, groups), x.reshape(shape[0], groups, -1))
-    assert_moments(kernels.moments_of_channels(x), x.transpose(0, 1).reshape(6, -1))
-    assert_moments(kernels.moments_of_sets(x, shape[0] * 6), x.flatten(2))
+    for mean in (0, 1, 1000):  # nothing may be lost of the variance beside the mean
+        x = numbers(*shape) + mean
+        for groups in (1, 3, 6):
+            assert_moments(kernels.moments_of_groups(x, groups), x.reshape(shape[0], groups, -1))
+        assert_moments(kernels.moments_of_channels(x), x.transpose(0, 1).reshape(6, -1))
+        assert_moments(kernels.moments_of_sets(x, shape[0] * 6), x.flatten(2))
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.5, 30.0, 1e4])
+def test_many_values_lose_little_to_rounding(mean: float) -> None:
+    """More than a cache has, in float32, of which one set is far from zero, or all are near."""
+    x = numbers(3, 1 << 17)
+    x[1] += mean
+    x = x.float()
+    found, expected = kernels.moments_of_sets(x, 3), torch.var_mean(x.double(), 1, correction=0)
+    assert (kernels._moments_near_zero(x.view(3, -1, 1024)) is None) == (mean > 2)
+    assert_close(found[0], expected[1], scale=max(mean, 1))
+    assert ((found[1] - expected[0]).abs() < 3e-5 * expected[0]).all()
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_values_that_are_no_numbers_reach_the_moments_of_their_set_alone(value: float) -> None:
+    x = numbers(3, 1 << 17)
+    x[1, 7] = value
+    mean, var = kernels.moments_of_sets(x, 3)
+    assert mean.isfinite().tolist() == var.isfinite().tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
