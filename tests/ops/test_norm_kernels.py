@@ -52,12 +52,11 @@ def test_moments_are_those_of_all_values(
 
 @pytest.mark.parametrize("mean", [0.0, 1.5, 30.0, 1e4])
 def test_many_values_lose_little_to_rounding(mean: float) -> None:
-    """More than a cache has, in float32, of which one set is far from zero, or all are near."""
+    """More than a cache has, in float32, of which one set may be far from zero."""
     x = numbers(3, 1 << 17)
     x[1] += mean
     x = x.float()
     found, expected = kernels.moments_of_sets(x, 3), torch.var_mean(x.double(), 1, correction=0)
-    assert (kernels._moments_near_zero(x.view(3, -1, 1024)) is None) == (mean > 2)
     assert_close(found[0], expected[1], scale=max(mean, 1))
     assert ((found[1] - expected[0]).abs() < 3e-5 * expected[0]).all()
 

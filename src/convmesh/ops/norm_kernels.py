@@ -22,7 +22,6 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 IN_CACHE = 1 << 18  # elements
 ROW = 1 << 10  # elements that stay in the fastest cache while a kernel goes over them twice
-NEAR = 4  # variances that the square of a mean may be: the variance then loses two or three bits to rounding
 LONG = 64  # values of a set; for shorter ones a kernel spends its time between them
 
 
@@ -50,8 +49,6 @@ def moments_of_sets(x: torch.Tensor, sets: int) -> Pair:
         mean, rstd = _kernel_moments(x.view(sets, 1, count), 1)
         return mean.view(sets), _variance(rstd).view(sets)
     row = _row(count, ROW)
-    if x.numel() > IN_CACHE and (found := _moments_near_zero(x.view(sets, count // row, row))) is not None:
-        return found
     # Some rows at a time, as samples of one group: what the kernel writes stays in the cache, and so does the row that
     # it reads twice.
     parts = [_kernel_moments(part, 1) for part in x.view(-1, 1, row).split(max(1, IN_CACHE // row))]
@@ -78,20 +75,6 @@ def _kernel_moments(x: torch.Tensor, groups: int) -> Pair:
 
 def _variance(rstd: torch.Tensor) -> torch.Tensor:
     return rstd.pow_(-2).sub_(torch.finfo(rstd.dtype).tiny).clamp_(min=0)
-
-
-def _moments_near_zero(x: torch.Tensor) -> Pair | None:
-    """[sets rows values] -> [sets] [sets], or None where zero is far from the mean of a set.
-
-    Two kernels that only read take half the time of one that also normalises. What they add up is not shifted by
-    anything near the mean, so the variance would be the small difference of large numbers, unless zero is near by
-    itself: that is so for most of what convolutions give to norms, and is looked up before the variance is used.
-    """
-    mean = x.mean((1, 2))
-    square = torch.linalg.vector_norm(x, 2, 2).square_().mean(1).div_(x.shape[2])
-    shift = mean.square()
-    var = square.sub_(shift)
-    return (mean, var) if bool((shift <= NEAR * var).all()) else None
 
 
 def _moments_of_equals(means: torch.Tensor, variances: torch.Tensor, dim: int) -> Pair:
