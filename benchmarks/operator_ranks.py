@@ -1,4 +1,4 @@
-"""A rank's side of the operator benchmark: convmesh, the bare local part, and that followed by the bare exchange."""
+"""A rank's side of the operator benchmark: convmesh, the bare local part, and that with the bare exchange in it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ CALLS = 5
 
 
 class Messages(TorchDispatchMode):
-    """The collectives that ran, to be run again alone."""
+    """The collectives that ran, in forward and in backward, to be run again alone."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any]] = []
+        self.calls: dict[bool, list[tuple[Any, Any]]] = {False: [], True: []}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if "_c10d_functional" in str(func) and "wait" not in str(func):
-            self.calls.append((func, tree_map(lambda a: torch.ones_like(a) if torch.is_tensor(a) else a, args)))
+            in_backward = torch._C._current_graph_task_id() != -1
+            self.calls[in_backward].append(
+                (func, tree_map(lambda a: torch.ones_like(a) if torch.is_tensor(a) else a, args))
+            )
         return func(*args, **(kwargs or {}))
 
-    def replay(self) -> None:
-        for func, args in self.calls:
+    def replay(self, in_backward: bool) -> None:
+        for func, args in self.calls[in_backward]:
             torch.ops._c10d_functional.wait_tensor(func(*args))
 
 
@@ -62,10 +65,12 @@ def prepare(mesh: DeviceMesh, name: str, backward: bool) -> tuple[bool, bool]:
         Rank.work["convmesh"]()
     local = [t.to_local() for t in placed]
     fewer = None if name in STEPS else OPERATORS[name].local_cut
-    Rank.work["local"] = work(name, local if fewer is None else [*local[:fewer], *whole[fewer:]], backward, local=True)
-    Rank.work["local and exchange"] = lambda: (Rank.work["local"](), messages.replay())
+    given = local if fewer is None else [*local[:fewer], *whole[fewer:]]
+    Rank.work["local"] = work(name, given, backward, local=True)
+    interrupted = work(name, given, backward, local=True, between=lambda: messages.replay(False))
+    Rank.work["local and exchange"] = lambda: (interrupted(), messages.replay(True))
     Rank.work["local and exchange"]()
-    return _stock_is_right(mesh, name), bool(messages.calls)
+    return _stock_is_right(mesh, name), any(messages.calls.values())
 
 
 def _stock_is_right(mesh: DeviceMesh, name: str) -> bool:

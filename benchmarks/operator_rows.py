@@ -104,13 +104,16 @@ def tensors(shapes: Sequence[Shape]) -> list[Tensor]:
 
 
 def differentiable(
-    function: Callable[..., Tensor], given: Sequence[Tensor], backward: bool
+    function: Callable[..., Tensor], given: Sequence[Tensor], backward: bool, between: Callable[[], None] | None = None
 ) -> Callable[[], list[Tensor]]:
+    """With something done `between` forward and backward, if anything is."""
     leaves = [t.detach().requires_grad_(backward) for t in given]
     gradient = _ones(function(*(t.detach() for t in given))) if backward else None
 
     def run() -> list[Tensor]:
         y = function(*leaves)
+        if between is not None:
+            between()
         return [_settled(y), *(torch.autograd.grad(y, leaves, gradient) if backward else [])]
 
     return run
@@ -145,11 +148,13 @@ def optimizing(parameters: Sequence[Tensor], options: dict[str, bool]) -> Callab
     return run
 
 
-def work(name: str, given: Sequence[Tensor], backward: bool, local: bool = False) -> Callable[[], list[Tensor]]:
+def work(
+    name: str, given: Sequence[Tensor], backward: bool, local: bool = False, between: Callable[[], None] | None = None
+) -> Callable[[], list[Tensor]]:
     if name in STEPS:
         return optimizing(given, STEPS[name])
     operator = OPERATORS[name]
-    return differentiable(operator.local or operator.run if local else operator.run, given, backward)
+    return differentiable(operator.local or operator.run if local else operator.run, given, backward, between)
 
 
 def shapes_of(name: str) -> Sequence[Shape]:

@@ -22,6 +22,13 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def pieces(patch: pytest.MonkeyPatch, in_cache: int, row: int) -> None:
+    """Have moments taken of rows of about so many values, some of them at a time."""
+    patch.setattr(kernels, "IN_CACHE", in_cache)
+    patch.setattr(kernels, "ROW", row)
+    patch.setattr(kernels, "LONG", 1)
+
+
 def assert_moments(found: tuple[torch.Tensor, ...], of: torch.Tensor) -> None:
     """Those of the last dimension of `of`, whose values vary by about one."""
     var, mean = torch.var_mean(of, -1, correction=0)
@@ -29,18 +36,37 @@ def assert_moments(found: tuple[torch.Tensor, ...], of: torch.Tensor) -> None:
     assert_close(found[1].reshape(var.shape), var, scale=1)
 
 
-@pytest.mark.parametrize("in_cache", [1, 40, 1 << 18])
+@pytest.mark.parametrize(("in_cache", "row"), [(1, 4), (40, 8), (40, 1), (1 << 18, 1 << 10)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_moments_are_those_of_all_values(
-    shape: tuple[int, ...], in_cache: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], in_cache: int, row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "IN_CACHE", in_cache)
-    monkeypatch.setattr(kernels, "LONG", 1)
-    x = numbers(*shape) + 1000  # nothing may be lost of the variance beside the mean
-    for groups in (1, 3, 6):
-        assert_moments(kernels.moments_of_groups(x, groups), x.reshape(shape[0], groups, -1))
-    assert_moments(kernels.moments_of_channels(x), x.transpose(0, 1).reshape(6, -1))
-    assert_moments(kernels.moments_of_rows(x, len(shape) - 2), x.flatten(2))
+    pieces(monkeypatch, in_cache, row)
+    for mean in (0, 1, 1000):  # nothing may be lost of the variance beside the mean
+        x = numbers(*shape) + mean
+        for groups in (1, 3, 6):
+            assert_moments(kernels.moments_of_groups(x, groups), x.reshape(shape[0], groups, -1))
+        assert_moments(kernels.moments_of_channels(x), x.transpose(0, 1).reshape(6, -1))
+        assert_moments(kernels.moments_of_sets(x, shape[0] * 6), x.flatten(2))
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.5, 30.0, 1e4])
+def test_many_values_lose_little_to_rounding(mean: float) -> None:
+    """More than a cache has, in float32, of which one set may be far from zero."""
+    x = numbers(3, 1 << 17)
+    x[1] += mean
+    x = x.float()
+    found, expected = kernels.moments_of_sets(x, 3), torch.var_mean(x.double(), 1, correction=0)
+    assert_close(found[0], expected[1], scale=max(mean, 1))
+    assert ((found[1] - expected[0]).abs() < 3e-5 * expected[0]).all()
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_values_that_are_no_numbers_reach_the_moments_of_their_set_alone(value: float) -> None:
+    x = numbers(3, 1 << 17)
+    x[1, 7] = value
+    mean, var = kernels.moments_of_sets(x, 3)
+    assert mean.isfinite().tolist() == var.isfinite().tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -73,8 +99,7 @@ NORMS: dict[str, Callable[..., Any]] = {
 def in_pieces(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
     name, at = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "IN_CACHE", 10)
-        patch.setattr(kernels, "LONG", 1)
+        pieces(patch, 10, 6)
         tensors = [numbers(3, 6, 5, 7), numbers(6, seed=1), numbers(6, seed=2)]
         whole = ("R",) * len(at)
         agree(mesh, NORMS[name], Sample(tensors, [at, whole, whole], [True] * 3))

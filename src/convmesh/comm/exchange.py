@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -60,23 +60,43 @@ class Pending:
         return _torch.wait(self.arriving)
 
 
+@dataclass(frozen=True)
+class Journey:
+    """What one exchange sends from this rank and brings to it, for tensors of known shapes."""
+
+    sends: tuple[tuple[tuple[int, Box], ...], ...]  # by destination: of which tensor, and which box
+    coming: tuple[tuple[int, Box, torch.Size], ...]
+    counts: tuple[tuple[int, ...], ...]  # numbers in every rank's message to every other
+
+
 def start(held: Sequence[Held], halos: Sequence[Halo], line: Line) -> Pending:
     """Send along `line` what others need of each of `held`. All ranks of the line call this, or none does."""
-    jobs = list(zip(held, halos, strict=True))
     if all(halo.plan.silent for halo in halos):
-        return Pending(None, (), len(jobs), slice(0, 0))
+        return Pending(None, (), len(halos), slice(0, 0))
+    shapes = tuple([(one.dims, one.blocks[0].data.shape) for one in held])
+    make = _journey.__wrapped__ if _torch.tracing() else _journey  # sizes may be symbols while tracing
+    journey: Journey = make(tuple(halos), shapes, line.rank, line.size)
+    messages = [_message([held[job].read(box) for job, box in boxes], held) for boxes in journey.sends]
+    arriving, token = _send(messages, lambda src, dst: journey.counts[src][dst], line, held[0].blocks[0].data)
+    return Pending(arriving, journey.coming, len(halos), token)
 
+
+@lru_cache(maxsize=4096)
+def _journey(
+    halos: tuple[Halo, ...], shapes: tuple[tuple[tuple[int, ...], torch.Size], ...], rank: int, size: int
+) -> Journey:
     def boxes(src: int, dst: int) -> list[tuple[int, Box]]:
         parts = ((job, halo, part) for job, halo in enumerate(halos) for part in halo.plan.transfer(src, dst))
         return [(job, _slab(halo, part)) for job, halo, part in parts]
 
     def count(src: int, dst: int) -> int:
-        return sum(_shape(held[job], box).numel() for job, box in boxes(src, dst))
+        return sum(_shape(*shapes[job], box).numel() for job, box in boxes(src, dst))
 
-    messages = [_message([held[job].read(box) for job, box in boxes(line.rank, dst)], held) for dst in range(line.size)]
-    coming = [(job, box, _shape(held[job], box)) for src in range(line.size) for job, box in boxes(src, line.rank)]
-    arriving, token = _send(messages, count, line, held[0].blocks[0].data)
-    return Pending(arriving, coming, len(jobs), token)
+    return Journey(
+        tuple(tuple(boxes(rank, dst)) for dst in range(size)),
+        tuple((job, box, _shape(*shapes[job], box)) for src in range(size) for job, box in boxes(src, rank)),
+        tuple(tuple(count(src, dst) for dst in range(size)) for src in range(size)),
+    )
 
 
 def give_back(gradients: Held, dim: int, plan: HaloPlan, line: Line) -> torch.Tensor:
@@ -89,15 +109,18 @@ def give_back(gradients: Held, dim: int, plan: HaloPlan, line: Line) -> torch.Te
     if plan.silent:
         return total
 
+    def shape(part: Interval) -> torch.Size:
+        return _shape(gradients.dims, gradients.blocks[0].data.shape, (part,))
+
     def count(src: int, dst: int) -> int:
-        return sum(_shape(gradients, (part,)).numel() for part in plan.transfer(dst, src))
+        return sum(shape(part).numel() for part in plan.transfer(dst, src))
 
     messages = [
         _message([gradients.read((part,)) for part in plan.transfer(owner, line.rank)], [gradients])
         for owner in range(line.size)
     ]
     arriving, token = _send(messages, count, line, gradients.blocks[0].data)
-    layout = [(0, (part,), _shape(gradients, (part,))) for _, part in plan.sends(line.rank)]
+    layout = [(0, (part,), shape(part)) for _, part in plan.sends(line.rank)]
     pending = Pending(arriving, layout, 1, token)
     for block in pending.finish()[0]:
         (part,) = block.box
@@ -130,8 +153,9 @@ def _slab(halo: Halo, part: Interval) -> Box:
     return (*halo.box[: halo.axis], part, *halo.box[halo.axis + 1 :])
 
 
-def _shape(held: Held, box: Box) -> torch.Size:
-    shape = list(held.blocks[0].data.shape)
-    for dim, side in zip(held.dims, box, strict=True):
-        shape[dim] = len(side)
-    return torch.Size(shape)
+def _shape(dims: tuple[int, ...], shape: torch.Size, box: Box) -> torch.Size:
+    """Of a box of a tensor whose blocks have this shape but for the split dimensions."""
+    sizes = list(shape)
+    for dim, side in zip(dims, box, strict=True):
+        sizes[dim] = len(side)
+    return torch.Size(sizes)

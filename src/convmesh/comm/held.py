@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..geometry import Box, volume
+from ..geometry import Box, Interval, volume
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class Held:
 
         A view where one block has all of it, otherwise a new tensor in the memory format of the own block.
         """
+        if within is None and volume(box):
+            for block in self.blocks:
+                if all(map(Interval.covers, block.box, box)):
+                    return self._cut(block, box)
         seen = box if within is None else _common(box, within)
         parts = [(_common(block.box, seen), block) for block in self.blocks]
         parts = [(common, block) for common, block in parts if volume(common)]

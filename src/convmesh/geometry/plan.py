@@ -22,6 +22,14 @@ class HaloPlan:
     owned: Parts
     needed: tuple[Parts, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Found once: plans are parts of the keys by which others are looked up, on every call."""
+        return hash((self.size, self.owned, self.needed))
+
     def transfer(self, src: int, dst: int) -> Parts:
         """What `src` sends `dst`. The adjoint travels the other way and adds."""
         if src == dst:

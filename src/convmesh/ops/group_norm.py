@@ -63,6 +63,21 @@ class GroupNormPlan:
         first = self.channels.start // self.per_group if self.whole_groups else 0
         return Numbers([at // self.per_group - first for at in range(self.channels.start, self.channels.stop)])
 
+    def by_channel(self, numbers: torch.Tensor, dims: int) -> torch.Tensor:
+        """[N G] -> [N C 1 1 ...], with so many dimensions: for each channel that of its group."""
+        if self.whole_groups:
+            spread = numbers.unsqueeze(2).expand(-1, -1, self.per_group)
+        else:
+            spread = numbers[:, self.columns(numbers.device)]
+        return spread.reshape(numbers.shape[0], len(self.channels), *[1] * (dims - 2))
+
+    def by_group(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[N C] -> [N G]: sums of what this rank's channels have of each group."""
+        if self.whole_groups:
+            return numbers.view(numbers.shape[0], self.groups, self.per_group).sum(2)
+        zeros = numbers.new_zeros(numbers.shape[0], self.groups)
+        return zeros.index_add_(1, self.columns(numbers.device), numbers)
+
     @property
     def groups(self) -> int:
         """Columns of the statistics that this rank holds."""
@@ -142,26 +157,23 @@ def group_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
-    columns = plan.columns(x.device)
     # A group of which the rank has some channels only is made of these, one by one.
     local_groups = plan.groups if plan.whole_groups else len(plan.channels)
     moments = moments_of_groups(x.to(plan.statistics.dtype), local_groups)
     if not plan.whole_groups:
-        moments = _regroup(plan, columns, *moments)
+        moments = _regroup(plan, *moments)
     mean, var = plan.spread.merge(*moments) if plan.spread.mesh_dims else moments
-    ones = [1] * (x.dim() - 2)
-    by_channel = [t[:, columns].view(*x.shape[:2], *ones) for t in (mean, var)]
-    w, b = (None if t is None else t.to(mean.dtype).view(-1, *ones) for t in (w, b))
-    return normalised(x, (by_channel[0], by_channel[1]), eps, w, b), mean, (var + eps).rsqrt()
+    by_channel = plan.by_channel(mean, x.dim()), plan.by_channel(var, x.dim())
+    w, b = (None if t is None else t.to(mean.dtype).view(-1, *[1] * (x.dim() - 2)) for t in (w, b))
+    return normalised(x, by_channel, eps, w, b), mean, (var + eps).rsqrt()
 
 
-def _regroup(plan: GroupNormPlan, columns: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> Pair:
+def _regroup(plan: GroupNormPlan, mean: torch.Tensor, var: torch.Tensor) -> Pair:
     """[N C] -> [N G]: the moments of the channels that this rank has of each group."""
-    zeros = mean.new_zeros(mean.shape[0], plan.groups)
-    channels = mean.new_zeros(plan.groups).index_add_(0, columns, mean.new_ones(len(columns))).clamp_(min=1)
-    grouped = zeros.index_add(1, columns, mean) / channels
-    spread = var + (mean - grouped[:, columns]).square()
-    return grouped, zeros.index_add(1, columns, spread) / channels
+    channels = plan.by_group(torch.ones_like(mean[:1])).clamp_(min=1)
+    grouped = plan.by_group(mean) / channels
+    spread = var + (mean - plan.by_channel(grouped, 2)).square()
+    return grouped, plan.by_group(spread) / channels
 
 
 @rule(aten.native_group_norm_backward.default, behaviour=BEHAVIOUR)
@@ -191,23 +203,15 @@ def group_norm_backward(
 def _gradients(
     plan: GroupNormPlan, gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, w: Any
 ) -> tuple[torch.Tensor, ...]:
-    columns = plan.columns(x.device)
-
-    def by_channel(numbers: torch.Tensor) -> torch.Tensor:
-        """[N G] -> [N C 1 1 ...]"""
-        return numbers[:, columns].view(*x.shape[:2], *[1] * (x.dim() - 2))
-
     gy, x = (t.to(mean.dtype) for t in (gy, x))
-    moments = by_channel(mean), by_channel(rstd)
+    moments = plan.by_channel(mean, x.dim()), plan.by_channel(rstd, x.dim())
     plain, products = (t.view(x.shape[:2]) for t in sums_by_set(gy, x, *moments))
-    zeros = plain.new_zeros(x.shape[0], plan.groups)
-    by_group = (zeros.index_add(1, columns, t if w is None else t * w) for t in (plain, products))
-    sums = plan.spread.start_adding_up(*by_group)
+    sums = plan.spread.start_adding_up(*(plan.by_group(t if w is None else t * w) for t in (plain, products)))
     count = max(1, plan.per_group * prod(plan.output.shape[2:]))
 
     def means() -> Pair:
         first, second = sums()
-        return by_channel(first / count), by_channel(second / count)
+        return plan.by_channel(first / count, x.dim()), plan.by_channel(second / count, x.dim())
 
     weight = None if w is None else w.view(-1, *[1] * (x.dim() - 2))
     return input_gradient(gy, x, moments, means, weight), products.sum(0), plain.sum(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
 from .norm_core import Named, Spread, all_absent, arrange, new, parameter_gradient, place_parameters, rows
-from .norm_kernels import Pair, input_gradient, moments_of_rows, normalised, sums_by_set
+from .norm_kernels import Pair, input_gradient, moments_of_sets, normalised, sums_by_set
 from .reduce_plan import absent, wide, wrap_dense
 
 aten = torch.ops.aten
@@ -89,7 +90,8 @@ def layer_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
 
 def _normalise(plan: LayerNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
     x = x.to(plan.statistics.dtype).contiguous()
-    mean, var = plan.spread.merge(*moments_of_rows(x, len(plan.inner)))
+    by_row = (*x.shape[: len(plan.outer)], *[1] * len(plan.inner))
+    mean, var = plan.spread.merge(*(t.view(by_row) for t in moments_of_sets(x, prod(by_row))))
     y = normalised(x, (mean, var), eps)
     y = y if w is None else y.mul_(w)
     return (y if b is None else y.add_(b)), mean, (var + eps).rsqrt()

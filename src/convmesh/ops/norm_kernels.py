@@ -7,6 +7,7 @@ group norm, which finds moments, or as a channel of a batch norm, which applies 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import takewhile
 from math import prod
 from typing import Any
@@ -20,43 +21,68 @@ aten = torch.ops.aten
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 IN_CACHE = 1 << 18  # elements
+ROW = 1 << 10  # elements that stay in the fastest cache while a kernel goes over them twice
 LONG = 64  # values of a set; for shorter ones a kernel spends its time between them
 
 
 def moments_of_groups(x: torch.Tensor, groups: int) -> Pair:
     """[N C space] -> [N G] [N G]: mean and variance of a rank's own values; of no values, zeros."""
-    if not x.numel():
-        nothing = x.new_zeros(x.shape[0], groups)
-        return nothing, nothing
+    if x.is_contiguous() or not x.numel():
+        mean, var = moments_of_sets(x, x.shape[0] * groups)
+        return mean.view(x.shape[0], groups), var.view(x.shape[0], groups)
     if not x.is_cpu:
         var, mean = torch.var_mean(x.unflatten(1, (groups, -1)), tuple(range(2, x.dim() + 1)), correction=0)
         return mean, var
-    # Of torch's kernels for CPUs, that of group norm is by far the fastest to find moments, though it also normalises.
-    # It takes some groups at a time, as samples of one group: what it writes stays in the cache, and `x` as well.
-    sets = x.shape[0] * groups
-    some = max(1, IN_CACHE * sets // x.numel())
-    if x.is_contiguous() and some < sets and not _torch.tracing():
-        parts = [_kernel_moments(part, 1) for part in x.view(sets, 1, -1).split(some)]
-        mean, rstd = (torch.cat(numbers).view(-1, groups) for numbers in zip(*parts, strict=True))
-    else:
-        mean, rstd = _kernel_moments(x, groups)
-    return mean, rstd.pow_(-2).sub_(torch.finfo(x.dtype).tiny).clamp_(min=0)
+    mean, rstd = _kernel_moments(x, groups)
+    return mean, _variance(rstd)
+
+
+def moments_of_sets(x: torch.Tensor, sets: int) -> Pair:
+    """Mean and variance of each of `sets` equal parts of contiguous memory; of no values, zeros."""
+    if not x.numel():
+        return x.new_zeros(sets), x.new_zeros(sets)
+    count = x.numel() // sets
+    if not x.is_cpu:
+        var, mean = torch.var_mean(x.view(sets, count), 1, correction=0)
+        return mean, var
+    if _torch.tracing():
+        mean, rstd = _kernel_moments(x.view(sets, 1, count), 1)
+        return mean.view(sets), _variance(rstd).view(sets)
+    row = _row(count, ROW)
+    # Some rows at a time, as samples of one group: what the kernel writes stays in the cache, and so does the row that
+    # it reads twice.
+    parts = [_kernel_moments(part, 1) for part in x.view(-1, 1, row).split(max(1, IN_CACHE // row))]
+    mean, rstd = (torch.cat(numbers).view(sets, count // row) for numbers in zip(*parts, strict=True))
+    return _moments_of_equals(mean, _variance(rstd), 1)
+
+
+@lru_cache(maxsize=1024)
+def _row(count: int, most: int) -> int:
+    """How many of a set's values to take moments of at once, before these are merged; all where they cut badly."""
+    return next((row for row in range(min(most, count), most // 4, -1) if count % row == 0), count)
 
 
 def _kernel_moments(x: torch.Tensor, groups: int) -> Pair:
-    """Mean and reciprocal deviation. What is added to a variance, which may be zero, is less than it can tell."""
+    """Mean and reciprocal deviation: of torch's kernels for CPUs, that of group norm is by far the fastest to find
+    them, though it also normalises.
+
+    What is added to a variance, which may be zero, is less than it can tell.
+    """
     sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
     _, mean, rstd = aten.native_group_norm.default(x, None, None, *sizes, groups, torch.finfo(x.dtype).tiny)
     return mean, rstd
 
 
-def moments_of_rows(x: torch.Tensor, inner: int) -> Pair:
-    """[rows, inner dimensions] -> [rows 1 1 ...] [rows 1 1 ...], of the last `inner` dimensions."""
-    outer = x.shape[: x.dim() - inner]
-    flat = x.reshape(1, prod(outer), prod(x.shape[x.dim() - inner :]))
-    mean, var = moments_of_groups(flat, flat.shape[1]) if flat.shape[1] else (x.new_zeros(0), x.new_zeros(0))
-    shape = (*outer, *[1] * inner)
-    return mean.view(shape), var.view(shape)
+def _variance(rstd: torch.Tensor) -> torch.Tensor:
+    return rstd.pow_(-2).sub_(torch.finfo(rstd.dtype).tiny).clamp_(min=0)
+
+
+def _moments_of_equals(means: torch.Tensor, variances: torch.Tensor, dim: int) -> Pair:
+    """Moments of all values from those of equally many along `dim`, about the common mean."""
+    if means.shape[dim] == 1:
+        return means.squeeze(dim), variances.squeeze(dim)
+    mean = means.mean(dim, keepdim=True)
+    return mean.squeeze(dim), (means - mean).square_().add_(variances).mean(dim)
 
 
 def moments_of_channels(x: torch.Tensor) -> Pair:
@@ -68,9 +94,7 @@ def moments_of_channels(x: torch.Tensor) -> Pair:
         mean, var = aten.batch_norm_update_stats.default(x, None, None, 0.0)
         return mean, var
     # The kernel of batch norm takes four times as long as that of group norm, which has its moments by sample.
-    means, variances = moments_of_groups(x, x.shape[1])
-    mean = means.mean(0)
-    return mean, variances.add_((means - mean).square_()).mean(0)
+    return _moments_of_equals(*moments_of_groups(x, x.shape[1]), 0)
 
 
 def normalised(
@@ -115,11 +139,25 @@ def input_gradient(
 ) -> torch.Tensor:
     """In new memory, from the means over all ranks of the gradient, and of the gradient times the normalised input.
 
-    It is a linear function of gradient and input, with one set of coefficients for each set of moments. Of these the
-    gradient's own is known before the means are there.
+    It is a linear function of gradient and input, with one set of coefficients for each set of moments.
     """
     mean, rstd = moments
-    result = gy * (rstd if weight is None else rstd * weight)
+    by_gradient = rstd if weight is None else rstd * weight
+    if not x.is_contiguous():  # the gradient's own share is computed while the means travel
+        result = gy * by_gradient
+        plain, products = means()
+        by_input = rstd.square() * products
+        return result.addcmul_(x, by_input, value=-1).add_(by_input * mean - rstd * plain)
     plain, products = means()
-    by_input = -rstd.square() * products
-    return result.addcmul_(x, by_input).sub_(by_input * mean + rstd * plain)
+    return _shifted_and_scaled(x, mean, -rstd.square() * products, -rstd * plain).addcmul_(gy, by_gradient)
+
+
+def _shifted_and_scaled(x: torch.Tensor, mean: torch.Tensor, by: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """(x - mean) * by + added, in one pass: a batch norm in evaluation, with every set as a channel."""
+    if not x.numel():
+        return torch.empty_like(x)
+    sets = mean.numel()
+    inner = prod(x.shape[x.dim() - mean.dim() :]) // sets
+    by_set = [t.reshape(sets) for t in (by, added, mean, torch.ones_like(mean))]
+    result: torch.Tensor = aten.native_batch_norm.default(x.view(-1, sets, inner), *by_set, False, 0.0, 0.0)[0]
+    return result.view(x.shape)

@@ -6,10 +6,12 @@ whoever owns it. The adjoint goes the other way and adds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 
@@ -87,6 +89,11 @@ class Remap:
         self._write(result, held, slice(written, None))
         return _torch.tie(result, *sources, tokens=received)
 
+    @cached_property
+    def _known(self) -> dict[Hashable, Any]:
+        """What was found out in the first call, and is the same in all others."""
+        return {}
+
     def _own(self, source: int) -> Box:
         return tuple(axis.plans[source].owned[axis.rank] for axis in self.axes)
 
@@ -96,13 +103,25 @@ class Remap:
         for axis in self.axes:
             shape[axis.dim] = len(axis.out)
         result = torch.empty(shape, dtype=model.dtype, device=model.device, memory_format=memory_format(model))
-        for axis in self.axes:
-            for gap in axis.map.gaps(axis.out):
-                result.narrow(axis.dim, gap.start - axis.out.start, len(gap)).fill_(fill)
+        for dim, at, length in self._gaps:
+            result.narrow(dim, at, length).fill_(fill)
         return result
+
+    @cached_property
+    def _gaps(self) -> list[tuple[int, int, int]]:
+        """Dimension, start and length of what nothing is copied to."""
+        return [
+            (axis.dim, gap.start - axis.out.start, len(gap)) for axis in self.axes for gap in axis.map.gaps(axis.out)
+        ]
 
     def _jobs(self, number: int, sources: int) -> list[tuple[int, Halo]]:
         """What travels along one of the axes, with what has come along those before it."""
+        jobs: list[tuple[int, Halo]] | None = self._known.get((number, sources))
+        if jobs is None:
+            jobs = self._known[number, sources] = self._make_jobs(number, sources)
+        return jobs
+
+    def _make_jobs(self, number: int, sources: int) -> list[tuple[int, Halo]]:
         return [
             (source, Halo(number, self.axes[number].plans[source], (*before, *self._own(source)[number:])))
             for source in range(sources)
@@ -111,11 +130,23 @@ class Remap:
 
     def _write(self, result: torch.Tensor, held: Sequence[Held], which: slice) -> None:
         """Copy what pieces have of some of the blocks."""
+        boxes = tuple([tuple([block.box for block in one.blocks[which]]) for one in held])
+        copies = self._known.get(boxes)
+        if copies is None:
+            copies = self._known[boxes] = self._copies(boxes)
+        for source, number, parts in copies:
+            self._copy(result, parts, held[source].blocks[which][number])
+
+    def _copies(self, boxes: tuple[tuple[Box, ...], ...]) -> list[tuple[int, int, list[Piece]]]:
+        """For some blocks of each source: of which source and block, what is copied along each dimension."""
+        copies = []
         for pieces in product(*(axis.map.within(axis.out) for axis in self.axes)):
-            for block in held[pieces[0].source].blocks[which]:
-                parts = [piece.copying(side) for piece, side in zip(pieces, block.box, strict=True)]
+            source = pieces[0].source
+            for number, box in enumerate(boxes[source]):
+                parts = [piece.copying(side) for piece, side in zip(pieces, box, strict=True)]
                 if all(part.count for part in parts):
-                    self._copy(result, parts, block)
+                    copies.append((source, number, parts))
+        return copies
 
     def _copy(self, result: torch.Tensor, parts: Sequence[Piece], block: Block) -> None:
         data, place = block.data, result
