@@ -31,7 +31,7 @@ WIDE = 128
 
 
 class View:
-    """The sizes of a task, and its tensors seen as matrices; `apart` images of a sample may be seen as so many samples."""
+    """The sizes of a task, and its tensors seen as matrices. `apart` images of a sample count as so many samples."""
 
     def __init__(self, task: Task, apart: int = 1) -> None:
         product = task.contraction
