@@ -1,7 +1,7 @@
 """How fast a perfect library could be: what arithmetic and memory of this machine permit, both measured here.
 
-A convolution does the multiplications and additions of its definition, at the greatest speed that a large matrix
-product or a large convolution reaches; and it reads its operands and writes its result, once each, at the speed at
+A convolution does the multiplications and additions of its definition, but for those of padding, at the greatest speed
+that a large matrix product or a large convolution reaches; and it reads its operands and writes its result, once each, at the speed at
 which as many bytes are copied in memory that was used before. The longer of the two counts. What is beside
 convolutions (the loss) takes what it takes. Ways that need fewer multiplications than the definition are left out.
 """
@@ -25,10 +25,19 @@ def least_of(tasks: Sequence[Task], beside: Callable[[], object] | None, threads
     torch.set_num_threads(threads)
     speed = arithmetic_speed(threads, dtype)
     alone = 0.0 if beside is None else quickest(beside)
-    return alone + sum(
-        max(2 * task.batch * task.contraction.multiplications / speed, copying(bytes_of(task), threads))
-        for task in tasks
-    )
+    return alone + sum(max(arithmetic_of(task) / speed, copying(bytes_of(task), threads)) for task in tasks)
+
+
+def arithmetic_of(task: Task) -> float:
+    """Multiplications and additions; what padding is multiplied by is nothing that has to be done."""
+    product, geometry = task.contraction, task.contraction.geometry
+    sizes = zip(product.image[2:], product.kernel[2:], product.response[2:], strict=True)
+    steps = zip(geometry.stride, geometry.padding, geometry.dilation, strict=True)
+    share = 1.0
+    for (image, kernel, response), (stride, padding, dilation) in zip(sizes, steps, strict=True):
+        read = [o * stride - padding + dilation * j for o in range(response) for j in range(kernel)]
+        share *= sum(0 <= place < image for place in read) / len(read)
+    return 2 * share * task.batch * product.multiplications
 
 
 def bytes_of(task: Task) -> int:
