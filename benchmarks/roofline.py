@@ -1,9 +1,9 @@
 """How fast a perfect library could be: what arithmetic and memory of this machine permit, both measured here.
 
 A convolution does the multiplications and additions of its definition, but for those of padding, at the greatest speed
-that a large matrix product or a large convolution reaches; and it reads its operands and writes its result, once each, at the speed at
-which as many bytes are copied in memory that was used before. The longer of the two counts. What is beside
-convolutions (the loss) takes what it takes. Ways that need fewer multiplications than the definition are left out.
+that a large matrix product or a large convolution reaches; and it reads its operands and writes its result, once each,
+at the speed at which as many bytes are copied in memory that was used before. The longer of the two counts. What is
+beside convolutions (the loss) takes what it takes. Ways that need fewer multiplications are left out.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def arithmetic_speed(threads: int, dtype: torch.dtype) -> float:
     a, b = torch.randn(2, size, size, dtype=dtype)
     x, w = torch.randn(images, channels, side, side, dtype=dtype), torch.randn(channels, channels, 3, 3, dtype=dtype)
     product = 2 * size**3 / quickest(lambda: a @ b)
-    convolution = 2 * x.numel() * w[0].numel() / quickest(lambda: F.conv2d(x, w, padding=1))
+    convolution = 2 * F.conv2d(x, w).numel() * w[0].numel() / quickest(lambda: F.conv2d(x, w))
     return max(product, convolution)
 
 
