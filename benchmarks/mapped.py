@@ -22,12 +22,16 @@ Run = Callable[[], object]
 
 @dataclass
 class Comparison:
-    """The same work in several ways. `mapped` is what both stock torch.func and convmesh run."""
+    """The same work in several ways. `mapped` is what both stock torch.func and convmesh run.
+
+    `beside` is what all of them do beside convolutions, where that is known.
+    """
 
     name: str
     mapped: Run
     loop: Run
     opacus: Run | None = None
+    beside: Run | None = None
     threads: int = 2
     dtype: torch.dtype = torch.float32
 
@@ -45,9 +49,16 @@ def per_sample(layer: Layer) -> Comparison:
         lambda: mapped(w, x, y),
         lambda: torch.stack([one(w, *sample) for sample in zip(x, y, strict=True)]),
         None if layer.transposed else opacus_run(layer.module(), lambda module: (module(x) * y).sum()),
+        loss_alone(y),
         layer.threads,
         layer.dtype,
     )
+
+
+def loss_alone(y: Tensor) -> Run:
+    """The losses of outputs that are there, and their gradients."""
+    output, mapped = torch.ones_like(y), vmap(grad(lambda output, y: (output * y).sum()))
+    return lambda: mapped(output, y)
 
 
 def ensemble(layer: Layer, shared: bool, backward: bool) -> Comparison:
@@ -73,6 +84,7 @@ def ensemble(layer: Layer, shared: bool, backward: bool) -> Comparison:
         f"ensemble of {MEMBERS}, {inputs}, {way}, {layer.name}",
         lambda: mapped(*args),
         lambda: [one(*member(i)) for i in range(MEMBERS)],
+        beside=loss_alone(y) if backward else None,
         threads=layer.threads,
         dtype=layer.dtype,
     )

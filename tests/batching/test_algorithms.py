@@ -94,6 +94,29 @@ def test_patches_are_made_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     assert_same(got, loop_and_stack(lambda x, w, b: aten.convolution(x, w, b, *geometry), (0, 0, 0), x, w, b))
 
 
+@pytest.mark.parametrize("workspace", [1, 2**20])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_images_of_a_sample_multiplied_one_by_one(
+    name: str, transposed: bool, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry, x, w, b, y = layer(name, transposed, 2)
+    monkeypatch.setattr(patches, "WIDE", 1)
+    monkeypatch.setattr(patches, "WORKSPACE", workspace)
+
+    def output(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return aten.convolution(x, w, b, *geometry)
+
+    def gradients(y: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return aten.convolution_backward(y, x, w, None, *geometry, [True, True, False])[:2]
+
+    folded = x.transpose(0, 1).contiguous()  # samples within the batch, as a fold leaves them
+    with batching.force("unfold"):
+        assert_same(vmap(output)(x, w, b), loop_and_stack(output, (0, 0, 0), x, w, b))
+        assert_same(vmap(output, (1, 0, None))(folded, w, b[0]), loop_and_stack(output, (0, 0, None), x, w, b[0]))
+        assert_same(vmap(gradients)(y, x, w), loop_and_stack(gradients, (0, 0, 0), y, x, w))
+
+
 def test_patches_of_one_sample_that_are_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry, x, w, _, _ = layer("dense", False, 1)
     monkeypatch.setattr(patches, "WORKSPACE_LIMIT", 8)

@@ -26,16 +26,18 @@ from .pointwise import is_pointwise
 # that they take about as much as a cache holds; those of a single sample may take more, up to the limit.
 WORKSPACE = 8 * 2**20
 WORKSPACE_LIMIT = 128 * 2**20
+# So many places of one image make a matrix that is quick to multiply.
+WIDE = 128
 
 
 class View:
-    """The sizes of a task, and its tensors seen as matrices."""
+    """The sizes of a task, and its tensors seen as matrices. `apart` images of a sample count as so many samples."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, apart: int = 1) -> None:
         product = task.contraction
         self.geometry = product.geometry
         self.groups = product.geometry.groups
-        self.N, self.C, *image = product.image
+        self.N, self.C, *image = product.image[0] // apart, *product.image[1:]
         self.O, self.c, *kernel = product.kernel
         self.o = self.O // self.groups
         self.image, self.kernel, self.response = tuple(image), tuple(kernel), product.response[2:]
@@ -133,15 +135,19 @@ class Unfold(Algorithm):
         return task.batch * self._per_sample(task)
 
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
-        view, wanted = View(task), task.contraction.wanted
-        biases = None if bias is None else spread(bias, task.batch).value
-        result = view.blank(wanted, first.value, task.batch, biases)
+        wanted, apart = task.contraction.wanted, _apart(task)
+        view = View(task, apart)
+        biases = None if bias is None else spread(bias, task.batch).value.repeat_interleave(apart, 0)
+        result = view.blank(wanted, first.value, task.batch * apart, biases)
         at_once = self._samples_at_once(task)
-        a, b = first.in_front(), second.in_front()
-        for start in range(0, task.batch, at_once):
-            part = slice(start, start + at_once)
-            multiply(view, wanted, a[part], b[part], None if biases is None else biases[part], result[part])
-        return Mapped(view.finished(wanted, result), 0)
+        firsts, seconds = (each.in_front().split(at_once) for each in (first, second))
+        targets = result.split(at_once * apart)
+        parts = [None] * len(targets) if biases is None else biases.split(at_once * apart)
+        for a, b, target, part in zip(firsts, seconds, targets, parts, strict=True):
+            if apart > 1:
+                a, b = a.flatten(0, 1).unsqueeze(1), b.repeat_interleave(apart, 0)
+            multiply(view, wanted, a, b, part, target)
+        return Mapped(view.finished(wanted, result).reshape(task.batch, *task.contraction.shape(wanted)), 0)
 
     @staticmethod
     def _per_sample(task: Task) -> int:
@@ -150,6 +156,15 @@ class Unfold(Algorithm):
 
     def _samples_at_once(self, task: Task) -> int:
         return max(1, min(task.batch, WORKSPACE // max(1, self._per_sample(task))))
+
+
+def _apart(task: Task) -> int:
+    """As how many samples the images of one are multiplied: alone, they and their responses stay where they are.
+
+    A kernel's gradient is a sum over them all, and small ones make a matrix of a good size only side by side.
+    """
+    N, _, *size = task.contraction.response
+    return 1 if task.contraction.wanted is Role.KERNEL or prod(size) < WIDE else N
 
 
 class Taps(Algorithm):

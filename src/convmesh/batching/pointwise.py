@@ -63,8 +63,12 @@ def _products(matrices: Tensor, activation: Tensor) -> Tensor:
     """[B r s] [B N s l] -> [B N r l]"""
     batch, N, _, places = activation.shape
     result = new_empty(activation, (batch, N, matrices.shape[1], places))
-    for target, factor in zip(result.unbind(1), activation.unbind(1), strict=True):
-        torch.bmm(matrices, factor, out=target)
+    if N == 1:
+        torch.bmm(matrices, activation.squeeze(1), out=result.squeeze(1))
+        return result
+    # Sample by sample: a product is written where it belongs only if its matrices lie one behind the other there.
+    for target, matrix, factor in zip(result, matrices, activation, strict=True):
+        torch.bmm(matrix.expand(N, -1, -1), factor, out=target)
     return result
 
 
