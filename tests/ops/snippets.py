@@ -50,6 +50,7 @@ SNIPPETS: dict[str, Snippet] = {
     "peaks": images.peaks,
     "cam pooling": images.cam_pooling,
     "gem": images.gem,
+    "pooled channels_last": images.pooled_channels_last,
     "coordinate attention": attention.coordinate_attention,
     "coord conv": images.coord_conv,
     "spatial gate": attention.spatial_gate,

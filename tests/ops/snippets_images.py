@@ -195,3 +195,11 @@ def cross_norm(x: Tensor) -> Tensor:
 
 def instance_weights(x: Tensor) -> Tensor:
     return x * (x.detach() > 0).any(1, keepdim=True) * (x.detach() < 3).all(3, keepdim=True)
+
+
+def pooled_channels_last(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads of ConvNeXt and Swin, whose maps are channels_last: one window over everything."""
+    flat, deep = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), x.unsqueeze(3)
+    return F.adaptive_avg_pool2d(flat, 1), F.adaptive_avg_pool3d(
+        deep.contiguous(memory_format=torch.channels_last_3d), 1
+    )

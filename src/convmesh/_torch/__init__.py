@@ -41,6 +41,7 @@ from .operators import is_composite as is_composite
 from .operators import name_of as name_of
 from .operators import signature as signature
 from .operators import takes_tensors as takes_tensors
+from .operators import view_operators as view_operators
 from .operators import writing_operators as writing_operators
 from .tensors import eager_spec_of as eager_spec_of
 from .tensors import in_rank_order as in_rank_order

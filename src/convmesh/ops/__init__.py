@@ -40,6 +40,7 @@ from . import product as product
 from . import quantile as quantile
 from . import random as random
 from . import reduce as reduce
+from . import rename as rename
 from . import repeat as repeat
 from . import resample as resample
 from . import rms_norm as rms_norm
