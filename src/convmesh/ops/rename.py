@@ -1,4 +1,5 @@
-"""Views in which dimensions change places or new ones of size 1 come in: every rank looks at its own part.
+"""Views in which dimensions change places or new ones come in, or numbers get another meaning, as pairs for complex
+ones: every rank looks at its own part.
 
 torch's DTensor does the same, but not in inference mode for tensors that were made outside of it, such as a model's
 parameters, and not in place, which torch's own formulas of gradients use.
@@ -35,7 +36,8 @@ NEW: dict[_torch.Operator, _torch.Operator] = {
 
 @rule(
     aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.detach.default,
-    aten.alias.default, behaviour=RENAME,
+    aten.alias.default, aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default,
+    aten._neg_view.default, behaviour=RENAME,
 )  # fmt: skip
 @_torch.view_rule
 def rename(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -53,13 +55,15 @@ def plan_rename(operator: _torch.Operator, spec: _torch.Spec, dims: tuple[int, .
         return None
     try:
         with _torch.no_modes():
-            whole = torch.empty_strided(layout.shape, layout.stride, device="meta")
+            whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
             viewed = operator(whole, dims) if operator is aten.permute.default else operator(whole, *dims)
     except (RuntimeError, IndexError):
         return None
     places = _places(operator, len(layout.shape), dims)
     placements = tuple(Shard(places[p.dim]) if isinstance(p, Shard) else p for p in layout.placements)
-    return Layout(layout.mesh, placements, tuple(viewed.shape), viewed.stride(), layout.dtype)
+    if any(isinstance(p, Shard) and p.dim >= viewed.dim() for p in placements):
+        return None  # the pairs of complex numbers themselves are cut
+    return Layout(layout.mesh, placements, tuple(viewed.shape), viewed.stride(), viewed.dtype)
 
 
 def _places(operator: _torch.Operator, rank: int, dims: tuple[int, ...]) -> list[int]:
