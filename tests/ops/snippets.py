@@ -51,6 +51,8 @@ SNIPPETS: dict[str, Snippet] = {
     "cam pooling": images.cam_pooling,
     "gem": images.gem,
     "pooled channels_last": images.pooled_channels_last,
+    "fourier filter": images.fourier_filter,
+    "lowest frequencies": images.lowest_frequencies,
     "coordinate attention": attention.coordinate_attention,
     "coord conv": images.coord_conv,
     "spatial gate": attention.spatial_gate,

@@ -170,10 +170,10 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if not prod(before) and not prod(shape):
         return _without_elements(_torch.spec_of(input), _torch.local_of(input), shape)
     if not any(type(p) is Shard for p in input.placements) or any(_strange(p) for p in input.placements):
-        output = plan_whole_view(_torch.spec_of(input), shape)
-        if output is None:
+        whole = plan_whole_view(_torch.spec_of(input), shape)
+        if whole is None:
             return _torch.stock(operator, args, kwargs)
-        return _as_it_is(input, output, lambda: view_of(operator, args, kwargs, output))
+        return _as_it_is(input, whole, lambda: view_of(operator, args, kwargs, whole))
     back = _came_from.recall((input.device_mesh, before, shape, input.placements))
     plan = plan_view(_torch.spec_of(input), shape, back)
     if plan is None:

@@ -21,7 +21,7 @@ def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return result
     # -1 does not count from the end here: one length for all of the weight.
     others = None if dim == -1 else tuple(other for other in range(v.dim()) if other != dim)
-    length = torch.linalg.vector_norm(v, 2, others, keepdim=others is not None)
+    length: torch.Tensor = torch.linalg.vector_norm(v, 2, others, keepdim=others is not None)
     return v * (g / length)
 
 
