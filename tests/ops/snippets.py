@@ -77,6 +77,7 @@ SNIPPETS: dict[str, Snippet] = {
     "cosine to prototype": images.cosine_to_prototype,
     "class token": attention.vit_tokens,
     "segformer": attention.segformer_tokens,
+    "projected tokens": attention.projected_tokens,
     "deep supervision": images.deep_supervision,
     "confusion": images.confusion,
     "one_hot": lambda x: F.one_hot(x.detach().argmax(1), 8),
