@@ -25,7 +25,7 @@ def all_to_all(
     """Start sending; the result is there after `wait`. A functional collective, so that compilers can trace it."""
     if buffer.is_complex():  # not every backend knows such numbers, but all know pairs
         doubled = [2 * count for count in receive_counts], [2 * count for count in send_counts]
-        return _paired(all_to_all(_pairs(buffer).reshape(-1), *doubled, group))
+        return torch.view_as_complex(all_to_all(_pairs(buffer).reshape(-1), *doubled, group).view(-1, 2))
     incoming, outgoing = list(receive_counts), list(send_counts)
     if tracing():
         return _kept(collectives.all_to_all_single(_after_the_last(buffer), incoming, outgoing, group))
@@ -36,7 +36,7 @@ def all_to_all(
 def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place: bool = False) -> torch.Tensor:
     """Start reducing over a group; the result is there after `wait`, where `tensor` was if that may be lost."""
     if tensor.is_complex() and op in ("sum", "avg"):
-        return _paired(all_reduce(_pairs(tensor), op, group, in_place))
+        return torch.view_as_complex(all_reduce(_pairs(tensor), op, group, in_place))
     if tracing():
         return _kept(collectives.all_reduce(_after_the_last(tensor), op, group))
     run = _operators.all_reduce_ if in_place else _operators.all_reduce
@@ -45,13 +45,8 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place
 
 
 def _pairs(tensor: torch.Tensor) -> torch.Tensor:
+    """A view, as what is made complex of the result again: who waits for that waits for what is under way."""
     return torch.view_as_real(tensor.resolve_conj())
-
-
-def _paired(under_way: torch.Tensor) -> torch.Tensor:
-    """Complex numbers again: a view, so that who waits for it waits for what is under way."""
-    pairs = under_way if under_way.dim() > 1 else under_way.view(-1, 2)
-    return torch.view_as_complex(pairs)
 
 
 # While a graph is traced: its tracer, and the result of the last communication in it.
