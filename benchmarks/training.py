@@ -3,163 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-import convmesh
 from benchmarks import physicsnemo
+from benchmarks import training_steps as steps
 from benchmarks.measure import interleave, keep_memory, timed
 from convmesh.demo.launch import ALLOCATION
-from convmesh.demo.traffic import watch_step
-from convmesh.models import UNet, convnext_tiny, resnet50
-from convmesh.process_memory import peak_memory
 from tests.harness import Pool, RankError
 
-
-@dataclass(frozen=True)
-class Network:
-    """Of a size at which a step takes a few seconds on 2 cores."""
-
-    title: str
-    build: Callable[[], nn.Module]
-    input: tuple[int, ...]
-    dense: bool  # a label for each pixel, else one for the picture
-
-    @property
-    def target(self) -> tuple[int, ...]:
-        return (self.input[0], *self.input[2:]) if self.dense else self.input[:1]
-
-
-def convnext() -> nn.Module:
-    return convnext_tiny(num_classes=10, stochastic_depth=0.0)
-
-
-def resnet() -> nn.Module:
-    return resnet50(num_classes=10)
-
-
-def unet2d() -> nn.Module:
-    return UNet(2, 3, 2, (16, 32, 64, 128), (2, 2, 2))
-
-
-def unet3d() -> nn.Module:
-    return UNet(3, 1, 2, (16, 32, 64), (2, 2))
-
-
-NETWORKS = [
-    Network("ConvNeXt-T, (2, 3, 512, 1024)", convnext, (2, 3, 512, 1024), False),
-    Network("ResNet-50, (4, 3, 512, 512)", resnet, (4, 3, 512, 512), False),
-    Network("U-Net 2-d, (1, 3, 1024, 1024)", unet2d, (1, 3, 1024, 1024), True),
-    Network("U-Net 3-d, (1, 1, 96, 96, 96)", unet3d, (1, 1, 96, 96, 96), True),
-]
 MESHES: dict[int, tuple[tuple[int, ...], tuple[str, ...]]] = {2: ((2,), ("h",)), 4: ((2, 2), ("h", "w"))}
-DIMS = {"h": 2, "w": 3}
-
-
-class Step:
-    """A model and its data, ready for training steps. The data of a rank are its region and no more."""
-
-    def __init__(self, network: Network, mesh: DeviceMesh | None):
-        torch.manual_seed(0)
-        self.model = network.build()
-        if mesh is not None:
-            self.model = convmesh.distribute(self.model, mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.x = _made(network.input, mesh, torch.rand, 0)
-        self.target = _made(network.target, mesh, partial(torch.randint, 2), 1 if network.dense else None)
-
-    def __call__(self) -> None:
-        self.gradients()
-        self.optimizer.step()
-
-    def gradients(self, summed: bool = True) -> None:
-        self.optimizer.zero_grad()
-        with nullcontext() if summed else convmesh.no_sync(self.model):
-            self.loss().backward()
-
-    def loss(self) -> torch.Tensor:
-        return F.cross_entropy(self.model(self.x), self.target)
-
-
-def _made(
-    shape: tuple[int, ...],
-    mesh: DeviceMesh | None,
-    make: Callable[[tuple[int, ...]], torch.Tensor],
-    missing: int | None,
-) -> torch.Tensor:
-    """Numbers of this shape; `missing` dimensions before the spatial ones, None where it has no spatial ones."""
-    if mesh is None:
-        return make(shape)
-    names = mesh.mesh_dim_names or ()
-    dims = {} if missing is None else {name: DIMS[name] - missing for name in names}
-    region = convmesh.region(shape, mesh, **dims)
-    return convmesh.from_region(make(tuple(part.stop - part.start for part in region)), shape, mesh, **dims)
-
-
-def warm_up(step: Step) -> None:
-    """Until an allocator has all the memory that it needs for this order of requests, which takes some steps."""
-    for _ in range(4):
-        step()
-
-
-class Rank:
-    """One rank's side of the measurement; lives in the worker between the calls."""
-
-    step: Callable[[], None]
-
-
-def prepare(mesh: DeviceMesh, network: Network) -> tuple[int, int, int]:
-    """(bytes of halos that this rank sends for the convolutions of a step, the least for all ranks, messages)"""
-    convmesh.enable()
-    keep_memory()
-    Rank.step = step = Step(network, mesh)
-    warm_up(step)
-    with convmesh.count_traffic() as traffic:
-        layers = watch_step(step.model, step.loss, (mesh.size(), 1))
-    convolutions = [(layer.halo, layer.sides.least_bytes(4)) for layer in layers if layer.sides is not None]
-    return sum(sent for sent, _ in convolutions), sum(least for _, least in convolutions), traffic.exchanges
-
-
-def measure(mesh: DeviceMesh) -> tuple[float, float]:
-    """Seconds of a step, and those of them in which this rank waited for others."""
-    dist.barrier(mesh.get_group(0))
-    with convmesh.count_traffic() as traffic:
-        seconds = timed(Rank.step)
-    return seconds, traffic.seconds_waiting
-
-
-def measure_gradients(mesh: DeviceMesh, summed: bool) -> float:
-    """Seconds until the gradients are there, with and without their sum over the ranks."""
-    assert isinstance(Rank.step, Step)
-    dist.barrier(mesh.get_group(0))
-    return timed(lambda: Rank.step.gradients(summed))  # type: ignore[attr-defined]
-
-
-def prepare_peer(mesh: DeviceMesh, network: Network) -> None:
-    keep_memory()
-    Rank.step = physicsnemo.make_step(network.build, torch.rand(network.input), torch.randint(2, network.target), mesh)
-
-
-def memory(mesh: DeviceMesh, network: Network, alone: bool) -> int:
-    """What a step needs beyond parameters, optimizer state and data."""
-    convmesh.enable()
-    step = Step(network, None if alone else mesh)
-    step()
-    step.optimizer.zero_grad()
-    return peak_memory(step)
 
 
 @contextmanager
@@ -177,8 +37,8 @@ def returning_memory() -> Iterator[Pool]:
 def run(pool: Pool, console: Console, rounds: int) -> list[dict[str, Any]]:
     rows = []
     with Progress(console=console) as progress, returning_memory() as other_pool:
-        task = progress.add_task("training steps", total=len(NETWORKS))
-        for network in NETWORKS:
+        task = progress.add_task("training steps", total=len(steps.NETWORKS))
+        for network in steps.NETWORKS:
             row = _measure_network(pool, network, max(3, rounds // 2))
             rows.append(row | {"memory": _measure_memory(other_pool, network)})
             progress.advance(task)
@@ -189,49 +49,52 @@ def run(pool: Pool, console: Console, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _measure_network(pool: Pool, network: Network, rounds: int) -> dict[str, Any]:
+def _measure_network(pool: Pool, network: steps.Network, rounds: int) -> dict[str, Any]:
     on = {"mesh": MESHES[2][0], "names": MESHES[2][1], "timeout": 600}
     row: dict[str, Any] = {"network": network.title, "waited": [], "refusal": None}
     torch.set_num_threads(2)
     keep_memory()
-    sent = pool.run(prepare, network, **on)
+    sent = pool.run(steps.prepare, network, **on)
+    pool.run(steps.prepare_part, network, **on)
     row["bytes"], row["least"], row["exchanges"] = sum(size for size, *_ in sent), *sent[0][1:]
-    alone = Step(network, None)
-    warm_up(alone)
+    alone = steps.Step(network, None)
+    steps.warm_up(alone)
 
     def ranks() -> float:
-        results = pool.run(measure, **on)
+        results = pool.run(steps.measure, **on)
         row["waited"].append(sum(waited for _, waited in results) / sum(seconds for seconds, _ in results))
         return max(seconds for seconds, _ in results)
 
     candidates = {
         "single": lambda: timed(alone),
         "convmesh": ranks,
-        "summed": lambda: max(pool.run(measure_gradients, True, **on)),
-        "unsummed": lambda: max(pool.run(measure_gradients, False, **on)),
+        "part": lambda: max(pool.run(steps.measure_part, **on)),
+        "summed": lambda: max(pool.run(steps.measure_gradients, True, **on)),
+        "unsummed": lambda: max(pool.run(steps.measure_gradients, False, **on)),
     }
     with Pool() as peers:  # of its own: PhysicsNeMo changes DTensor for good
         if physicsnemo.installed():
             try:
-                peers.run(prepare_peer, network, **on)
-                candidates["PhysicsNeMo"] = lambda: max(seconds for seconds, _ in peers.run(measure, **on))
+                peers.run(steps.prepare_peer, network, **on)
+                candidates["PhysicsNeMo"] = lambda: max(seconds for seconds, _ in peers.run(steps.measure, **on))
             except RankError as error:
                 row["refusal"] = error.traceback.strip().splitlines()[-1]
         row["seconds"] = interleave(candidates, rounds)
     return row
 
 
-def _measure_memory(pool: Pool, network: Network) -> dict[int, int]:
-    needed = {1: pool.run(memory, network, True, mesh=(1,), timeout=600)[0]}
+def _measure_memory(pool: Pool, network: steps.Network) -> dict[int, int]:
+    needed = {1: pool.run(steps.memory, network, True, mesh=(1,), timeout=600)[0]}
     for count, (mesh, names) in MESHES.items():
-        needed[count] = max(pool.run(memory, network, False, mesh=mesh, names=names, timeout=600))
+        needed[count] = max(pool.run(steps.memory, network, False, mesh=mesh, names=names, timeout=600))
     return needed
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table("network", title="A training step on 2 ranks x 1 thread against one process x 2 threads (medians)")
     headings = (
-        "one process (s)", "convmesh / one", "PhysicsNeMo / one", "waiting", "gradients summed / not summed",
+        "one process (s)", "convmesh / one", "bare local part / one", "PhysicsNeMo / one", "waiting",
+        "gradients summed / not summed",
         "memory of one (MB)", "at 2 ranks / one", "at 4 ranks / one", "halos of convolutions (MB)", "/ least",
         "messages",
     )  # fmt: skip
@@ -243,7 +106,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         if "PhysicsNeMo" in seconds:
             peer = f"{seconds['PhysicsNeMo'] / seconds['single']:.2f}"
         table.add_row(
-            row["network"], f"{seconds['single']:.2f}", f"{seconds['convmesh'] / seconds['single']:.2f}", peer,
+            row["network"], f"{seconds['single']:.2f}", f"{seconds['convmesh'] / seconds['single']:.2f}",
+            f"{seconds['part'] / seconds['single']:.2f}", peer,
             f"{median(row['waited']):.0%}", f"{seconds['summed'] / seconds['unsummed']:.2f}",
             f"{needed[1] / 1e6:.0f}", *(f"{needed[count] / needed[1]:.2f}" for count in (2, 4)),
             f"{row['bytes'] / 1e6:.2f}", f"{row['bytes'] / row['least']:.2f}", str(row["exchanges"]),

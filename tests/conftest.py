@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness import Pool
 
-# Compiled code has the names of process groups in it, which depend on what ran before: none is taken from other runs.
+# Compiled code of earlier runs may be of earlier code: none is taken from other runs.
 COMPILED = tempfile.mkdtemp(prefix="convmesh-compiled-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = COMPILED
 atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -116,3 +117,25 @@ def check_attributes(mesh: DeviceMesh) -> None:
 
 def test_what_python_does_with_tensors(pool: Pool) -> None:
     pool.run(check_attributes, mesh=(2,))
+
+
+def keys_of_compiled_code(mesh: DeviceMesh) -> list[str]:
+    def key() -> str:
+        torch.compile(F.relu, backend="aot_eager")(x)
+        return torch.compiler.config.cache_key_tag
+
+    x = place(torch.randn(2, 4), mesh, (1,))
+    with convmesh.enable():
+        before = key()
+        assert key() == before
+        other = dist.new_group()
+        torch.compiler.reset()
+        after = key()
+        dist.destroy_process_group(other)
+    return [before, after, torch.compiler.config.cache_key_tag]
+
+
+def test_code_compiled_for_another_rank_or_other_process_groups_is_not_taken(pool: Pool) -> None:
+    keys = pool.run(keys_of_compiled_code, mesh=(4,))
+    assert len({key for before, after, _ in keys for key in (before, after)}) == 8
+    assert all(off == "" for *_, off in keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -25,25 +27,32 @@ def no_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-def _cache_tag() -> str:
-    """Compiled code is of this rank and of this release."""
-    return f"convmesh-{VERSION}-rank-{dist.get_rank()}"
+_tag = ""  # what is ours of torch.compile's cache key, while it is there
+
+
+def _groups() -> str:
+    """A digest of all process groups: their names are written into compiled code, and programs number them anew."""
+    groups = sorted((name, sorted(_world.pg_group_ranks[group])) for group, name in _world.pg_names.items())
+    return hashlib.blake2b(repr(groups).encode(), digest_size=8).hexdigest()
 
 
 def compile_for_this_rank() -> None:
-    """Keep torch.compile from handing one rank the code of another.
+    """Keep torch.compile from handing one rank the code of another rank, or of a program with other process groups.
 
     Its cache on disk knows a DTensor by its global layout, which all ranks share, while their code differs.
     """
-    if _cache_tag() not in torch.compiler.config.cache_key_tag:
-        torch.compiler.config.cache_key_tag += _cache_tag()
+    global _tag
+    compile_for_any_rank()
+    _tag = f"convmesh-{VERSION}-rank-{dist.get_rank()}-groups-{_groups()}"
+    torch.compiler.config.cache_key_tag += _tag
 
 
 def compile_for_any_rank() -> None:
     """Put back what `compile_for_this_rank` has changed."""
-    if dist.is_initialized():
-        tag = torch.compiler.config.cache_key_tag
-        torch.compiler.config.cache_key_tag = tag.replace(_cache_tag(), "")
+    global _tag
+    if _tag:
+        torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(_tag, "")
+        _tag = ""
 
 
 def keep_whole(operator: Operator) -> Callable[[], None]:

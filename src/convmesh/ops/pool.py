@@ -14,6 +14,7 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
 from .flat_index import shifted
+from .max_pool_kernel import max_pool_of
 from .pool_plan import LocalPooling, plan_pool, plan_pool_backward
 
 aten = torch.ops.aten
@@ -80,7 +81,8 @@ def _max_pool(
             box.append(Interval(starts[axis], max(min(read.stop, size), read.stop - paddings[axis])))
     lowest = -inf if x.is_floating_point() else torch.iinfo(x.dtype).min
     block = fetch.held.read(tuple(box), fill=lowest)
-    values, indices = operator(block, local.kernel, local.stride, paddings, local.dilation, local.pooling.ceil)
+    geometry = (local.kernel, local.stride, paddings, local.dilation, local.pooling.ceil)
+    values, indices = max_pool_of(operator, block, *geometry)
     for axis in range(len(local.kernel)):
         count = shape[local.first + axis]
         values, indices = (t.narrow(local.first + axis, 0, count) for t in (values, indices))
