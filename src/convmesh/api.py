@@ -7,6 +7,7 @@ from types import TracebackType
 from . import batching
 from . import ops as ops  # declares the rules
 from .sharding import agreement, registry
+from .sharding import attributes as attributes  # declares what Python sees of a DTensor
 
 
 class Enabled:

@@ -73,6 +73,7 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "flip": (lambda x: x.flip(2), ()),
     "roll": (lambda x: x.roll(3, 2), ()),
     "unfold": (lambda x: F.unfold(x, 3, padding=1), ()),
+    "fourier": (lambda x: torch.fft.irfft2(torch.fft.rfft2(x).conj() * 2, s=x.shape[2:]), ()),
     "batch_norm": (batch_normed, CHANNEL),
     "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), CHANNEL),
     "instance_norm": (lambda x, w, b: F.instance_norm(x, weight=w, bias=b), CHANNEL),

@@ -174,3 +174,11 @@ def segformer_tokens(x: Tensor) -> Tensor:
 def pixels_by_pixels(x: Tensor) -> Tensor:
     pixels = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
     return pixels.t() @ pixels
+
+
+def projected_tokens(x: Tensor) -> Tensor:
+    """A linear layer's output is contiguous, whatever its input is, and is viewed as a matrix of all tokens."""
+    weight = torch.arange(5 * x.shape[1], dtype=x.dtype).sin().view(5, x.shape[1])
+    tokens = F.linear(x.flatten(2).transpose(1, 2), weight)
+    assert tokens.is_contiguous()
+    return tokens.view(-1, 5)

@@ -195,3 +195,22 @@ def cross_norm(x: Tensor) -> Tensor:
 
 def instance_weights(x: Tensor) -> Tensor:
     return x * (x.detach() > 0).any(1, keepdim=True) * (x.detach() < 3).all(3, keepdim=True)
+
+
+def pooled_channels_last(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads of ConvNeXt and Swin, whose maps are channels_last: one window over everything."""
+    flat, deep = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), x.unsqueeze(3)
+    return F.adaptive_avg_pool2d(flat, 1), F.adaptive_avg_pool3d(
+        deep.contiguous(memory_format=torch.channels_last_3d), 1
+    )
+
+
+def fourier_filter(x: Tensor) -> Tensor:
+    """Global filter networks and Fourier neural operators: a weight for each frequency."""
+    frequencies = torch.fft.rfft2(x, norm="ortho")
+    return torch.fft.irfft2(frequencies * torch.polar(frequencies.abs() + 1, frequencies.real), s=x.shape[2:])
+
+
+def lowest_frequencies(x: Tensor) -> tuple[Tensor, Tensor]:
+    frequencies = torch.fft.fftn(torch.complex(x, x.sin()), dim=(2, 3)).conj().resolve_conj()
+    return torch.view_as_real(frequencies[:, :, :3, :3]), torch.fft.fft(x, dim=1).abs()

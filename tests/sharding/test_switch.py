@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import convmesh
 from convmesh import _torch
@@ -80,6 +81,42 @@ def on_after_use(mesh: DeviceMesh) -> None:
 
 def test_works_after_operators_have_already_run(pool: Pool) -> None:
     pool.run(on_after_use, mesh=(2,))
+
+
+def check_attributes(mesh: DeviceMesh) -> None:
+    """What Python does with tensors apart from operators, or with functions that look at them first."""
+    torch.manual_seed(0)
+    attention = torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double().eval()
+    x = torch.randn(2, 6, 4, dtype=torch.float64)
+    with torch.no_grad():
+        expected = attention(x)
+    with convmesh.enable():
+        tensor, cut = place(x, mesh, (1,)), place(x * 3, mesh, (2,))
+        parameter = torch.nn.Parameter(tensor.clone())
+        parameter.data = cut
+        assert_close((parameter.detach() * 1).full_tensor(), x * 3)
+        assert_close(parameter.data.full_tensor(), x * 3)
+        with pytest.raises(convmesh.ShardingError, match="plain"):
+            parameter.data = x
+        flat = torch.nn.utils.parameters_to_vector([parameter])
+        torch.nn.utils.vector_to_parameters(flat / 3, [parameter])
+        assert_close(parameter.detach().full_tensor(), x)
+        number = tensor.mean()
+        assert f"{number:.6f}, {number}" == f"{x.mean():.6f}, {number.item()}"
+        with pytest.raises(TypeError):
+            format(tensor, ".3f")
+        assert torch.allclose(tensor, parameter)
+        assert torch.allclose(tensor, cut / 3 + 1e-12)
+        assert not torch.allclose(tensor, parameter + 1e-3)
+        convmesh.distribute(attention, mesh)
+        with torch.no_grad():
+            assert_close(attention(tensor).full_tensor(), expected)
+    assert "data" not in vars(DTensor)
+    assert "__format__" not in vars(DTensor)
+
+
+def test_what_python_does_with_tensors(pool: Pool) -> None:
+    pool.run(check_attributes, mesh=(2,))
 
 
 def keys_of_compiled_code(mesh: DeviceMesh) -> list[str]:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import convmesh
 from tests.compare import assert_close, same_on_all_ranks
 from tests.harness import Pool
-from tests.training.small_net import NAMES, assert_same_gradients, build, data, loss_of, once
+from tests.training.small_net import NAMES, Net, assert_same_gradients, build, data, loss_of, once
 
 LAYOUTS: list[tuple[tuple[int, ...], dict[str, int]]] = [
     ((4,), {"data": 0}),
@@ -178,3 +178,50 @@ def refusals(mesh: DeviceMesh) -> None:
 
 def test_what_cannot_be_distributed(pool: Pool) -> None:
     pool.run(refusals, mesh=(2, 2), names=NAMES[:2])
+
+
+class OneHotLoss(nn.Module):
+    """Makes its target and its weights itself, as losses of other packages do, and has no parameters."""
+
+    def forward(self, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        wanted = torch.zeros(scores.shape, dtype=scores.dtype).scatter_(1, labels.unsqueeze(1), 1.0)
+        weights = torch.tensor([1.0, 2.0], dtype=scores.dtype).view(1, 2, 1, 1)
+        return (weights * (scores.softmax(1) - wanted).square()).mean()
+
+
+def losses(model: nn.Module, loss: nn.Module, mesh: DeviceMesh | None, dims: dict[str, int]) -> list[torch.Tensor]:
+    """The loss, the gradient of the input by torch.func, and one of the weights."""
+    x, target = data()
+    if mesh is not None:
+        x = convmesh.shard(x, mesh, **dims)
+        target = convmesh.shard(target, mesh, **{name: max(0, dim - 1) for name, dim in dims.items()})
+    value = loss(model(x), target)
+    value.backward()
+    output, pull = torch.func.vjp(model, x)
+    outputs = torch.func.vmap(lambda shift: model(x + shift), out_dims=1)(torch.func.vmap(torch.sum)(x))
+    return [value, pull(output)[0], outputs.sum(1), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def with_losses(mesh: DeviceMesh) -> None:
+    """A checkpoint of one process, and a loss of another package: on the mesh they work as they are."""
+    dims = {"data": 0, "h": 2}
+    made = []
+    for seed in (0, mesh.get_rank() + 1):
+        torch.manual_seed(seed)
+        model = Net().double().eval()
+        model.head = nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 2, 1).double())
+        made.append(model)
+    expected, model = made
+    convmesh.distribute(model, mesh)
+    model.load_state_dict(expected.state_dict())
+    assert model.left.weight is model.right.weight
+    loss = OneHotLoss()
+    wanted = losses(expected, loss, None, dims)
+    actual = losses(model, convmesh.distribute(loss, mesh), mesh, dims)
+    for mine, other in zip(actual, wanted, strict=True):
+        assert_close(mine.detach().full_tensor(), other.detach())
+    convmesh.disable()
+
+
+def test_losses_checkpoints_and_transforms_as_they_are(pool: Pool) -> None:
+    pool.run(with_losses, mesh=(2, 2), names=NAMES[:2])

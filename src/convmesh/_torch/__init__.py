@@ -41,8 +41,10 @@ from .operators import is_composite as is_composite
 from .operators import name_of as name_of
 from .operators import signature as signature
 from .operators import takes_tensors as takes_tensors
+from .operators import view_operators as view_operators
 from .operators import writing_operators as writing_operators
 from .tensors import eager_spec_of as eager_spec_of
+from .tensors import give_attributes as give_attributes
 from .tensors import in_rank_order as in_rank_order
 from .tensors import local_of as local_of
 from .tensors import make_spec as make_spec
@@ -56,6 +58,7 @@ from .tensors import redistribute as redistribute
 from .tensors import relocate as relocate
 from .tensors import shares_memory as shares_memory
 from .tensors import spec_of as spec_of
+from .tensors import whole_data as whole_data
 from .tensors import wrap as wrap
 from .tracing import compile_for_any_rank as compile_for_any_rank
 from .tracing import keep_whole as keep_whole

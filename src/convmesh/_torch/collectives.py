@@ -29,6 +29,9 @@ def all_to_all(
     buffer: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Start sending; the result is there after `wait`. A functional collective, so that compilers can trace it."""
+    if buffer.is_complex():  # not every backend knows such numbers, but all know pairs
+        doubled = [2 * count for count in receive_counts], [2 * count for count in send_counts]
+        return torch.view_as_complex(all_to_all(_pairs(buffer).reshape(-1), *doubled, group).view(-1, 2))
     incoming, outgoing = list(receive_counts), list(send_counts)
     if tracing():
         return _kept(collectives.all_to_all_single(_after_the_last(buffer), incoming, outgoing, group))
@@ -38,11 +41,18 @@ def all_to_all(
 
 def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place: bool = False) -> torch.Tensor:
     """Start reducing over a group; the result is there after `wait`, where `tensor` was if that may be lost."""
+    if tensor.is_complex() and op in ("sum", "avg"):
+        return torch.view_as_complex(all_reduce(_pairs(tensor), op, group, in_place))
     if tracing():
         return _kept(collectives.all_reduce(_after_the_last(tensor), op, group))
     run = _operators.all_reduce_ if in_place else _operators.all_reduce
     result: torch.Tensor = run(tensor, op, group.group_name)
     return result
+
+
+def _pairs(tensor: torch.Tensor) -> torch.Tensor:
+    """A view, as what is made complex of the result again: who waits for that waits for what is under way."""
+    return torch.view_as_real(tensor.resolve_conj())
 
 
 # While a graph is traced: its tracer, and the result of the last communication in it.

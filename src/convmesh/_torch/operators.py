@@ -57,31 +57,39 @@ def signature(operator: Operator) -> Signature:
 
 
 @lru_cache(maxsize=1)
-def writing_operators() -> tuple[Operator, ...]:
-    """All of torch's own operators that write into an argument."""
+def _all_operators() -> tuple[Operator, ...]:
+    """All of torch's own operators that Python can call."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         space, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
-        if space == "aten" and (packet.endswith("_") or overload):
-            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            if operator._schema.is_mutable:
-                found.append(operator)
+        operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if space == "aten" and operator is not None:
+            found.append(operator)
     return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def writing_operators() -> tuple[Operator, ...]:
+    """All of torch's own operators that write into an argument, as their names say: those without a name for it have
+    rules of their own, or write what is no value."""
+    return tuple(
+        operator
+        for operator in _all_operators()
+        if operator._schema.is_mutable and (name_of(operator).endswith("_") or operator._schema.overload_name)
+    )
 
 
 @lru_cache(maxsize=1)
 def composite_operators() -> tuple[Operator, ...]:
     """All of torch's own operators that are made of others, and not for a device's sake."""
-    found = []
-    for name in torch._C._dispatch_get_all_op_names():
-        space, _, rest = name.partition("::")
-        packet, _, overload = rest.partition(".")
-        if space == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
-            operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-            if operator is not None and is_composite(operator):
-                found.append(operator)
-    return tuple(found)
+    return tuple(operator for operator in _all_operators() if is_composite(operator))
+
+
+@lru_cache(maxsize=1)
+def view_operators() -> tuple[Operator, ...]:
+    """All of torch's own operators whose result is a view."""
+    return tuple(operator for operator in _all_operators() if operator._schema._is_view_op())
 
 
 def takes_tensors(operator: Operator) -> bool:

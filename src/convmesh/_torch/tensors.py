@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -134,3 +135,21 @@ def memory_of(tensor: torch.Tensor) -> int:
 def shares_memory(view: DTensor, base: torch.Tensor) -> bool:
     """Whether torch knows the one for a view of the other's memory, beyond what autograd believes."""
     return memory_of(view) == memory_of(base)
+
+
+# What `.data` is of all tensors, without looking at their class.
+whole_data: Any = torch.Tensor.data
+
+
+def give_attributes(attributes: dict[str, Any]) -> Callable[[], None]:
+    """Let DTensors have these attributes, which they inherit otherwise; returns what takes them away."""
+    mine = {name: attribute for name, attribute in attributes.items() if name not in vars(DTensor)}
+    for name, attribute in mine.items():
+        setattr(DTensor, name, attribute)
+
+    def end() -> None:
+        for name, attribute in mine.items():
+            if vars(DTensor).get(name) is attribute:
+                delattr(DTensor, name)
+
+    return end

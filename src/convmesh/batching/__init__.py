@@ -1,5 +1,6 @@
 """vmap over convolutions: the rules, the choice of an algorithm, and gradients per sample."""
 
+from ._functorch import innermost as innermost
 from .calibration import calibrate as calibrate
 from .choice import Decision as Decision
 from .choice import explain as explain

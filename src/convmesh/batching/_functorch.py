@@ -66,6 +66,13 @@ def wrap(tensor: Tensor, dim: int | None, level: int) -> Tensor:
     return tensor if dim is None else _functorch._add_batch_dim(tensor, dim, level)
 
 
+def innermost(tensor: Tensor) -> Tensor:
+    """What all transforms of torch.func have wrapped."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def unwrapped(tensor: Tensor) -> Tensor:
     """The tensor under the levels of gradients. Under another level of vmap its dimensions would not be these."""
     while _functorch.is_gradtrackingtensor(tensor):

@@ -13,6 +13,7 @@ from . import counting as counting
 from . import cross_entropy as cross_entropy
 from . import cumulative as cumulative
 from . import expand as expand
+from . import fourier as fourier
 from . import gated as gated
 from . import gather_along as gather_along
 from . import gather_index as gather_index
@@ -40,6 +41,7 @@ from . import product as product
 from . import quantile as quantile
 from . import random as random
 from . import reduce as reduce
+from . import rename as rename
 from . import repeat as repeat
 from . import resample as resample
 from . import rms_norm as rms_norm
@@ -57,3 +59,4 @@ from . import unfold as unfold
 from . import unique as unique
 from . import unpool as unpool
 from . import view as view
+from . import weight_norm as weight_norm

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from .. import _torch
 from ..geometry import Bundle
 from ..sharding.dispatch import check_placed, move
-from ..sharding.registry import Behaviour, rule
+from ..sharding.registry import Behaviour, composite, rule
 from .adaptive_plan import PARTS, AdaptivePlan, Side, plan_adaptive, plan_adaptive_backward
 from .pool import STAYS, name_of, spatial_of
 from .reduce_plan import wide
@@ -71,6 +71,30 @@ def adaptive_average_backward(operator: _torch.Operator, args: tuple[Any, ...], 
     for side in reversed(by_hand):
         gx = _handed_out(gx, side)
     return layouts.finish(fetch.tie(gx))
+
+
+@composite("adaptive_avg_pool2d")
+def adaptive_avg_pool2d(input: torch.Tensor, output_size: list[int]) -> torch.Tensor:
+    return _pooled(aten.adaptive_avg_pool2d.default, input, output_size)
+
+
+@composite("adaptive_avg_pool3d")
+def adaptive_avg_pool3d(input: torch.Tensor, output_size: list[int]) -> torch.Tensor:
+    return _pooled(aten.adaptive_avg_pool3d.default, input, output_size)
+
+
+@rule(aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default, behaviour=AVERAGE)
+def whole(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """In inference mode they reach DTensor as they are."""
+    return _pooled(operator, *_torch.arguments(operator, args, kwargs))
+
+
+def _pooled(operator: _torch.Operator, input: torch.Tensor, output_size: list[int]) -> torch.Tensor:
+    """One window is a mean. Of channels_last tensors torch corrects its strides then, which no DTensor can do."""
+    if isinstance(input, DTensor) and len(output_size) < input.dim() and all(size == 1 for size in output_size):
+        return input.mean(tuple(range(-len(output_size), 0)), keepdim=True)
+    result: torch.Tensor = _torch.composite(operator, (input, output_size), {})
+    return result
 
 
 def _by_hand(plan: AdaptivePlan) -> list[Side]:

@@ -5,6 +5,7 @@ Queries stay where they are. Every query reads all keys and values, so these are
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
 from ..sharding.errors import refuse
-from ..sharding.registry import Behaviour, composite, rule
+from ..sharding.registry import Behaviour, composite, rule, while_installed
 
 aten = torch.ops.aten
 
@@ -95,3 +96,13 @@ def _causal(query: torch.Tensor, key: torch.Tensor, tokens: int) -> torch.Tensor
     mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=_torch.local_of(query).device).tril()
     placements: list[Placement] = [Shard(0) if p == Shard(tokens) else Replicate() for p in query.placements]
     return distribute_tensor(mask, query.device_mesh, placements, src_data_rank=None)
+
+
+def _step_by_step() -> Callable[[], None]:
+    """nn.MultiheadAttention and transformer layers take one fused operator in evaluation, which no DTensor knows."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return lambda: torch.backends.mha.set_fastpath_enabled(before)
+
+
+while_installed(_step_by_step)

@@ -37,7 +37,8 @@ def _pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     channels_first = input.permute(0, input.dim() - 1, *range(1, input.dim() - 1))
     zeros, ones = [0] * spatial, [1] * spatial
     output = torch.convolution(channels_first, kernel, bias, ones, zeros, ones, False, zeros, 1)
-    return output.permute(0, *range(2, output.dim()), 1)
+    # A convolution keeps the order of its input in memory, and a linear layer does not: others view what it returns.
+    return output.permute(0, *range(2, output.dim()), 1).contiguous()
 
 
 def _is_pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -36,6 +36,14 @@ def equal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     return bool(all_reduce(same, layout.mesh, cutting(layout, range(len(layout.shape))), "min").item())
 
 
+@rule(aten.allclose.default, behaviour=EQUAL)
+def allclose(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    one, other, *tolerances = _torch.arguments(operator, args, kwargs)
+    check_placed("allclose", (("self", one), ("other", other)))
+    every = aten.all.default(aten.isclose.default(one, other, *tolerances))
+    return every.device_mesh.get_coordinate() is None or bool(_torch.local_of(every).item())
+
+
 @rule(
     aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, behaviour=SMALL
 )  # fmt: skip

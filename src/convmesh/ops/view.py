@@ -8,6 +8,7 @@ The gradient goes back to where the tensor was. What torch can do as a view stay
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -137,12 +138,24 @@ def plan_whole_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
     layout = Layout.of(spec)
     if any(isinstance(p, Shard) or _strange(p) for p in layout.placements) or layout.mesh.get_coordinate() is None:
         return None
+    return _view_of_all(layout, layout.placements, shape)
+
+
+@planned
+def plan_parts_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
+    """Where a tensor lies of which every rank reshapes its own part; None where the whole cannot be viewed so."""
+    layout = Layout.of(spec)
+    placements = viewed(layout.placements, layout, shape) if _torch.plain_order(spec) else None
+    return None if placements is None else _view_of_all(layout, placements, shape)
+
+
+def _view_of_all(layout: Layout, placements: Placements, shape: tuple[int, ...]) -> Layout | None:
     try:
         with _torch.no_modes():
             stride = torch.empty_strided(layout.shape, layout.stride, device="meta").view(shape).stride()
     except RuntimeError:
         return None
-    return Layout(layout.mesh, layout.placements, shape, stride, layout.dtype)
+    return Layout(layout.mesh, placements, shape, stride, layout.dtype)
 
 
 _came_from = Hints()
@@ -157,12 +170,15 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if not prod(before) and not prod(shape):
         return _without_elements(_torch.spec_of(input), _torch.local_of(input), shape)
     if not any(type(p) is Shard for p in input.placements) or any(_strange(p) for p in input.placements):
-        output = plan_whole_view(_torch.spec_of(input), shape)
-        return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
+        whole = plan_whole_view(_torch.spec_of(input), shape)
+        if whole is None:
+            return _torch.stock(operator, args, kwargs)
+        return _as_it_is(input, whole, lambda: view_of(operator, args, kwargs, whole))
     back = _came_from.recall((input.device_mesh, before, shape, input.placements))
     plan = plan_view(_torch.spec_of(input), shape, back)
     if plan is None:
-        return _torch.stock(operator, args, kwargs)
+        output = plan_parts_view(_torch.spec_of(input), shape)
+        return _as_it_is(input, output, lambda: _torch.stock(operator, args, kwargs))
     check_placed("view", (("input", input),))
     went_to = (input.device_mesh, shape, before, plan.output.placements)
     _came_from.remember(went_to, tuple(settled(placement) for placement in input.placements))
@@ -175,6 +191,26 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     result = _torch.wrap(local.contiguous(), plan.output.spec)
     if plan.wanted is not plan.output:
         result = _torch.wrap(move(result, plan.wanted).contiguous(), plan.wanted.spec)
+    return _copy(result, input)
+
+
+def _as_it_is(input: DTensor, output: Layout | None, view: Callable[[], DTensor]) -> DTensor:
+    """A view of every rank's own part; a copy where the part lies in memory otherwise than the whole is said to.
+
+    A part that was gathered or computed from tensors that had to be moved may do so. Only some ranks may have one, and
+    if these alone were to complain the others would wait for them.
+    """
+    try:
+        return view()
+    except RuntimeError:
+        if output is None:
+            raise
+    local = _torch.local_of(input).reshape(output.local_shape)
+    return _copy(_torch.wrap(local, output.spec), input)
+
+
+def _copy(result: DTensor, input: DTensor) -> DTensor:
+    shape, before = tuple(result.shape), tuple(input.shape)
     return copy_of(
         result, input, lambda whole: aten.view.default(whole, shape),
         lambda whole, part: aten.view.default(part, before),

@@ -29,7 +29,8 @@ def specs_of(operator: str, named: Named) -> list[Any]:
         plain = ", ".join(name for name, tensor in named if not isinstance(tensor, DTensor | None))
         raise refuse(
             operator, f"plain torch.Tensor beside DTensors: {plain}", named,
-            "make it a DTensor: convmesh.shard(tensor, mesh, ...), replicated if no dimension is named",
+            "make it a DTensor: convmesh.shard(tensor, mesh, ...), replicated if no dimension is named; or, if it is a "
+            "constant that a loss makes, distribute that as well: convmesh.distribute(loss, mesh)",
             PlainTensor,
         ) from None  # fmt: skip
 

@@ -126,6 +126,9 @@ def install() -> None:
         raise
     table = _torch.handlers()
     made_of_others(*(operator for operator in _torch.composite_operators() if operator not in _rules | table))
+    for operator in _torch.view_operators():
+        if operator not in _rules and operator not in table:
+            _rules[operator] = _torch.view_rule(_torch.stock)
     _replaced.update({operator: table.get(operator) for operator in _rules})
     table.update(_rules)
     _undo.extend(start() for start in _switches)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_iter
 
 from ..api import enable
+from ..batching import innermost
 from ..comm import BUCKET_BYTES
 from ..sharding.constants import constants_allowed
 from ..sharding.errors import ShardingError
@@ -31,6 +32,9 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
     Its parameters and buffers become replicated DTensors with the values, and the ranks take the random state, of the
     first rank. Gradients are summed over the ranks in messages of about `bucket_bytes` while backward runs; after it
     every `.grad` lies where its parameter does. Make the optimizer afterwards.
+
+    A loss that makes tensors of its own, such as a one-hot target or a window, is a module like others: distribute it,
+    and these are taken for what they are, the same on every rank.
     """
     _check(module, mesh)
     enable()
@@ -40,6 +44,7 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
     setattr(module, _NAME, state)
     module.register_forward_pre_hook(state.enter, with_kwargs=True)
     module.register_forward_hook(state.leave, always_call=True)
+    module.register_load_state_dict_pre_hook(state.place_loaded)
     return module
 
 
@@ -77,10 +82,11 @@ class Distributed:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return  # the compiler's tensors are taken for constants anyway
-        if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        parameters = list(module.parameters())
+        if parameters and not any(isinstance(parameter, DTensor) for parameter in parameters):
             return  # called with other parameters in their place: a rank's own, for samples of its own
         for tensor in tree_iter((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.dim():
+            if isinstance(tensor, torch.Tensor) and not isinstance(innermost(tensor), DTensor) and tensor.dim():
                 raise ShardingError(
                     f"{type(module).__name__} is distributed, and its input of shape {tuple(tensor.shape)} is a plain "
                     "torch.Tensor\n"
@@ -94,6 +100,17 @@ class Distributed:
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and self._entered:
             self._entered.pop().__exit__(None, None, None)
+
+    def place_loaded(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Plain tensors of a checkpoint that are about to be loaded become what the module has: replicated DTensors,
+        with the first rank's values, as in `distribute`."""
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        for name, mine in named:
+            loaded = state_dict.get(prefix + name)
+            if not isinstance(loaded, torch.Tensor) or isinstance(loaded, DTensor) or not isinstance(mine, DTensor):
+                continue
+            if loaded.shape == mine.shape and all(isinstance(placement, Replicate) for placement in mine.placements):
+                state_dict[prefix + name] = _placed(loaded.to(mine.device), self.mesh)
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
