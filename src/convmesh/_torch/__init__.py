@@ -10,6 +10,7 @@ from .collectives import all_to_all as all_to_all
 from .collectives import group_called as group_called
 from .collectives import inherit_timeout as inherit_timeout
 from .collectives import intercept_collectives as intercept_collectives
+from .collectives import memory_of as memory_of
 from .collectives import store as store
 from .collectives import timeout_of as timeout_of
 from .collectives import under_way as under_way
@@ -48,7 +49,6 @@ from .tensors import give_attributes as give_attributes
 from .tensors import in_rank_order as in_rank_order
 from .tensors import local_of as local_of
 from .tensors import make_spec as make_spec
-from .tensors import memory_of as memory_of
 from .tensors import noted as noted
 from .tensors import opened as opened
 from .tensors import owns_storage as owns_storage

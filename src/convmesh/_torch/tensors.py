@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from .collectives import arrived
+from .collectives import arrived, memory_of
 from .tracing import compile_for_this_rank, no_modes, tracing
 
 
@@ -125,11 +125,6 @@ def owns_storage(local: torch.Tensor) -> bool:
 def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     moved: torch.Tensor = redistribute_local_tensor(local, source, target)
     return arrived(moved)
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """Tells tensors apart that look at different memory, also where there is none of it."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def shares_memory(view: DTensor, base: torch.Tensor) -> bool:

@@ -1,0 +1,45 @@
+"""Messages that come at once, late, or that nobody waits for."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import convmesh
+from convmesh import _torch
+from convmesh._torch import collectives
+from tests.harness import Pool
+
+
+def send(mesh: DeviceMesh) -> torch.Tensor:
+    numbers = torch.full((mesh.size(),), float(mesh.get_local_rank()))
+    return _torch.all_to_all(numbers, [1] * mesh.size(), [1] * mesh.size(), mesh.get_group())
+
+
+def late_and_early(mesh: DeviceMesh) -> None:
+    expected = torch.arange(float(mesh.size()))
+    with convmesh.enable():
+        for late in (0.0, 3 * collectives.AWAKE_SECONDS):
+            if mesh.get_local_rank() == 1:
+                time.sleep(late)
+            under_way = send(mesh)
+            assert torch.equal(_torch.wait(under_way.view(-1, 1)).flatten(), expected)
+            assert _torch.memory_of(under_way) not in collectives._arrivals
+
+
+def test_a_message_is_awaited_until_it_is_there(pool: Pool) -> None:
+    pool.run(late_and_early, mesh=(2,))
+
+
+def unawaited(mesh: DeviceMesh) -> int:
+    with convmesh.enable():
+        for _ in range(2 * collectives.ARRIVALS):
+            send(mesh)
+        _torch.wait(send(mesh))
+    return len(collectives._arrivals)
+
+
+def test_of_messages_that_nobody_waits_for_only_the_last_are_kept(pool: Pool) -> None:
+    assert all(kept <= collectives.ARRIVALS for kept in pool.run(unawaited, mesh=(2,)))
