@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
 from convmesh import _torch
-from convmesh._torch import collectives
+from convmesh._torch import arrivals
 from tests.harness import Pool
 
 
@@ -21,12 +21,12 @@ def send(mesh: DeviceMesh) -> torch.Tensor:
 def late_and_early(mesh: DeviceMesh) -> None:
     expected = torch.arange(float(mesh.size()))
     with convmesh.enable():
-        for late in (0.0, 3 * collectives.AWAKE_SECONDS):
+        for late in (0.0, 3 * arrivals.AWAKE_SECONDS):
             if mesh.get_local_rank() == 1:
                 time.sleep(late)
             under_way = send(mesh)
             assert torch.equal(_torch.wait(under_way.view(-1, 1)).flatten(), expected)
-            assert _torch.memory_of(under_way) not in collectives._arrivals
+            assert _torch.memory_of(under_way) not in arrivals._arrivals
 
 
 def test_a_message_is_awaited_until_it_is_there(pool: Pool) -> None:
@@ -35,11 +35,11 @@ def test_a_message_is_awaited_until_it_is_there(pool: Pool) -> None:
 
 def unawaited(mesh: DeviceMesh) -> int:
     with convmesh.enable():
-        for _ in range(2 * collectives.ARRIVALS):
+        for _ in range(2 * arrivals.ARRIVALS):
             send(mesh)
         _torch.wait(send(mesh))
-    return len(collectives._arrivals)
+    return len(arrivals._arrivals)
 
 
 def test_of_messages_that_nobody_waits_for_only_the_last_are_kept(pool: Pool) -> None:
-    assert all(kept <= collectives.ARRIVALS for kept in pool.run(unawaited, mesh=(2,)))
+    assert all(kept <= arrivals.ARRIVALS for kept in pool.run(unawaited, mesh=(2,)))

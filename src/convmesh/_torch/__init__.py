@@ -5,14 +5,10 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from .arrivals import memory_of as memory_of
 from .collectives import all_reduce as all_reduce
 from .collectives import all_to_all as all_to_all
-from .collectives import group_called as group_called
-from .collectives import inherit_timeout as inherit_timeout
 from .collectives import intercept_collectives as intercept_collectives
-from .collectives import memory_of as memory_of
-from .collectives import store as store
-from .collectives import timeout_of as timeout_of
 from .collectives import under_way as under_way
 from .collectives import wait as wait
 from .dispatch import as_view as as_view
@@ -23,6 +19,10 @@ from .dispatch import replicates_implicitly as replicates_implicitly
 from .dispatch import stock as stock
 from .dispatch import view_rule as view_rule
 from .dispatch import when_backward_ends as when_backward_ends
+from .groups import group_called as group_called
+from .groups import inherit_timeout as inherit_timeout
+from .groups import store as store
+from .groups import timeout_of as timeout_of
 from .names import COLLECTIVES as COLLECTIVES
 from .names import REQUIRED as REQUIRED
 from .names import VERSION as VERSION

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
-from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.tensor.debug._comm_mode import NATIVE_TO_PY_MAPPING
 
-from .names import COLLECTIVES, Operator, Store
+from .arrivals import all_to_all_on_cpus, look_for
+from .names import COLLECTIVES, Operator
 from .tracing import tie, tracing
 
 # The operators themselves, where nothing is traced: what torch wraps around them takes longer than a small message.
 _operators = torch.ops._c10d_functional
-
-# How long a thread looks for a message before it lies down for it: to be woken takes longer than most messages do
-# (measured with gloo on one machine: 1.2 ms a message asleep and 0.5 awake, 2.9 and 1.2 with two ranks a core).
-AWAKE_SECONDS = 0.01
-# By the memory of the result, until somebody waits for it. Nobody may, and so only the last of them are kept.
-_arrivals: dict[int, dist.Work] = {}
-ARRIVALS = 64
 
 
 def all_to_all(
@@ -123,14 +113,14 @@ def intercept_collectives(
             if first.is_meta:
                 return operator.redispatch(keys & beyond, *args, **kwargs)
             if first.is_cpu and operator is _operators.all_to_all_single.default:
-                return around(operator, args, lambda: _all_to_all_on_cpus(*args, **kwargs))
+                return around(operator, args, lambda: all_to_all_on_cpus(*args, **kwargs))
             return around(operator, args, lambda: operator.redispatch(keys & beyond, *args, **kwargs))
 
         return run
 
     def waiting(keys: Any, tensor: torch.Tensor) -> Any:
         def run() -> Any:
-            _look_for(tensor)
+            look_for(tensor)
             return await_it(keys & beyond, tensor)
 
         return awaiting(tensor, run)
@@ -147,65 +137,3 @@ def intercept_collectives(
         library._destroy()
 
     return undo
-
-
-def _all_to_all_on_cpus(
-    buffer: torch.Tensor, receive_counts: list[int], send_counts: list[int], group: dist.ProcessGroup | str
-) -> torch.Tensor:
-    """What torch's operator does, except that whoever waits for the result can ask whether it is there."""
-    result = buffer.new_empty((sum(receive_counts), *buffer.shape[1:]))
-    work = group_called(group).alltoall_base(result, buffer.contiguous(), receive_counts, send_counts)
-    torch._C._distributed_c10d._register_work(result, work)
-    _arrivals[memory_of(result)] = work
-    if len(_arrivals) > ARRIVALS:
-        del _arrivals[next(iter(_arrivals))]
-    return result
-
-
-def _look_for(tensor: torch.Tensor) -> None:
-    """Stay awake for a while until the result of a collective is there, and let others compute meanwhile."""
-    work = _arrivals.pop(memory_of(tensor), None)
-    if work is None or not hasattr(os, "sched_yield"):
-        return
-    until = perf_counter() + AWAKE_SECONDS
-    while not work.is_completed() and perf_counter() < until:
-        os.sched_yield()
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """Tells tensors apart that look at different memory, also where there is none of it."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
-    """The process group that a functional collective was given, by its name or itself."""
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(group))
-    return found
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of this group may take; torch's default where its backend does not say."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    said: timedelta | None = getattr(options, "_timeout", None)
-    return default_pg_timeout if said is None else said
-
-
-def inherit_timeout(group: dist.ProcessGroup) -> None:
-    """Give a group that nobody set a time-out for the one that was given to `init_process_group`.
-
-    torch makes the groups of a mesh with a time-out of its own, of half an hour.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "a group is part of an initialised world"
-    wanted = timeout_of(world)
-    if timeout_of(group) in (default_pg_timeout, default_pg_nccl_timeout) and timeout_of(group) != wanted:
-        # Newer releases of torch have a public function for it, and warn of the private one.
-        getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(wanted, group)
-
-
-def store() -> Store:
-    """Where all ranks can leave each other messages without a collective."""
-    found: Store = dist.distributed_c10d._get_default_store()
-    return found

@@ -12,7 +12,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from .collectives import arrived, memory_of
+from .arrivals import memory_of
+from .collectives import arrived
 from .tracing import compile_for_this_rank, no_modes, tracing
 
 

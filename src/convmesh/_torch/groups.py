@@ -1,0 +1,45 @@
+"""Process groups: by their names, and how long their collectives may take."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+
+from .names import Store
+
+
+def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
+    """The process group that a functional collective was given, by its name or itself."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(group))
+    return found
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of this group may take; torch's default where its backend does not say."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    said: timedelta | None = getattr(options, "_timeout", None)
+    return default_pg_timeout if said is None else said
+
+
+def inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Give a group that nobody set a time-out for the one that was given to `init_process_group`.
+
+    torch makes the groups of a mesh with a time-out of its own, of half an hour.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "a group is part of an initialised world"
+    wanted = timeout_of(world)
+    if timeout_of(group) in (default_pg_timeout, default_pg_nccl_timeout) and timeout_of(group) != wanted:
+        # Newer releases of torch have a public function for it, and warn of the private one.
+        getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(wanted, group)
+
+
+def store() -> Store:
+    """Where all ranks can leave each other messages without a collective."""
+    found: Store = dist.distributed_c10d._get_default_store()
+    return found
