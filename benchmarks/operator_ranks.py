@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 import convmesh
 from benchmarks.measure import keep_memory, timed
 from benchmarks.operator_rows import OPERATORS, STEPS, shapes_of, tensors, work
+from convmesh import _torch
 
 CALLS = 5
 
@@ -31,10 +32,8 @@ class Messages(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if "_c10d_functional" in str(func) and "wait" not in str(func):
-            in_backward = torch._C._current_graph_task_id() != -1
-            self.calls[in_backward].append(
-                (func, tree_map(lambda a: torch.ones_like(a) if torch.is_tensor(a) else a, args))
-            )
+            alike = tree_map(lambda a: torch.ones_like(a) if torch.is_tensor(a) else a, args)
+            self.calls[_torch.in_backward()].append((func, alike))
         return func(*args, **(kwargs or {}))
 
     def replay(self, in_backward: bool) -> None:

@@ -18,6 +18,8 @@ FEW, MANY = (2, 5), (FEW_BYTES, 2)
 def terms(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """[rank, ...]: what each rank of the mesh has, with a NaN among the numbers of one of them."""
     made = torch.randn(mesh.size(), *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if dtype.is_complex:
+        return torch.complex(made, made.flip(1))
     if not dtype.is_floating_point:
         return (made * 100).to(dtype)  # exact in any order
     made[-1, 1, 0] = torch.nan
@@ -44,7 +46,8 @@ def stack(mesh: DeviceMesh, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_all_ranks_have_the_sum_and_the_extremes_of_all(pool: Pool, mesh: tuple[int, ...]) -> None:
     types = (torch.float64, torch.float32, torch.int64)
-    pool.run_cases(reduce, [(op, s, t) for op in ("sum", "max", "min") for s in (FEW, MANY) for t in types], mesh=mesh)
+    cases = [(op, s, t) for op in ("sum", "max", "min") for s in (FEW, MANY) for t in types]
+    pool.run_cases(reduce, cases + [("sum", s, torch.complex128) for s in (FEW, MANY)], mesh=mesh)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -58,7 +58,9 @@ def test_many_values_lose_little_to_rounding(mean: float) -> None:
     x = x.float()
     found, expected = kernels.moments_of_sets(x, 3), torch.var_mean(x.double(), 1, correction=0)
     assert_close(found[0], expected[1], scale=max(mean, 1))
-    assert ((found[1] - expected[0]).abs() < 3e-5 * expected[0]).all()
+    # Both are rounded some times, and what a mean has lost goes into the variance squared.
+    rounding = 4 * torch.finfo(torch.float32).eps
+    assert ((found[1] - expected[0]).abs() < (rounding + (rounding * mean) ** 2) * expected[0]).all()
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])

@@ -37,15 +37,13 @@ class Held:
 
         A view where one block has all of it, otherwise a new tensor in the memory format of the own block.
         """
-        if within is None and volume(box):
+        seen = box if within is None else _common(box, within)
+        if seen == box and volume(box):
             for block in self.blocks:
                 if all(map(Interval.covers, block.box, box)):
                     return self._cut(block, box)
-        seen = box if within is None else _common(box, within)
         parts = [(_common(block.box, seen), block) for block in self.blocks]
         parts = [(common, block) for common, block in parts if volume(common)]
-        if len(parts) == 1 and parts[0][0] == box:
-            return self._cut(parts[0][1], box)
         result = self._allocate(box, complete=sum(volume(common) for common, _ in parts) == volume(box), fill=fill)
         for common, block in parts:
             self._cut(Block(box, result), common).copy_(self._cut(block, common))

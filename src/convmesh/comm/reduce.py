@@ -72,7 +72,7 @@ def _start_extreme(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> C
 def _goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Whether every rank sends what it has to every other, and each combines it all by itself, in the same order."""
     size = tensor.numel() * tensor.element_size() * group.size()
-    return size <= FEW_BYTES and not tensor.is_complex() and not _torch.tracing() and dist.get_backend(group) == "gloo"
+    return size <= FEW_BYTES and not _torch.tracing() and dist.get_backend(group) == "gloo"
 
 
 def _tell_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:

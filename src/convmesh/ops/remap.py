@@ -6,12 +6,11 @@ whoever owns it. The adjoint goes the other way and adds.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Any
 
 import torch
 
@@ -21,6 +20,8 @@ from ..geometry import Box, HaloPlan, IndexMap, Interval, Piece, shards
 from ..sharding.layout import Layout
 
 Fill = float | int | bool
+Boxes = tuple[tuple[Box, ...], ...]  # of each source's blocks
+Copy = tuple[int, int, list[Piece]]  # of which source and which of its blocks, and what along each dimension
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,13 @@ class Remap:
         return _torch.tie(result, *sources, tokens=received)
 
     @cached_property
-    def _known(self) -> dict[Hashable, Any]:
-        """What was found out in the first call, and is the same in all others."""
+    def _known_jobs(self) -> dict[tuple[int, int], list[tuple[int, Halo]]]:
+        """By axis and number of sources: found in the first call, and the same in all others."""
+        return {}
+
+    @cached_property
+    def _known_copies(self) -> dict[Boxes, list[Copy]]:
+        """By the blocks that are there, likewise."""
         return {}
 
     def _own(self, source: int) -> Box:
@@ -116,29 +122,26 @@ class Remap:
 
     def _jobs(self, number: int, sources: int) -> list[tuple[int, Halo]]:
         """What travels along one of the axes, with what has come along those before it."""
-        jobs: list[tuple[int, Halo]] | None = self._known.get((number, sources))
-        if jobs is None:
-            jobs = self._known[number, sources] = self._make_jobs(number, sources)
-        return jobs
-
-    def _make_jobs(self, number: int, sources: int) -> list[tuple[int, Halo]]:
-        return [
+        if (number, sources) in self._known_jobs:
+            return self._known_jobs[number, sources]
+        self._known_jobs[number, sources] = jobs = [
             (source, Halo(number, self.axes[number].plans[source], (*before, *self._own(source)[number:])))
             for source in range(sources)
             for before in product(*(done.plans[source].needed[done.rank] for done in self.axes[:number]))
         ]
+        return jobs
 
     def _write(self, result: torch.Tensor, held: Sequence[Held], which: slice) -> None:
         """Copy what pieces have of some of the blocks."""
         boxes = tuple([tuple([block.box for block in one.blocks[which]]) for one in held])
-        copies = self._known.get(boxes)
+        copies = self._known_copies.get(boxes)
         if copies is None:
-            copies = self._known[boxes] = self._copies(boxes)
+            copies = self._known_copies[boxes] = self._copies(boxes)
         for source, number, parts in copies:
             self._copy(result, parts, held[source].blocks[which][number])
 
-    def _copies(self, boxes: tuple[tuple[Box, ...], ...]) -> list[tuple[int, int, list[Piece]]]:
-        """For some blocks of each source: of which source and block, what is copied along each dimension."""
+    def _copies(self, boxes: Boxes) -> list[Copy]:
+        """What pieces have of these blocks."""
         copies = []
         for pieces in product(*(axis.map.within(axis.out) for axis in self.axes)):
             source = pieces[0].source

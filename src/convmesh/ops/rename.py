@@ -44,12 +44,14 @@ def rename(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     input, *dims = _torch.arguments(operator, args, kwargs)
     given = tuple(dims[0]) if operator is aten.permute.default else tuple(dims)
     output = plan_rename(operator, _torch.spec_of(input), given)
+    if output is None:
+        return _torch.stock(operator, args, kwargs)
     local = _torch.local_of(input)
-    if output is not None and output.mesh.get_coordinate() is None:
+    if output.mesh.get_coordinate() is None:
         return _torch.wrap(local.new_empty(0, dtype=output.dtype), output.spec)
-    if output is not None and operator is aten.view_as_real.default and local.is_conj():
+    if operator is aten.view_as_real.default and local.is_conj():
         return _torch.wrap(operator(local.resolve_conj()), output.spec)  # of a DTensor, nobody sees that it is one
-    return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
+    return view_of(operator, args, kwargs, output)
 
 
 @planned

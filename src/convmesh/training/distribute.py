@@ -82,8 +82,8 @@ class Distributed:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return  # the compiler's tensors are taken for constants anyway
-        parameters = list(module.parameters())
-        if parameters and not any(isinstance(parameter, DTensor) for parameter in parameters):
+        has_parameters = next(module.parameters(), None) is not None
+        if has_parameters and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             return  # called with other parameters in their place: a rank's own, for samples of its own
         for tensor in tree_iter((args, kwargs)):
             if isinstance(tensor, torch.Tensor) and not isinstance(innermost(tensor), DTensor) and tensor.dim():
