@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 import torch
@@ -28,6 +29,41 @@ def _nothing_known() -> Iterator[None]:
     choice.forget()
     yield
     choice.forget()
+
+
+LARGE = (torch.randn(4, 8, 8, 64, 64), torch.randn(4, 8, 8, 3, 3))
+
+
+@pytest.mark.parametrize(("anew", "taken"), [(0, "fold-groups"), (2**30, "loop")])
+def test_torch_is_left_where_it_gets_its_memory_anew_again_and_again(
+    anew: int, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shortcut, "gotten_anew", count(0, anew).__next__)
+    forward = vmap(torch.conv2d)
+    results = [forward(*LARGE) for _ in range(shortcut.WATCHED + 1)]
+    for each in results:
+        torch.testing.assert_close(each, results[0])
+    (decision,) = batching.explain(forward, *LARGE)
+    assert decision.algorithm.name == taken
+    assert ("gotten anew" in decision.reason) == (anew > 0)
+    assert left_to_torch() == (taken == "fold-groups")
+
+
+def test_torch_is_not_left_where_only_the_first_calls_get_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shortcut, "gotten_anew", iter((0, 2**30, 2**31, 2**32, 2**33, 2**33)).__next__)
+    for _ in range(shortcut.WATCHED):
+        vmap(torch.conv2d)(*LARGE)
+    assert left_to_torch() == 1
+
+
+def test_where_the_same_bits_are_asked_for_memory_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shortcut, "gotten_anew", lambda: pytest.fail("looked at memory"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        vmap(torch.conv2d)(*LARGE)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert left_to_torch() == 1
 
 
 def left_to_torch() -> int:

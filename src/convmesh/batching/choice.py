@@ -40,10 +40,14 @@ GAIN_OVER_FOLDED = 0.75
 # Nor for less seconds than a few calls from Python take.
 LEAST_GAIN = 2e-4
 
+# So many choices are remembered.
+LONGEST = 4096
+
 log = logging.getLogger("convmesh.batching")
 _forced: str | None = None
 _trying = False
 _found: dict[Task, Decision] = {}
+_gotten_anew: dict[Task, int] = {}  # bytes, where it was seen
 _listeners: list[list[Decision]] = []
 _when_forgotten: list[Callable[[], None]] = []
 
@@ -78,7 +82,7 @@ def choose(task: Task, *operands: Any) -> Decision:
     return decision
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=LONGEST)
 def _decide(task: Task) -> Decision:
     decision = _estimated(task)
     as_torch = task.nature is Nature.PLAIN and decision.algorithm.is_torchs_own
@@ -103,21 +107,17 @@ def _estimated(task: Task) -> Decision:
     clear = min(clear, GAIN_OVER_FOLDED) if task.lies_folded else clear
     best = _best(task, usable[0], known, clear)
     listed = ", ".join(f"{algorithm.name} {1e3 * seconds:.2f} ms" for algorithm, seconds in known.items())
+    listed += f", and {_gotten_anew[task] >> 20} MB gotten anew by folding" if task in _gotten_anew else ""
     scaled = "" if measured == cost.circumstances(task) else f", scaled from {measured}"
     return Decision(task, best, f"{table.source}{scaled}: {listed}")
 
 
 def _best(task: Task, fold: Algorithm, known: Mapping[Algorithm, float], clear: float) -> Algorithm:
     """The fold, unless another one promises a gain that is clear."""
-    certain, likely = cost.first_touch(fold, task)
-    folded = known[fold] - cost.shared_copy(fold, task) + certain
-    # The most seconds that each may take. A loop asks for little memory at a time: it is spared what is only likely.
-    most = {each: clear * folded for each in known if each is not fold}
-    for each in most:
-        if isinstance(each, Loop) and likely:
-            most[each] = max(most[each], folded + likely)
-    best = min(most, key=lambda each: known[each] - most[each], default=fold)
-    if best is fold or known[best] > most[best] or folded + likely - known[best] < LEAST_GAIN:
+    anew = max(cost.first_touch(fold, task), _gotten_anew.get(task, 0))
+    folded = known[fold] - cost.shared_copy(fold, task) + cost.FIRST_TOUCH * anew
+    best = min((each for each in known if each is not fold), key=lambda each: known[each], default=fold)
+    if known[best] > clear * folded or folded - known[best] < LEAST_GAIN:
         return fold
     return best
 
@@ -171,10 +171,23 @@ def forget() -> None:
     """Drop remembered choices, after the prices or a limit have changed."""
     _decide.cache_clear()
     _found.clear()
+    _gotten_anew.clear()
     cost.price_table.cache_clear()
     returns_large_blocks.cache_clear()
     for reaction in _when_forgotten:
         reaction()
+
+
+def reconsider(tasks: Sequence[Task], anew: int) -> None:
+    """Choose once more for tasks whose folds were seen to get so many bytes of memory anew, call after call."""
+    if len(_gotten_anew) >= LONGEST:
+        _gotten_anew.clear()
+    _gotten_anew.update((task, anew // len(tasks)) for task in tasks)
+    _decide.cache_clear()
+
+
+def was_reconsidered(tasks: Sequence[Task]) -> bool:
+    return any(task in _gotten_anew for task in tasks)
 
 
 def when_forgotten(reaction: Callable[[], None]) -> None:

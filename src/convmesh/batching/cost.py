@@ -35,10 +35,8 @@ SLOWER = {"float64": 2.0, "complex64": 4.0, "complex128": 8.0}
 # A device of another kind computes much faster, and takes this many microseconds to be told.
 FASTER, LAUNCH = 50.0, 10.0
 
-# A byte of a block that is given back when it is freed costs so many seconds anew; of smaller ones, in a call that
-# needs much memory, it is the share of such calls that meet fresh memory which is guessed.
+# Seconds for a byte of memory that the process gets anew.
 FIRST_TOUCH = 0.3e-9
-MUCH_MEMORY, LIKELY_TOUCH = 45 * 2**20, 0.15e-9
 # Seconds for a byte of an operand that is copied when it is folded.
 FOLDED = 0.13e-9
 
@@ -125,20 +123,17 @@ def shared_copy(fold: Algorithm, task: Task) -> float:
     return 0.5 * FOLDED * task.batch * task.itemsize * prod(task.contraction.shape(task.shared))
 
 
-def first_touch(fold: Algorithm, task: Task) -> tuple[float, float]:
-    """Seconds that a fold may lose to memory which it gets anew, beside its price: for certain, and likely ones.
+def first_touch(fold: Algorithm, task: Task) -> int:
+    """Bytes that a fold gets anew for certain: prices are of memory that was used before.
 
-    Prices are of memory that was used before. What a fold makes, and what libraries lay out for it, comes from the C
-    library. As a rule it gives the largest blocks back when they are freed, and others once enough lie together.
+    What a fold makes, and what libraries lay out for it, comes from the C library, which as a rule gives the largest
+    blocks back when they are freed. Others it may keep or not: `shortcut` watches what it does.
     """
     if task.device != "cpu" or not task.may_write or not returns_large_blocks():
-        return 0.0, 0.0
-    features = features_of(fold, task)
+        return 0
     numbers = [prod(task.contraction.shape(role)) for role in Role]
     blocks = [task.batch * task.itemsize * number for number in numbers] + [fold.workspace(task)]
-    certain = sum(block for block in blocks if block >= GIVEN_BACK)
-    total = 1e9 * (features.activations + features.kernels) + fold.workspace(task)
-    return FIRST_TOUCH * certain, LIKELY_TOUCH * total if total > MUCH_MEMORY else 0.0
+    return sum(block for block in blocks if block >= GIVEN_BACK)
 
 
 def cache_file() -> Path:

@@ -7,6 +7,8 @@ Where B ends up in memory is up to the algorithm. `stock` is torch's own rule, f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +28,7 @@ from .products import (
     task_of,
 )
 from .sharded import by_own_samples, expressible, without_filling
-from .shortcut import is_left_to_torch, key_of, leave_to_torch
+from .shortcut import by_torch, is_left_to_torch, key_of
 
 Stock = Callable[..., Any]
 
@@ -73,8 +75,8 @@ def convolution(
         best_by_torch = _as_torch(decision) and (b is None or (w.dim is None and b.dim is None))
         if not best_by_torch:
             return wrap(*_contract(task, decision, first, second, b), level)
-    leave_to_torch(key)
-    return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
+    rule = partial(stock, keys, input, weight, bias, *arguments)
+    return by_torch(key, (task,), True, rule)  # type: ignore[no-any-return]
 
 
 def convolution_backward(
@@ -107,7 +109,7 @@ def convolution_backward(
     taken, given = (Role.RESPONSE, Role.IMAGE) if transposed else (Role.IMAGE, Role.RESPONSE)
     from_g, from_x, from_w = Operand(given, g), Operand(taken, x), Operand(Role.KERNEL, w)
     gradients: list[Tensor | None] = [None, None, None]
-    by_torch = [False, False, False]
+    left = [False, False, False]
     with below_vmap(nature):
         # [B N O *] [O C *]   -> [B N C *]
         # [N O *]   [B O C *] -> [B N C *]
@@ -120,17 +122,16 @@ def convolution_backward(
         for i, (task, (first, second)) in enumerate(zip(tasks, pairs, strict=True)):
             if output_mask[i]:
                 decision = _decision(task, first, second, None)
-                by_torch[i] = _as_torch(decision) and (all_mapped or task.result_bytes <= STAND_IN)
-                if not by_torch[i]:
+                left[i] = _as_torch(decision) and (all_mapped or task.result_bytes <= STAND_IN)
+                if not left[i]:
                     gradients[i] = wrap(*_contract(task, decision, first, second, None), level)
         # [B N O *]           -> [B O]
         if output_mask[2]:
             gradients[2] = wrap(*_sum_to_channels(g), level)
-    if any(by_torch):
-        if by_torch == list(output_mask):
-            leave_to_torch(key)
-        theirs = stock(keys, grad_output, input, weight, None, *arguments, by_torch)
-        return tuple(their if asked else our for our, their, asked in zip(gradients, theirs, by_torch, strict=True))
+    if any(left):
+        rule = partial(stock, keys, grad_output, input, weight, None, *arguments, left)
+        theirs = by_torch(key, list(compress(tasks, left)), left == list(output_mask), rule)
+        return tuple(their if asked else our for our, their, asked in zip(gradients, theirs, left, strict=True))
     return tuple(gradients)
 
 
