@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
+from itertools import cycle
 
 import pytest
 import torch
@@ -34,13 +34,22 @@ def _nothing_known() -> Iterator[None]:
 LARGE = (torch.randn(4, 8, 8, 64, 64), torch.randn(4, 8, 8, 3, 3))
 
 
+def counter(*anew: int) -> Iterator[int]:
+    """Bytes gotten anew so far, asked for before and after every call, of calls that get so many by turns."""
+    so_far = 0
+    for each in cycle(anew):
+        yield so_far
+        so_far += each
+        yield so_far
+
+
 @pytest.mark.parametrize(("anew", "taken"), [(0, "fold-groups"), (2**30, "loop")])
 def test_torch_is_left_where_it_gets_its_memory_anew_again_and_again(
     anew: int, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shortcut, "gotten_anew", count(0, anew).__next__)
+    monkeypatch.setattr(shortcut, "gotten_anew", counter(anew).__next__)
     forward = vmap(torch.conv2d)
-    results = [forward(*LARGE) for _ in range(shortcut.WATCHED + 1)]
+    results = [forward(*LARGE) for _ in range(shortcut.IN_A_ROW + 1)]
     for each in results:
         torch.testing.assert_close(each, results[0])
     (decision,) = batching.explain(forward, *LARGE)
@@ -49,9 +58,10 @@ def test_torch_is_left_where_it_gets_its_memory_anew_again_and_again(
     assert left_to_torch() == (taken == "fold-groups")
 
 
-def test_torch_is_not_left_where_only_the_first_calls_get_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shortcut, "gotten_anew", iter((0, 2**30, 2**31, 2**32, 2**33, 2**33)).__next__)
-    for _ in range(shortcut.WATCHED):
+def test_torch_is_not_left_where_it_gets_memory_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    often = [2**30] * (shortcut.IN_A_ROW - 1)
+    monkeypatch.setattr(shortcut, "gotten_anew", counter(*often, 0).__next__)
+    for _ in range(3 * shortcut.IN_A_ROW):
         vmap(torch.conv2d)(*LARGE)
     assert left_to_torch() == 1
 

@@ -40,6 +40,8 @@ MAPPINGS = (
     *((16, 1, (True, True)), (8, 8, (True, True)), (4, 16, (True, True))),
     *((8, 4, (True, False)), (8, 4, (False, True))),
 )
+# After so many rounds prices stay as they are.
+ROUNDS = 6
 
 
 def calibrate(
@@ -101,18 +103,32 @@ def fit(measured: Iterable[tuple[Task, Algorithm, float]]) -> dict[str, cost.Fea
 
 
 def _least_squares(samples: Sequence[tuple[cost.Features, float]]) -> cost.Features:
-    """With prices that are not negative: of all subsets of features, the best whose solution is not."""
-    rows = torch.tensor([[amount / seconds for amount in features] for features, seconds in samples]).double()
-    ones = torch.ones(len(samples), 1, dtype=torch.float64)
+    """By the logarithm of estimate / time: half as much is as wrong as twice as much, and neither is preferred.
+
+    (estimate - time) ** 2 / (estimate * time) is its square for small errors, where the estimate of the round before
+    stands for that of the denominator.
+    """
+    amounts = torch.tensor([features for features, _ in samples]).double()
+    seconds = torch.tensor([seconds for _, seconds in samples]).double()
+    estimates = seconds
+    for _ in range(ROUNDS):
+        weights = (seconds * estimates).rsqrt()
+        prices = _not_negative(amounts * weights[:, None], seconds * weights)
+        estimates = (amounts @ prices).maximum(1e-2 * seconds)
+    return cost.Features(*(float(f"{price:.4g}") for price in prices))
+
+
+def _not_negative(rows: Tensor, values: Tensor) -> Tensor:
+    """Least squares with prices that are not negative: of all subsets of features, the best whose solution is not."""
     best, best_error = torch.zeros(rows.shape[1], dtype=torch.float64), float("inf")
     for count in range(1, rows.shape[1] + 1):
         for chosen in combinations(range(rows.shape[1]), count):
-            solution = torch.linalg.lstsq(rows[:, chosen], ones, driver="gelsd").solution
-            error = (rows[:, chosen] @ solution - ones).square().sum().item()
+            solution = torch.linalg.lstsq(rows[:, chosen], values[:, None], driver="gelsd").solution.flatten()
+            error = (rows[:, chosen] @ solution - values).square().sum().item()
             if error < best_error and bool((solution >= 0).all()):
                 best, best_error = torch.zeros_like(best), error
-                best[list(chosen)] = solution.flatten()
-    return cost.Features(*(float(f"{price:.4g}") for price in best))
+                best[list(chosen)] = solution
+    return best
 
 
 def _random(task: Task, role: Role, mapped: bool) -> Tensor:

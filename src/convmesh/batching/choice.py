@@ -34,9 +34,9 @@ ALGORITHMS: tuple[Algorithm, ...] = (
 
 # Estimates are off by ten or twenty per cent. Leave the fold, which torch itself would take, only for a clear gain, and
 # on a device for which nothing was measured only for a very clear one.
-CLEAR_GAIN, GAIN_UNMEASURED = 0.8, 0.5
+CLEAR_GAIN, GAIN_UNMEASURED = 0.85, 0.5
 # Prices are of operands that have their samples in front. Where they lie as a fold left them, others have to copy them.
-GAIN_OVER_FOLDED = 0.75
+GAIN_OVER_FOLDED = 0.8
 # Nor for less seconds than a few calls from Python take.
 LEAST_GAIN = 2e-4
 

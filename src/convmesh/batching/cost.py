@@ -26,6 +26,7 @@ class Features(NamedTuple):
     activations: float  # gigabytes of images and responses
     kernels: float  # gigabytes
     traffic: float  # gigabytes written beside them
+    patches: float = 0.0  # gigabytes that the taps of a kernel see: where libraries have no better way, they write them
 
 
 # What the built-in table was measured for. Other kinds of numbers and devices are scaled from it.
@@ -113,6 +114,7 @@ def features_of(algorithm: Algorithm, task: Task) -> Features:
         activations=1e-9 * task.itemsize * (numbers[Role.IMAGE] + numbers[Role.RESPONSE]),
         kernels=1e-9 * task.itemsize * numbers[Role.KERNEL],
         traffic=1e-9 * algorithm.traffic(task),
+        patches=1e-9 * task.itemsize * task.batch * product.multiplications / max(1, product.kernel[0]),
     )
 
 

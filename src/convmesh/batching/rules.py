@@ -7,7 +7,6 @@ Where B ends up in memory is up to the algorithm. `stock` is torch's own rule, f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -28,7 +27,7 @@ from .products import (
     task_of,
 )
 from .sharded import by_own_samples, expressible, without_filling
-from .shortcut import by_torch, is_left_to_torch, key_of
+from .shortcut import key_of, leave_to_torch, left_to_torch
 
 Stock = Callable[..., Any]
 
@@ -53,8 +52,8 @@ def convolution(
     """`aten.convolution` under vmap."""
     arguments = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
     key = key_of((input, weight, bias), arguments)
-    if is_left_to_torch(key):
-        return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
+    if by_torch := left_to_torch(key):
+        return by_torch(stock, keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
     level = current_level()
     x, w = Mapped(*unwrap(input, level)), Mapped(*unwrap(weight, level))
     b = None if bias is None else Mapped(*unwrap(bias, level))
@@ -75,8 +74,8 @@ def convolution(
         best_by_torch = _as_torch(decision) and (b is None or (w.dim is None and b.dim is None))
         if not best_by_torch:
             return wrap(*_contract(task, decision, first, second, b), level)
-    rule = partial(stock, keys, input, weight, bias, *arguments)
-    return by_torch(key, (task,), True, rule)  # type: ignore[no-any-return]
+    by_torch = leave_to_torch(key, (task,), True)
+    return by_torch(stock, keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
 
 
 def convolution_backward(
@@ -97,8 +96,9 @@ def convolution_backward(
     """`aten.convolution_backward` under vmap."""
     arguments = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
     key = key_of((grad_output, input, weight), arguments, tuple(output_mask))
-    if is_left_to_torch(key):
-        return stock(keys, grad_output, input, weight, None, *arguments, output_mask)  # type: ignore[no-any-return]
+    if by_torch := left_to_torch(key):
+        asked = (*arguments, output_mask)
+        return by_torch(stock, keys, grad_output, input, weight, None, *asked)  # type: ignore[no-any-return]
     level = current_level()
     g, x, w = Mapped(*unwrap(grad_output, level)), Mapped(*unwrap(input, level)), Mapped(*unwrap(weight, level))
     nature = nature_of(g.value, x.value, w.value)
@@ -129,8 +129,8 @@ def convolution_backward(
         if output_mask[2]:
             gradients[2] = wrap(*_sum_to_channels(g), level)
     if any(left):
-        rule = partial(stock, keys, grad_output, input, weight, None, *arguments, left)
-        theirs = by_torch(key, list(compress(tasks, left)), left == list(output_mask), rule)
+        by_torch = leave_to_torch(key, list(compress(tasks, left)), left == list(output_mask))
+        theirs = by_torch(stock, keys, grad_output, input, weight, None, *arguments, left)
         return tuple(their if asked else our for our, their, asked in zip(gradients, theirs, left, strict=True))
     return tuple(gradients)
 
