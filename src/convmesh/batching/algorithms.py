@@ -60,6 +60,7 @@ class Task:
 class Algorithm(ABC):
     name: str
     is_torchs_own: bool = False  # torch's batching rules do the same
+    keeps_memory: bool = False  # its large blocks come from `memory`, or are made a sample at a time
 
     @abstractmethod
     def applies(self, task: Task) -> bool: ...
@@ -130,6 +131,7 @@ class Loop(Algorithm):
     """One sample after the other, each by the stock operator."""
 
     name = "loop"
+    keeps_memory = True
 
     def traffic(self, task: Task) -> int:
         return task.result_bytes

@@ -114,12 +114,12 @@ def _estimated(task: Task) -> Decision:
 
 def _best(task: Task, fold: Algorithm, known: Mapping[Algorithm, float], clear: float) -> Algorithm:
     """The fold, unless another one promises a gain that is clear."""
-    anew = max(cost.first_touch(fold, task), _gotten_anew.get(task, 0))
-    folded = known[fold] - cost.shared_copy(fold, task) + cost.FIRST_TOUCH * anew
-    best = min((each for each in known if each is not fold), key=lambda each: known[each], default=fold)
-    if known[best] > clear * folded or folded - known[best] < LEAST_GAIN:
-        return fold
-    return best
+    touch = cost.FIRST_TOUCH * max(cost.first_touch(fold, task), _gotten_anew.get(task, 0))
+    seconds = {each: known[each] + (0.0 if each.keeps_memory else touch) for each in known}
+    seconds[fold] -= cost.shared_copy(fold, task)
+    best = min(seconds, key=lambda each: seconds[each])
+    gain = seconds[fold] - seconds[best]
+    return best if gain >= LEAST_GAIN and seconds[best] <= clear * seconds[fold] else fold
 
 
 def _tried(task: Task, operands: Sequence[Any]) -> Decision | None:

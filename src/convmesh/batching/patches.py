@@ -123,6 +123,7 @@ class Unfold(Algorithm):
     """Lay out patches, a bounded number of samples at a time, and multiply."""
 
     name = "unfold"
+    keeps_memory = True
 
     def applies(self, task: Task) -> bool:
         usable = task.both_mapped and task.may_write and not is_pointwise(task) and not task.is_empty
@@ -171,6 +172,7 @@ class Taps(Algorithm):
     """One matrix product for every tap of the kernel: no patches, but the result is visited as often."""
 
     name = "taps"
+    keeps_memory = True
 
     def applies(self, task: Task) -> bool:
         several = prod(task.contraction.kernel[2:]) > 1

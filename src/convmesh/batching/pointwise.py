@@ -22,6 +22,7 @@ from .memory import new_empty
 
 class Pointwise(Algorithm):
     name = "pointwise"
+    keeps_memory = True
 
     def applies(self, task: Task) -> bool:
         usable = task.may_write or task.nature is Nature.TRACKED
