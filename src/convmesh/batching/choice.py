@@ -37,6 +37,8 @@ ALGORITHMS: tuple[Algorithm, ...] = (
 CLEAR_GAIN, GAIN_UNMEASURED = 0.85, 0.5
 # Prices are of operands that have their samples in front. Where they lie as a fold left them, others have to copy them.
 GAIN_OVER_FOLDED = 0.8
+# What a fold loses to memory that it gets anew was seen, and not estimated.
+GAIN_OVER_SEEN = 0.95
 # Nor for less seconds than a few calls from Python take.
 LEAST_GAIN = 2e-4
 
@@ -105,7 +107,7 @@ def _estimated(task: Task) -> Decision:
     measured = table.measured_for(task)
     clear = CLEAR_GAIN if measured.startswith(f"{task.device}/") else GAIN_UNMEASURED
     clear = min(clear, GAIN_OVER_FOLDED) if task.lies_folded else clear
-    best = _best(task, usable[0], known, clear)
+    best = _best(task, usable[0], known, GAIN_OVER_SEEN if task in _gotten_anew else clear)
     listed = ", ".join(f"{algorithm.name} {1e3 * seconds:.2f} ms" for algorithm, seconds in known.items())
     listed += f", and {_gotten_anew[task] >> 20} MB gotten anew by folding" if task in _gotten_anew else ""
     scaled = "" if measured == cost.circumstances(task) else f", scaled from {measured}"
