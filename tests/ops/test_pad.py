@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
+from convmesh.ops.remap import Remap
 from tests.cases import place
 from tests.compare import same_on_all_ranks
 from tests.harness import Pool
@@ -52,6 +53,34 @@ def test_any_number_of_dimensions(pool: Pool) -> None:
         for spatial, shape in ((1, (2, 9)), (1, (1, 2, 9)), (2, (2, 4, 5)), (3, (2, 3, 4, 5)), (3, (1, 1, 3, 4, 5)))
     ]
     pool.run_cases(check, made, mesh=(2,))
+
+
+def by_one_kernel(mesh: DeviceMesh, case: Sharded) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Remap, "__call__", None)  # nothing is copied piece by piece
+        check(mesh, case)
+
+
+def test_what_needs_no_other_rank_is_padded_by_one_kernel(pool: Pool) -> None:
+    made = {
+        mesh: [
+            Sharded(pad, ((shape, at),), (pads, mode, None))
+            for mode in ("reflect", "replicate")
+            for shape, at, pads in cut
+        ]
+        for mesh, cut in {
+            (2,): [
+                ((2, 3, 6, 8), (3,), (1, 1, 1, 1)),
+                ((2, 3, 6, 8), (2,), (3, 0, 2, 2)),
+                ((2, 3, 9), (2,), (0, 1)),
+                ((3, 8), (1,), (2, 2)),
+                ((1, 2, 4, 4, 6), (4,), (-1, -1, 2, 0, 0, 1)),
+            ],
+            (2, 2): [((2, 3, 6, 8), (2, 3), (2, 2, 1, 1)), ((2, 4, 6, 8), (1, 3), (2, 2, 1, 0))],
+        }.items()
+    }
+    for mesh, samples in made.items():
+        pool.run_cases(by_one_kernel, samples, mesh=mesh)
 
 
 def refused(mesh: DeviceMesh, case: tuple[tuple[int, ...], str]) -> str:

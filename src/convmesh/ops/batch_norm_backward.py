@@ -16,7 +16,7 @@ from ..sharding.layout import Layout
 from ..sharding.registry import rule
 from .batch_norm import BACKWARD, plan_batch_norm
 from .norm_core import Spread, all_absent, parameter_gradient, place_parameters
-from .norm_kernels import Pair, input_gradient
+from .norm_kernels import Pair, input_gradient, sums_of_channels
 from .reduce_plan import wrap_dense
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def _gradients(
     def by_channel(numbers: torch.Tensor) -> torch.Tensor:
         return numbers.view(-1, *[1] * (x.dim() - 2))
 
-    own = _sums(gy, x, *moments)
+    own = sums_of_channels(gy, x, *moments)
     weight = None if w is None else by_channel(w)
     mean, rstd = (by_channel(t) for t in moments)
     if not training:
@@ -89,15 +89,6 @@ def _gradients(
         return (plain, products) if weight is None else (plain * weight, products * weight)
 
     return input_gradient(gy, x, (mean, rstd), means, weight) if for_input else None, awaited()
-
-
-def _sums(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Pair:
-    """[N C space] [N C space] [C] [C] -> [C] [C]: of the gradient times the normalised input, and of the gradient."""
-    if not x.numel():
-        return torch.zeros_like(mean), torch.zeros_like(mean)
-    arguments = (gy.to(mean.dtype), x.to(mean.dtype), None, None, None, mean, rstd, True, 0.0, [False, True, True])
-    _, products, plain = aten.native_batch_norm_backward.default(*arguments)
-    return products, plain
 
 
 @rule(aten.native_batch_norm_backward.default, behaviour=BACKWARD)

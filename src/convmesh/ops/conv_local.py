@@ -53,7 +53,8 @@ class LocalConvolution:
         if not (mask[0] or mask[1]) or not gradient.numel() or not input.numel() or not weight.numel():
             zeros = [torch.zeros_like(t) if wanted else None for t, wanted in zip((input, weight), mask, strict=False)]
             return zeros[0], zeros[1], self.bias_gradient(gradient) if mask[2] else None
-        if self._pointwise and channels_innermost(gradient, input):
+        # In whatever order the gradient comes: often that is the one of what was made of a linear layer's result.
+        if self._pointwise and channels_innermost(input):
             return product_gradients(gradient, input, weight, mask)
         fine, coarse = (gradient, input) if self.conv.transposed else (input, gradient)
         if mask[1] and pays(fine, weight, self.conv.groups):

@@ -18,8 +18,8 @@ def is_pointwise(conv: Convolution, windows: Sequence[Window]) -> bool:
     return not conv.transposed and conv.groups == 1 and all(window == Window(kernel=1) for window in windows)
 
 
-def channels_innermost(*tensors: torch.Tensor) -> bool:
-    return all(tensor.movedim(1, -1).is_contiguous() for tensor in tensors)
+def channels_innermost(tensor: torch.Tensor) -> bool:
+    return tensor.movedim(1, -1).is_contiguous()
 
 
 def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -32,7 +32,7 @@ def product_gradients(
     """Of input, weight and bias, where `mask` asks for them."""
     matrix = weight.flatten(1)
     gy = gradient.movedim(1, -1)
-    rows = gy.flatten(0, -2)
-    gx = (gy @ matrix).movedim(-1, 1) if mask[0] else None
+    rows = gy.flatten(0, -2)  # a copy, for all three, where the gradient's channels do not lie innermost
+    gx = (rows @ matrix).view(*gy.shape[:-1], matrix.shape[1]).movedim(-1, 1) if mask[0] else None
     gw = (rows.t() @ input.movedim(1, -1).flatten(0, -2)).view(weight.shape) if mask[1] else None
     return gx, gw, rows.sum(0) if mask[2] else None

@@ -126,12 +126,31 @@ def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: tor
         return gy.sum(inner, keepdim=True), ((x - mean).mul_(rstd).mul_(gy)).sum(inner, keepdim=True)
     # One kernel makes both sums in one pass, without anything of the input's size: they are the gradients of weight
     # and bias in a batch norm of one sample, of which every set is a channel.
-    sets = mean.numel()
-    gy, x = (t.view(1, sets, t.numel() // sets) for t in (gy, x))
-    saved = (mean.reshape(sets), rstd.reshape(sets))
+    sets, count = mean.numel(), x.numel() // mean.numel()
+    # It goes over a channel twice, and is faster where the channel stays in the fastest cache.
+    row = _row(count, ROW) if x.is_cpu and x.numel() > IN_CACHE and not _torch.tracing() else count
+    gy, x = (t.view(1, -1, row) for t in (gy, x))
+    saved = (t.reshape(sets, 1).expand(sets, count // row).reshape(-1) for t in (mean, rstd))
     asked = [False, True, True]
-    _, products, plain = aten.native_batch_norm_backward.default(gy, x, None, None, None, *saved, True, 0.0, asked)
+    _, *sums = aten.native_batch_norm_backward.default(gy, x, None, None, None, *saved, True, 0.0, asked)
+    products, plain = (t.view(sets, count // row).sum(1) if row < count else t for t in sums)
     return plain.view_as(mean), products.view_as(mean)
+
+
+def sums_of_channels(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Pair:
+    """[N C space] [N C space] [C] [C] -> [C] [C]: of the gradient times the normalised input, and of the gradient."""
+    if not x.numel():
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    gy, x = gy.to(mean.dtype), x.to(mean.dtype)
+    large = x.numel() > IN_CACHE and prod(x.shape[2:]) >= LONG
+    if large and x.is_cpu and x.is_contiguous() and gy.is_contiguous():
+        # By sample first, and by parts of it that stay in the fastest cache.
+        by_sample = (t.view(1, -1, *[1] * (x.dim() - 2)).expand(len(x), *[-1] * (x.dim() - 1)) for t in (mean, rstd))
+        plain, products = (t.sum(0).view(-1) for t in sums_by_set(gy, x, *by_sample))
+        return products, plain
+    asked = [False, True, True]
+    _, products, plain = aten.native_batch_norm_backward.default(gy, x, None, None, None, mean, rstd, True, 0.0, asked)
+    return products, plain
 
 
 def input_gradient(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, composite, rule
-from .remap_plan import CopyPlan, Maps, copy, copy_plan
+from .remap_plan import CopyPlan, Maps, Stock, copy, copy_plan, plan_copy
 
 aten = torch.ops.aten
 Pads = tuple[int, ...]
+Make = Callable[[int, int, int], IndexMap]
 
 PAD = Behaviour("padding", "all dimensions, pending sums", "halo, where shard borders move")
 PAD_BACKWARD = Behaviour("padding", "all dimensions, pending sums", "gradient of the halo, where shard borders move")
@@ -55,9 +57,7 @@ def constant_pad(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
     )  # fmt: skip
 
 
-def _border_maps(
-    layout: Layout, operator: str, make: Callable[[int, int, int], IndexMap], pads: Pads, batched_dims: int
-) -> Maps:
+def _border_maps(layout: Layout, operator: str, make: Make, pads: Pads, batched_dims: int) -> Maps:
     """Padding that repeats values of the input, in the checks that torch makes of it."""
     named = (("input", layout), ("padding", pads))
     dims = len(layout.shape)
@@ -76,7 +76,34 @@ def _border_maps(
     return {dim: make(layout.shape[dim], *pair) for dim, pair in _each(pads, dims).items()}
 
 
-def _border_pad(spatial: int, kind: str, make: Callable[[int, int, int], IndexMap]) -> None:
+@planned
+def own_pads(spec: _torch.Spec, operator: str, make: Make, pads: Pads, batched_dims: int) -> Pads | None:
+    """The padding by which torch's kernel makes this rank's part of the result from its own part of the input; None
+    where there is none, or ranks need something of each other.
+
+    A kernel writes a row at a time, where piece by piece columns are written, each number to a cache line of its own.
+    """
+    plan = plan_copy(spec, _border_maps, operator, make, pads, batched_dims)
+    empty = 0 in plan.source.local_shape or 0 in plan.output.local_shape
+    if plan.remap is None or empty or not all(part.silent for axis in plan.remap.axes for part in axis.plans):
+        return None
+    found = list(pads)
+    for axis in plan.remap.axes:
+        before, _ = _each(pads, len(plan.source.shape))[axis.dim]
+        own, out = axis.plans[0].owned[axis.rank], axis.out
+        around = own.start + before - out.start, out.stop - before - own.stop
+        mine = tuple(
+            replace(piece, out_start=piece.out_start - out.start, in_start=piece.in_start - own.start)
+            for piece in axis.map.within(out)
+        )
+        if make(len(own), *around).pieces != mine:
+            return None
+        last = 2 * (len(plan.source.shape) - axis.dim)
+        found[last - 2 : last] = around
+    return tuple(found)
+
+
+def _border_pad(spatial: int, kind: str, make: Make) -> None:
     """Declare the rules of one of torch's operators; 1d, 2d and 3d differ in their names only."""
     name = f"{kind}_pad{spatial}d"
     forward_operator = getattr(aten, name).default
@@ -97,9 +124,13 @@ def _border_pad(spatial: int, kind: str, make: Callable[[int, int, int], IndexMa
     def forward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         input, pads = _torch.arguments(operator, args, kwargs)
         pads = tuple(map(int, pads))
-        return copy(
-            name, input, _border_maps, (name, make, pads, spatial + 2), lambda x, fill: forward_operator(x, pads)
-        )
+        numbers = (name, make, pads, spatial + 2)
+
+        def alone(spec: _torch.Spec) -> Stock | None:
+            mine = own_pads(spec, *numbers)
+            return None if mine is None else lambda x, fill: forward_operator(x, mine)
+
+        return copy(name, input, _border_maps, numbers, lambda x, fill: forward_operator(x, pads), alone=alone)
 
     @rule(backward_operator, behaviour=PAD_BACKWARD)
     def backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

@@ -21,6 +21,7 @@ from .remap import Fill, Remap
 Maps = dict[int, IndexMap]
 Recipe = Callable[..., Maps]
 """Makes index maps from a layout and an operator's numbers, or refuses them."""
+Stock = Callable[[torch.Tensor, Fill], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,20 @@ def settled(placement: Placement) -> Placement:
 
 
 def copy(
-    operator: str, input: Any, recipe: Recipe, numbers: tuple[Hashable, ...],
-    stock: Callable[[torch.Tensor, Fill], torch.Tensor], fill: Fill = 0,
+    operator: str, input: Any, recipe: Recipe, numbers: tuple[Hashable, ...], stock: Stock, fill: Fill = 0,
+    alone: Callable[[_torch.Spec], Stock | None] = lambda spec: None,
 ) -> DTensor:  # fmt: skip
-    """Run a copy; `stock(local, fill)` does it where all of the mapped dimensions are whole on every rank."""
-    check_placed(operator, (("input", input),))
-    plan = plan_copy(_torch.spec_of(input), recipe, *numbers)
+    """Run a copy; `stock(local, fill)` does it where all of the mapped dimensions are whole on every rank, and what
+    `alone` returns, if anything, where they are not and yet this rank needs nothing of others."""
+    (spec,) = check_placed(operator, (("input", input),))
+    plan = plan_copy(spec, recipe, *numbers)
     if not plan.here:
         return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
     x = move(input, plan.source)
     value = fill if plan.fills else 0
     if plan.remap is not None:
-        y = plan.remap([x], value)
+        by_itself = alone(spec)
+        y = plan.remap([x], value) if by_itself is None else by_itself(x, value)
     elif not prod(plan.output.local_shape):
         y = x.new_empty(plan.output.local_shape)  # torch refuses some empty tensors, and would do nothing for them
     else:
