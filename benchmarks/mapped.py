@@ -47,12 +47,19 @@ def per_sample(layer: Layer) -> Comparison:
     return Comparison(
         f"per-sample gradients, {layer.name}",
         lambda: mapped(w, x, y),
-        lambda: torch.stack([one(w, *sample) for sample in zip(x, y, strict=True)]),
+        lambda: stacked([one(w, *sample) for sample in zip(x, y, strict=True)]),
         None if layer.transposed else opacus_run(layer.module(), lambda module: (module(x) * y).sum()),
         loss_alone(y),
         layer.threads,
         layer.dtype,
     )
+
+
+def stacked(results: Sequence[Tensor] | Sequence[tuple[Tensor, ...]]) -> object:
+    """As vmap returns them."""
+    if isinstance(results[0], Tensor):
+        return torch.stack(results)  # type: ignore[arg-type]
+    return tuple(map(torch.stack, zip(*results, strict=True)))
 
 
 def loss_alone(y: Tensor) -> Run:
@@ -83,7 +90,7 @@ def ensemble(layer: Layer, shared: bool, backward: bool) -> Comparison:
     return Comparison(
         f"ensemble of {MEMBERS}, {inputs}, {way}, {layer.name}",
         lambda: mapped(*args),
-        lambda: [one(*member(i)) for i in range(MEMBERS)],
+        lambda: stacked([one(*member(i)) for i in range(MEMBERS)]),
         beside=loss_alone(y) if backward else None,
         threads=layer.threads,
         dtype=layer.dtype,
@@ -119,9 +126,9 @@ def network() -> Comparison:
     def loss(some: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(functional_call(model, some, (x.unsqueeze(0),)), y.unsqueeze(0))
 
-    def one_by_one() -> list[tuple[Tensor, ...]]:
-        leaves = list(model.parameters())
-        return [torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), leaves) for i in range(len(x))]
+    def one_by_one() -> object:
+        leaves, samples = list(model.parameters()), zip(x.split(1), y.split(1), strict=True)
+        return stacked([torch.autograd.grad(F.cross_entropy(model(each), label), leaves) for each, label in samples])
 
     return Comparison(
         "per-sample gradients, ResNet-18-like",
