@@ -110,10 +110,16 @@ def normalised(
         scaled = (x - mean).mul_(rstd if weight is None else rstd * weight)
         return scaled if bias is None else scaled.add_(bias)
     sets = mean.numel()
-    by_set = [None if t is None else t.expand_as(mean).reshape(sets) for t in (weight, bias, mean, var)]
+    by_set = [None if t is None else _numbers(t.expand_as(mean)) for t in (weight, bias, mean, var)]
     flat = x.view(1, sets, x.numel() // sets)
     result: torch.Tensor = aten.native_batch_norm.default(flat, *by_set, False, 0.0, eps)[0]
     return result.view(x.shape)
+
+
+def _numbers(by_set: torch.Tensor) -> torch.Tensor:
+    """One number for each set, side by side in memory: some kernels look at nothing but where the first one is, and
+    one number that is expanded over all sets flattens to a view of itself."""
+    return by_set.reshape(-1).contiguous()
 
 
 def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Pair:
@@ -128,7 +134,7 @@ def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: tor
     # and bias in a batch norm of one sample, of which every set is a channel.
     sets = mean.numel()
     gy, x = (t.view(1, sets, t.numel() // sets) for t in (gy, x))
-    saved = (mean.reshape(sets), rstd.reshape(sets))
+    saved = (_numbers(mean), _numbers(rstd))
     asked = [False, True, True]
     _, products, plain = aten.native_batch_norm_backward.default(gy, x, None, None, None, *saved, True, 0.0, asked)
     return plain.view_as(mean), products.view_as(mean)
@@ -158,6 +164,6 @@ def _shifted_and_scaled(x: torch.Tensor, mean: torch.Tensor, by: torch.Tensor, a
         return torch.empty_like(x)
     sets = mean.numel()
     inner = prod(x.shape[x.dim() - mean.dim() :]) // sets
-    by_set = [t.reshape(sets) for t in (by, added, mean, torch.ones_like(mean))]
+    by_set = [_numbers(t) for t in (by, added, mean, torch.ones_like(mean))]
     result: torch.Tensor = aten.native_batch_norm.default(x.view(-1, sets, inner), *by_set, False, 0.0, 0.0)[0]
     return result.view(x.shape)
