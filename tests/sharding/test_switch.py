@@ -110,8 +110,9 @@ def check_attributes(mesh: DeviceMesh) -> None:
         assert number.tolist() == number.item()
         assert_close(torch.from_numpy(place(x, mesh, ("R",)).numpy()), x)
         for refused in (tensor.tolist, tensor.numpy, lambda: torch.func.jvp(torch.relu, (tensor,), (tensor,))):
-            with pytest.raises(convmesh.ShardingError, match="remedy"), warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own, when it first differentiates so
+            # torch's own warning, when it differentiates so for the first time, is none of ours.
+            quiet = warnings.catch_warnings(action="ignore", category=DeprecationWarning)
+            with quiet, pytest.raises(convmesh.ShardingError, match="remedy"):
                 refused()
         assert torch.allclose(tensor, parameter)
         assert torch.allclose(tensor, cut / 3 + 1e-12)
