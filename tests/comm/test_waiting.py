@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,3 +45,15 @@ def unawaited(mesh: DeviceMesh) -> int:
 
 def test_of_messages_that_nobody_waits_for_only_the_last_are_kept(pool: Pool) -> None:
     assert all(kept <= arrivals.ARRIVALS for kept in pool.run(unawaited, mesh=(2,)))
+
+
+def policies(mesh: DeviceMesh) -> list[int]:
+    with convmesh.enable():
+        _torch.wait(send(mesh))
+    return [os.sched_getscheduler(thread) for thread in _torch.listeners()]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a scheduler of Linux")
+def test_threads_that_listen_for_messages_interrupt_nobody(pool: Pool) -> None:
+    for rank in pool.run(policies, mesh=(2,)):
+        assert set(rank) == {os.SCHED_BATCH}

@@ -21,6 +21,8 @@ from .dispatch import replicates_implicitly as replicates_implicitly
 from .dispatch import stock as stock
 from .dispatch import view_rule as view_rule
 from .dispatch import when_backward_ends as when_backward_ends
+from .gloo_threads import keep_listeners_from_interrupting as keep_listeners_from_interrupting
+from .gloo_threads import listeners as listeners
 from .groups import group_called as group_called
 from .groups import inherit_timeout as inherit_timeout
 from .groups import store as store

@@ -53,6 +53,7 @@ def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) ->
     group = _torch.group_called(args[-1])
     if group not in _known:
         _torch.inherit_timeout(group)
+        _torch.keep_listeners_from_interrupting()
         _known.add(group)
     for observer in _observers:
         observer(operator, args, group)
