@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,14 +107,20 @@ def check_attributes(mesh: DeviceMesh) -> None:
         assert f"{number:.6f}, {number}" == f"{x.mean():.6f}, {number.item()}"
         with pytest.raises(TypeError):
             format(tensor, ".3f")
+        assert number.tolist() == number.item()
+        assert_close(torch.from_numpy(place(x, mesh, ("R",)).numpy()), x)
+        for refused in (tensor.tolist, tensor.numpy, lambda: torch.func.jvp(torch.relu, (tensor,), (tensor,))):
+            # torch's own warning, when it differentiates so for the first time, is none of ours.
+            quiet = warnings.catch_warnings(action="ignore", category=DeprecationWarning)
+            with quiet, pytest.raises(convmesh.ShardingError, match="remedy"):
+                refused()
         assert torch.allclose(tensor, parameter)
         assert torch.allclose(tensor, cut / 3 + 1e-12)
         assert not torch.allclose(tensor, parameter + 1e-3)
         convmesh.distribute(attention, mesh)
         with torch.no_grad():
             assert_close(attention(tensor).full_tensor(), expected)
-    assert "data" not in vars(DTensor)
-    assert "__format__" not in vars(DTensor)
+    assert not {"data", "__format__", "tolist", "numpy"} & set(vars(DTensor))
 
 
 def test_what_python_does_with_tensors(pool: Pool) -> None:

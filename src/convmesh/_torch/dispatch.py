@@ -51,7 +51,9 @@ def view_rule(handler: Handler) -> Handler:
     def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_inference_mode_enabled() or args[0].is_inference():
             return handler(operator, args, kwargs)
-        with torch.inference_mode(False):
+        # Outside of inference mode autograd is back, also for what a rule is made of, and it wants views that it has
+        # made itself; here we are below it.
+        with torch.inference_mode(False), torch._C._AutoDispatchBelowADInplaceOrView():
             return handler(operator, args, kwargs)
 
     return run

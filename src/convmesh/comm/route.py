@@ -56,7 +56,8 @@ class Route:
         length = prod(rows.shape[1:])
         messages = [part.reshape(-1) for part in rows.split(counts[self.line.rank])]
         arrived = _torch.wait(self.line.send(messages, lambda src, dst: counts[src][dst] * length))
-        return arrived.view(-1, *rows.shape[1:]) if length else arrived.view(0, *rows.shape[1:])
+        # Rows of nothing are counted too: a rank may hold none of what they have along a cut dimension.
+        return arrived.view(sum(row[self.line.rank] for row in counts), *rows.shape[1:])
 
 
 def owner_of(index: torch.Tensor, parts: Sequence[Interval]) -> torch.Tensor:

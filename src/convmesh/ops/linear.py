@@ -45,6 +45,8 @@ def _is_pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     placed = all(tensor is None or isinstance(tensor, DTensor) for tensor in (input, weight, bias))
     if not placed or weight.dim() != 2 or not input.dtype.is_floating_point:
         return False
+    if 0 in input.shape or 0 in weight.shape:
+        return False  # a convolution has no output of size 0
     return input.dim() in (3, 4, 5)  # a plain matrix has a rule of its own
 
 

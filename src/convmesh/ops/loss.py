@@ -120,7 +120,8 @@ def loss_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict
     check_placed(operator._schema.name, (("grad_output", gradient), ("input", given[0])))
     if not plan.present:
         return absent(given[0], plan.elements)
-    gy = move(gradient, plan.elements if reduction == NONE else plan.total)
+    # Where a backward pass is differentiated, torch gives one gradient for each element of a total as well.
+    gy = move(gradient, plan.elements if gradient.dim() else plan.total)
     local = [move(tensor, target) for tensor, target in zip(given, plan.operands, strict=True)]
     if reduction == MEAN:  # over all ranks' elements, which the kernel does not know of
         gy = gy / prod(plan.elements.shape)

@@ -110,10 +110,16 @@ def normalised(
         scaled = (x - mean).mul_(rstd if weight is None else rstd * weight)
         return scaled if bias is None else scaled.add_(bias)
     sets = mean.numel()
-    by_set = [None if t is None else t.expand_as(mean).reshape(sets) for t in (weight, bias, mean, var)]
+    by_set = [None if t is None else _numbers(t.expand_as(mean)) for t in (weight, bias, mean, var)]
     flat = x.view(1, sets, x.numel() // sets)
     result: torch.Tensor = aten.native_batch_norm.default(flat, *by_set, False, 0.0, eps)[0]
     return result.view(x.shape)
+
+
+def _numbers(by_set: torch.Tensor) -> torch.Tensor:
+    """One number for each set, side by side in memory: some kernels look at nothing but where the first one is, and
+    one number that is expanded over all sets flattens to a view of itself."""
+    return by_set.reshape(-1).contiguous()
 
 
 def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Pair:
@@ -130,7 +136,7 @@ def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: tor
     # It goes over a channel twice, and is faster where the channel stays in the fastest cache.
     row = _row(count, ROW) if x.is_cpu and x.numel() > IN_CACHE and not _torch.tracing() else count
     gy, x = (t.view(1, -1, row) for t in (gy, x))
-    saved = (t.reshape(sets, 1).expand(sets, count // row).reshape(-1) for t in (mean, rstd))
+    saved = (_numbers(t.reshape(sets, 1).expand(sets, count // row)) for t in (mean, rstd))
     asked = [False, True, True]
     _, *sums = aten.native_batch_norm_backward.default(gy, x, None, None, None, *saved, True, 0.0, asked)
     products, plain = (t.view(sets, count // row).sum(1) if row < count else t for t in sums)
@@ -177,6 +183,6 @@ def _shifted_and_scaled(x: torch.Tensor, mean: torch.Tensor, by: torch.Tensor, a
         return torch.empty_like(x)
     sets = mean.numel()
     inner = prod(x.shape[x.dim() - mean.dim() :]) // sets
-    by_set = [t.reshape(sets) for t in (by, added, mean, torch.ones_like(mean))]
+    by_set = [_numbers(t) for t in (by, added, mean, torch.ones_like(mean))]
     result: torch.Tensor = aten.native_batch_norm.default(x.view(-1, sets, inner), *by_set, False, 0.0, 0.0)[0]
     return result.view(x.shape)

@@ -185,12 +185,11 @@ def _plan(operands: Operands, output: Layout, chosen: Assignment) -> PointwisePl
 def _step(source: Layout, target: Layout) -> Step | None:
     if source.placements == target.placements:
         return None
-    on_the_way = target.placed(
-        tuple(
-            R if isinstance(before, Replicate) and _inside(source, mesh_dim, after) else after
-            for mesh_dim, (before, after) in enumerate(zip(source.placements, target.placements, strict=True))
-        )
-    )
+    on_the_way = target
+    for mesh_dim, before in reversed(list(enumerate(source.placements))):
+        if isinstance(before, Replicate) and _is_innermost(on_the_way, mesh_dim):
+            placements = on_the_way.placements
+            on_the_way = target.placed((*placements[:mesh_dim], R, *placements[mesh_dim + 1 :]))
     travels = on_the_way if on_the_way.placements != source.placements else None
     if source.mesh.get_coordinate() is None:
         return Step(travels, ())
@@ -202,6 +201,7 @@ def _step(source: Layout, target: Layout) -> Step | None:
     return Step(travels, tuple(cuts))
 
 
-def _inside(source: Layout, mesh_dim: int, wanted: Placement) -> bool:
-    """Whether a rank already has the part that it gets when this mesh dimension cuts, too."""
-    return isinstance(wanted, Shard) and all(inner < mesh_dim for inner in source.cuts.get(wanted.dim, ()))
+def _is_innermost(layout: Layout, mesh_dim: int) -> bool:
+    """Whether a rank that this mesh dimension did not cut would have its part, and more, in one piece."""
+    placement = layout.placements[mesh_dim]
+    return isinstance(placement, Shard) and layout.cuts[placement.dim][-1] == mesh_dim

@@ -103,7 +103,7 @@ def _run(
     if not layouts.reach.dims and 0 not in shape:
         return layouts.finish(operator(x, *ends, *rest))
     fetch = layouts.reach.begin(x)
-    if plan.own is not None:
+    if plan.own is not None and 0 not in shape:
         y = operator(x, *ends, *rest)
         strips = plan.own.strips
 

@@ -141,10 +141,11 @@ def squeeze(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     rank = input.dim()
     named = range(rank) if not rest else [rest[0]] if isinstance(rest[0], int) else rest[0]
     dims = [dim % max(1, rank) for dim in named]
-    cut = sorted(dim for dim in dims if dim < rank and input.shape[dim] == 1 and sharded(input, dim))
-    if not cut:
+    single = sorted((dim for dim in dims if dim < rank and input.shape[dim] == 1), reverse=True)
+    # DTensor does not squeeze a tensor that is cut along a dimension of size 0 either.
+    if not any(sharded(input, dim) for dim in single) and (0 not in input.shape or not single):
         return _torch.stock(operator, args, kwargs)
     result = input
-    for dim in sorted((dim for dim in dims if input.shape[dim] == 1), reverse=True):
+    for dim in single:
         result = aten.select.int(result, dim, 0)
     return result

@@ -133,7 +133,7 @@ def slice_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dic
 def split(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, sizes, dim = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
-    if not sharded(input, dim):
+    if not sharded(input, dim) and input.dim() and input.shape[dim]:  # DTensor does not split nothing
         return _torch.stock(operator, args, kwargs)
     parts = _part_sizes(input, sizes, dim)
     starts = [sum(parts[:number]) for number in range(len(parts))]

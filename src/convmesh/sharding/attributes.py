@@ -1,14 +1,17 @@
 """What Python does with a DTensor apart from operators, and torch's DTensor loses or refuses.
 
-`tensor.data = other` changes nothing there, and says nothing. A number in a format string is an error.
+`tensor.data = other` changes nothing there, and says nothing. A number in a format string is an error, and so are
+`tolist` and `numpy` even of what every rank has all of.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
 
 from .. import _torch
 from .errors import PlainTensor, refuse
@@ -35,4 +38,45 @@ def _format(tensor: DTensor, spec: str) -> str:
     return format(tensor.item(), spec) if tensor.dim() == 0 and known else object.__format__(tensor, spec)
 
 
-while_installed(lambda: _torch.give_attributes({"data": property(_get_data, _set_data), "__format__": _format}))
+def _tolist(tensor: DTensor) -> Any:
+    return _whole(tensor, "tolist").tolist()
+
+
+def _numpy(tensor: DTensor, *, force: bool = False) -> Any:
+    return _whole(tensor, "numpy").numpy(force=force)
+
+
+def _whole(tensor: DTensor, name: str) -> torch.Tensor:
+    """What every rank has all of. The rest is not gathered: such lines are often run by one rank only, to print."""
+    if all(isinstance(placement, Replicate) for placement in tensor.placements):
+        return tensor.to_local()
+    raise refuse(name, "this rank has only a part of it", [("tensor", tensor)],
+                 f"tensor.full_tensor().{name}() on all ranks, or tensor.to_local().{name}() for the part")  # fmt: skip
+
+
+def _no_forward_mode() -> Callable[[], None]:
+    """Say what to do where torch only says which operator of its own DTensor does not know."""
+    operator, table = torch.ops.aten._has_same_storage_numel.default, _torch.handlers()
+
+    def refused(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise refuse("jvp", "torch has no forward-mode derivatives of DTensors", [("input", args[0])],
+                     "torch.autograd.functional.jvp, which goes backward twice; or torch.func.vjp, jacrev")  # fmt: skip
+
+    before = table.get(operator)
+    table[operator] = refused
+
+    def end() -> None:
+        if before is not None:
+            table[operator] = before
+        elif table.get(operator) is refused:
+            del table[operator]
+
+    return end
+
+
+while_installed(
+    lambda: _torch.give_attributes(
+        {"data": property(_get_data, _set_data), "__format__": _format, "tolist": _tolist, "numpy": _numpy}
+    )
+)
+while_installed(_no_forward_mode)

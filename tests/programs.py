@@ -1,0 +1,285 @@
+"""Small random programs on sharded tensors, and what one process makes of them.
+
+An operator may be right on what a test gives it and wrong on what another operator leaves behind: parts of size 1 and
+0, pending sums, strides that say nothing. A program is text, so that one that fails can be read, cut down and kept.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import convmesh
+from tests.cases import local_shape, place
+from tests.compare import assert_close
+
+MESHES = [(2,), (3,), (4,), (2, 2), (1, 4)]
+MOST = 2000  # elements of any tensor
+LARGEST = 1e3
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that a program begins with: numbers, `true` or false, or indices below a number; and where it lies."""
+
+    name: str
+    shape: tuple[int, ...]
+    at: tuple[Any, ...]
+    kind: str | int = "numbers"
+
+    def values(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(sum(map(ord, self.name)) + len(self.shape))
+        if self.kind == "numbers":
+            return torch.randn(self.shape, generator=generator, dtype=torch.float64)
+        if self.kind == "true":
+            return torch.rand(self.shape, generator=generator) > 0.4
+        return torch.randint(int(self.kind), self.shape, generator=generator)
+
+
+@dataclass(frozen=True)
+class Program:
+    mesh: tuple[int, ...]
+    leaves: tuple[Leaf, ...]
+    lines: tuple[str, ...]  # each gives a value to a name, or writes into one
+
+    def __repr__(self) -> str:
+        return "\n".join([f"mesh {self.mesh}", *map(str, self.leaves), *self.lines])
+
+    @property
+    def function(self) -> Callable[..., list[torch.Tensor]]:
+        """Of the leaves, what every line made; copies, because compiled code does not return views of DTensors."""
+        results = [line.split(" = ")[0] for line in self.lines]
+        head = f"def run({', '.join(leaf.name for leaf in self.leaves)}):"
+        tail = f"return [{', '.join(f'{name} * 1' for name in results)}]"
+        names: dict[str, Any] = {"torch": torch, "F": F}
+        exec("\n    ".join([head, *self.lines, tail]), names)
+        function: Callable[..., list[torch.Tensor]] = names["run"]
+        return function
+
+
+class Writer:
+    """Writes a program by running it in one process."""
+
+    def __init__(self, seed: int, length: int) -> None:
+        self.random = random.Random(seed)
+        self.mesh = self.random.choice(MESHES)
+        self.leaves: list[Leaf] = []
+        self.lines: list[str] = []
+        self.values: dict[str, torch.Tensor] = {}
+        space = [self.random.randint(1, 9) for _ in range(self.random.choice([1, 2, 2, 3]))]
+        shape = (self.random.randint(1, 3), self.random.randint(1, 4), *space)
+        self.names = [self.leaf(shape) for _ in range(2)]
+        while len(self.lines) < length:
+            self.add(self.random.choice(OPERATORS))
+
+    def leaf(self, shape: Any, kind: str | int = "numbers") -> str:
+        anywhere = [*range(len(shape)), *range(2, len(shape)), "R", *("P" for _ in shape[:1] if kind == "numbers")]
+        at = tuple(self.random.choice(anywhere) for _ in self.mesh)
+        leaf = Leaf(f"x{len(self.leaves)}", tuple(shape), at, kind)
+        self.leaves.append(leaf)
+        self.values[leaf.name] = leaf.values()
+        return leaf.name
+
+    def any(self, fewest: int = 1, most: int = 6) -> tuple[str, torch.Tensor]:
+        """One of the latest tensors with so many dimensions."""
+        fitting = [name for name in self.names if fewest <= self.values[name].dim() <= most]
+        name = self.random.choice(fitting[-4:])  # IndexError: there is none
+        return name, self.values[name]
+
+    def dim(self, tensor: torch.Tensor) -> int:
+        return self.random.randrange(tensor.dim())
+
+    def add(self, operator: Callable[[Writer], str]) -> None:
+        """One more line, if torch likes it and there are not too many numbers, small enough to be compared."""
+        before = len(self.leaves)
+        name = f"v{len(self.lines)}"
+        try:
+            text = operator(self).replace("@", name)
+            line = text if text.startswith(name) else f"{name} = {text}"
+            made: dict[str, Any] = {"torch": torch, "F": F, **self.values}
+            exec(line, made)
+        except (RuntimeError, IndexError, ValueError, AssertionError):
+            del self.leaves[before:]
+            return
+        value = made[name]
+        if 0 < value.numel() <= MOST and value.dim() <= 6 and value.isfinite().all() and value.abs().max() < LARGEST:
+            self.lines.append(line)
+            self.names.append(name)
+            self.values[name] = value
+        else:
+            del self.leaves[before:]
+
+
+def convolution(w: Writer) -> str:
+    x, tensor = w.any(3, 5)
+    space, kernel = tensor.dim() - 2, [w.random.choice([1, 2, 3, 4]) for _ in tensor.shape[2:]]
+    channels, groups = tensor.shape[1], w.random.choice([1, 1, tensor.shape[1]])
+    transposed = w.random.random() < 0.3
+    weight = w.leaf([channels, 2, *kernel] if transposed else [2 * groups, channels // groups, *kernel])
+    numbers = f"stride={w.random.randint(1, 3)}, padding={w.random.randint(0, 2)}, groups={groups}"
+    return f"F.conv{'_transpose' if transposed else ''}{space}d({x}, {weight}, None, {numbers}) / 3"
+
+
+def pooling(w: Writer) -> str:
+    x, tensor = w.any(3, 5)
+    size, step = w.random.randint(1, 3), w.random.randint(1, 3)
+    kind = w.random.choice(["max_pool", "avg_pool"])
+    if w.random.random() < 0.3:
+        return f"F.adaptive_{kind}{tensor.dim() - 2}d({x}, {size})"
+    return f"F.{kind}{tensor.dim() - 2}d({x}, {size}, {step}, {w.random.choice([0, size // 2])})"
+
+
+def normalisation(w: Writer) -> str:
+    x, tensor = w.any(3, 5)
+    rest = list(tensor.shape[w.random.randint(1, tensor.dim() - 1) :])
+    channels = tensor.shape[1]
+    groups = w.random.choice([number for number in range(1, channels + 1) if channels % number == 0])
+    by_group = f"F.group_norm({x}, {groups}, {w.leaf([channels])}, {w.leaf([channels])})"
+    return w.random.choice([
+        by_group, by_group, f"F.batch_norm({x}, None, None, training=True)", f"F.instance_norm({x}, eps=0.1)",
+        f"F.layer_norm({x}, {rest}, eps=0.1)", f"F.rms_norm({x}, {rest}, eps=0.1)",
+    ])  # fmt: skip
+
+
+def resampling(w: Writer) -> str:
+    x, tensor = w.any(3, 5)
+    linear = ("linear", "bilinear", "trilinear")[tensor.dim() - 3]
+    mode = w.random.choice(["nearest", "nearest-exact", "area", linear])
+    size = [w.random.randint(1, 9) for _ in tensor.shape[2:]]
+    return f"F.interpolate({x}, size={size}, mode={mode!r})"
+
+
+def padding(w: Writer) -> str:
+    x, tensor = w.any(3, 5)
+    mode = w.random.choice(["constant", "reflect", "replicate", "circular"])
+    return f"F.pad({x}, {[w.random.randint(0, 2) for _ in range(2 * tensor.dim() - 4)]}, mode={mode!r})"
+
+
+def part(w: Writer) -> str:
+    x, tensor = w.any()
+    kept = [w.random.choice([":", ":", f"{w.random.randint(-2, 3)}:", "::2", "None", "-1"]) for _ in tensor.shape]
+    return f"{x}[{', '.join(kept)}]"
+
+
+def joining(w: Writer) -> str:
+    x, tensor = w.any()
+    y = w.random.choice([name for name in w.names if w.values[name].dim() == tensor.dim()])
+    return f"torch.{w.random.choice(['cat', 'stack'])}([{x}, {y}], {w.dim(tensor)})"
+
+
+def turning(w: Writer) -> str:
+    x, tensor = w.any()
+    dim = w.dim(tensor)
+    return w.random.choice([f"{x}.flip({dim})", f"{x}.roll({w.random.randint(-9, 9)}, {dim})"])
+
+
+def viewing(w: Writer) -> str:
+    x, tensor = w.any()
+    order = w.random.sample(range(tensor.dim()), tensor.dim())
+    sizes = w.random.sample(list(tensor.shape), tensor.dim())
+    start = w.dim(tensor)
+    return w.random.choice([
+        f"{x}.permute({order})", f"{x}.reshape({sizes})", f"{x}.flatten({start})", f"{x}.unsqueeze({start})",
+        f"{x}.squeeze()", f"{x}.transpose({start}, {w.dim(tensor)})",
+    ])  # fmt: skip
+
+
+def product(w: Writer) -> str:
+    x, tensor = w.any(2, 4)
+    return f"F.linear({x}, {w.leaf([3, tensor.shape[-1]])}, {w.leaf([3])}) / 3"
+
+
+def elementwise(w: Writer) -> str:
+    x, y = w.any()[0], w.any()[0]
+    return w.random.choice([
+        f"F.relu({x})", f"F.gelu({x})", f"{x} + {y}", f"{x} - 2 * {y}", f"{x} * {y}.tanh()", f"torch.maximum({x}, {y})",
+        f"torch.where({x} > 0.1, {x}, {y})", f"{x}.clamp(-1, 0.5)", f"1 - {x}", f"{x}.detach() * {x}",
+    ])  # fmt: skip
+
+
+def reduction(w: Writer) -> str:
+    x, tensor = w.any()
+    dim = w.dim(tensor)
+    return w.random.choice([
+        f"{x}.sum({dim}, keepdim=True)", f"{x}.mean({dim})", f"{x}.amax({dim}, keepdim=True)", f"{x}.mean()",
+        f"{x}.var({dim}, correction=0)", f"{x}.softmax({dim})", f"{x}.cumsum({dim})", f"{x}.logsumexp({dim})",
+        f"{x}.max({dim})[0]", f"F.normalize({x}, dim={dim}, eps=0.1)",
+    ])  # fmt: skip
+
+
+def loss(w: Writer) -> str:
+    x, tensor = w.any()
+    name = w.random.choice(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
+    return f"F.{name}({x}, {w.leaf(tensor.shape)}, reduction={w.random.choice(['mean', 'sum', 'none'])!r})"
+
+
+def indexing(w: Writer) -> str:
+    x, tensor = w.any()
+    dim = w.dim(tensor)
+    size = tensor.shape[dim]
+    shape = [3 if other == dim else length for other, length in enumerate(tensor.shape)]
+    return w.random.choice([
+        f"{x}.index_select({dim}, {w.leaf([3], size)})", f"{x}.gather({dim}, {w.leaf(shape, size)})",
+        f"{x}[{':, ' * dim}{w.leaf([2, 2], size)}]", f"{x}.chunk(2, {dim})[0]", f"{x}.sort({dim})[0]",
+        f"{x}.index_add({dim}, {w.leaf([3], size)}, {w.leaf(shape)})",
+    ])  # fmt: skip
+
+
+def writing(w: Writer) -> str:
+    x, tensor = w.any()
+    first = ":, " * w.dim(tensor)
+    then = [f"@[{first}1:] *= 2", f"@[{first}0] = {x}.mean()", f"@[{first}1:].add_({x}[{first}:-1])", "@.relu_()"]
+    return f"@ = {x} * 1; {w.random.choice(then)}"
+
+
+OPERATORS: list[Callable[[Writer], str]] = [
+    convolution, convolution, pooling, normalisation, resampling, padding, part, joining, turning, viewing, viewing,
+    product, elementwise, elementwise, reduction, reduction, loss, indexing, writing,
+]  # fmt: skip
+
+
+def random_program(seed: int, length: int = 6) -> Program:
+    writer = Writer(seed, length)
+    return Program(writer.mesh, tuple(writer.leaves), tuple(writer.lines))
+
+
+def gradients(outputs: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    heads = [output.sin().sum() for output in outputs if output.requires_grad]
+    asked = [leaf for leaf in leaves if leaf.requires_grad]
+    return list(torch.autograd.grad(heads, asked, allow_unused=True)) if heads else []
+
+
+def check(mesh: DeviceMesh, case: tuple[Program, str]) -> None:
+    """The program on the mesh, eager, compiled or in inference mode, against one process: all values and gradients."""
+    program, mode = case
+    dense = [leaf.values().requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
+    expected = program.function(*dense)
+    wanted = gradients(expected, dense)
+    with convmesh.enable():
+        placed = [place(leaf.values(), mesh, leaf.at).requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
+        with torch.inference_mode(mode == "inference"):
+            torch._dynamo.reset()
+            function = program.function
+            if mode == "compiled":
+                function = torch.compile(function, fullgraph=True, backend="aot_eager")
+            actual = function(*placed)
+        found = gradients(actual, placed) if mode != "inference" else wanted
+        for one, other in zip([*actual, *found], [*expected, *wanted], strict=True):
+            _compare(one, other)
+
+
+def _compare(actual: Any, expected: Any) -> None:
+    if actual is None or expected is None:
+        assert not any(value is not None and value.abs().sum() for value in (actual, expected))
+        return
+    if isinstance(actual, DTensor):
+        assert actual.to_local().shape == local_shape(actual), f"{actual.to_local().shape} at {actual.placements}"
+        actual = actual.detach().full_tensor()
+    assert_close(actual, expected, max([1.0, *expected.detach().abs().flatten().tolist()]))
