@@ -106,6 +106,23 @@ def test_losses_over_classes_in_other_dimensions(pool: Pool) -> None:
     pool.run_cases(classes, cases)
 
 
+def along_a_direction(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
+    """By differentiating the backward pass by what it is given, which is one gradient for each element then."""
+    name, at = case
+
+    def change(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        jvp = torch.autograd.functional.jvp(lambda x: ELEMENTWISE[name](x, target), x, x.detach(), create_graph=True)
+        rate: torch.Tensor = jvp[1]
+        return rate
+
+    agree(mesh, change, Sample([numbers(5, 6, 4), numbers(5, 6, 4, seed=1)], [at, at], [True, False]))
+
+
+def test_losses_can_be_differentiated_along_a_direction(pool: Pool) -> None:
+    some = [f"{loss} {reduction}" for loss in ("mse", "huber", "bce_with_logits") for reduction in REDUCTIONS]
+    pool.run_cases(along_a_direction, [(name, at) for name in some for at in ((0,), (2,), ("R",))], mesh=(2,))
+
+
 def refuse_wrong_target(mesh: DeviceMesh) -> None:
     x, target = numbers(4, 3, 2), torch.tensor([[0, 1]] * 3 + [[2, 3]])
     with convmesh.enable():
