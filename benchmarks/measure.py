@@ -9,11 +9,15 @@ from collections.abc import Callable, Mapping
 
 
 def interleave(candidates: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The median seconds of every candidate, each measured once a round: what disturbs a round disturbs them all."""
+    """The median seconds of every candidate, each measured once a round: what disturbs a round disturbs them all.
+
+    Every other round goes backwards, so that none always comes after the same one, and finds what that leaves behind:
+    cold caches, threads that look for more work.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, measure in candidates.items():
-            seconds[name].append(measure())
+    for number in range(rounds):
+        for name in candidates if number % 2 == 0 else reversed(list(candidates)):
+            seconds[name].append(candidates[name]())
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

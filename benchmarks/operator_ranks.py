@@ -18,8 +18,6 @@ from benchmarks.measure import keep_memory, timed
 from benchmarks.operator_rows import OPERATORS, STEPS, shapes_of, tensors, work
 from convmesh import _torch
 
-CALLS = 5
-
 
 class Messages(TorchDispatchMode):
     """The collectives that ran, in forward and in backward, to be run again alone."""
@@ -92,7 +90,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def measure(mesh: DeviceMesh, what: str) -> float:
+def measure(mesh: DeviceMesh, what: str, calls: int) -> float:
     """Seconds of a call among others of its kind, so that work goes on before and after what is sent.
 
     A first call is not timed: it would pay for what was measured before it, which has left the process' memory to the
@@ -103,6 +101,6 @@ def measure(mesh: DeviceMesh, what: str) -> float:
     task = Rank.work["convmesh" if what == "stock" else what]
     task()
     dist.barrier(mesh.get_group())
-    seconds = timed(task, CALLS)
+    seconds = timed(task, calls)
     convmesh.enable()
     return seconds

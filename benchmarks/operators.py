@@ -12,6 +12,7 @@ as it has to be before it can be used.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 
 import torch
 from rich.console import Console
@@ -19,11 +20,13 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measure import interleave, keep_memory, timed
-from benchmarks.operator_ranks import CALLS, measure, prepare
+from benchmarks.operator_ranks import measure, prepare
 from benchmarks.operator_rows import OPERATORS, STEPS, shapes_of, tensors, work
 from tests.harness import Pool
 
 LIMIT = 1.15
+# A run takes at least so many seconds and calls: a rank that the system holds up for a moment is not all that it shows.
+LEAST_SECONDS, LEAST_CALLS = 0.03, 5
 
 
 def run(pool: Pool, console: Console, rounds: int) -> None:
@@ -46,13 +49,14 @@ def _measure(pool: Pool, name: str, backward: bool, rounds: int) -> dict[str, fl
     stock, sends = (all(said) for said in zip(*prepared, strict=True))
     single = work(name, tensors(shapes_of(name)), backward)
     single()
+    calls = max(LEAST_CALLS, ceil(LEAST_SECONDS / timed(single)))
 
     def ranks(what: str) -> Callable[[], float]:
-        return lambda: max(pool.run(measure, what, mesh=(2,), timeout=600))
+        return lambda: max(pool.run(measure, what, calls, mesh=(2,), timeout=600))
 
     def alone() -> float:
         single()
-        return timed(single, CALLS)
+        return timed(single, calls)
 
     candidates: dict[str, Callable[[], float]] = {"single": alone}
     named = ("convmesh", "local", *(["local and exchange"] if sends else []), *(["stock"] if stock else []))
