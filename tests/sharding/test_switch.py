@@ -110,8 +110,8 @@ def check_attributes(mesh: DeviceMesh) -> None:
         assert number.tolist() == number.item()
         assert_close(torch.from_numpy(place(x, mesh, ("R",)).numpy()), x)
         for refused in (tensor.tolist, tensor.numpy, lambda: torch.func.jvp(torch.relu, (tensor,), (tensor,))):
-            # torch's own warning, when it differentiates so for the first time, is none of ours.
-            quiet = warnings.catch_warnings(action="ignore", category=DeprecationWarning)
+            # torch's own warnings, when it differentiates so for the first time, are none of ours.
+            quiet = warnings.catch_warnings(action="ignore")
             with quiet, pytest.raises(convmesh.ShardingError, match="remedy"):
                 refused()
         assert torch.allclose(tensor, parameter)
