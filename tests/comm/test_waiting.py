@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 
-import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -55,7 +54,7 @@ def policies(mesh: DeviceMesh) -> list[int]:
     return [os.sched_getscheduler(thread) for thread in _torch.listeners()]
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a scheduler of Linux")
 def test_threads_that_listen_for_messages_interrupt_nobody(pool: Pool) -> None:
+    wanted = {os.SCHED_BATCH} if hasattr(os, "SCHED_BATCH") else set()  # only Linux has it, and shows threads
     for rank in pool.run(policies, mesh=(2,)):
-        assert set(rank) == {os.SCHED_BATCH}
+        assert set(rank) == wanted

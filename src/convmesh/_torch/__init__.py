@@ -9,13 +9,12 @@ from .arrivals import memory_of as memory_of
 from .collectives import all_reduce as all_reduce
 from .collectives import all_to_all as all_to_all
 from .collectives import intercept_collectives as intercept_collectives
-from .collectives import last_traced as last_traced
-from .collectives import tied_to_last as tied_to_last
 from .collectives import under_way as under_way
 from .collectives import wait as wait
 from .dispatch import as_view as as_view
 from .dispatch import handlers as handlers
 from .dispatch import in_backward as in_backward
+from .dispatch import keeps_communication as keeps_communication
 from .dispatch import replicate_implicitly as replicate_implicitly
 from .dispatch import replicates_implicitly as replicates_implicitly
 from .dispatch import stock as stock

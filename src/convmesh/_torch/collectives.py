@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug._comm_mode import NATIVE_TO_PY_MAPPING
-from torch.utils._pytree import tree_map_only
 
 from .arrivals import all_to_all_on_cpus, look_for
 from .names import COLLECTIVES, Operator
-from .tracing import in_its_pass, tie, tracing
+from .order import in_order
+from .tracing import tracing
 
 # The operators themselves, where nothing is traced: what torch wraps around them takes longer than a small message.
 _operators = torch.ops._c10d_functional
@@ -29,9 +28,7 @@ def all_to_all(
         return torch.view_as_complex(all_to_all(_pairs(buffer).reshape(-1), *doubled, group).view(-1, 2))
     incoming, outgoing = list(receive_counts), list(send_counts)
     if tracing():
-        buffer = after_the_last(buffer)
-        with in_its_pass():
-            return kept(collectives.all_to_all_single(buffer, incoming, outgoing, group))
+        return in_order(buffer, lambda buffer: collectives.all_to_all_single(buffer, incoming, outgoing, group))
     result: torch.Tensor = _operators.all_to_all_single(buffer, incoming, outgoing, group.group_name)
     return result
 
@@ -41,9 +38,7 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place
     if tensor.is_complex() and op in ("sum", "avg"):
         return torch.view_as_complex(all_reduce(_pairs(tensor), op, group, in_place))
     if tracing():
-        tensor = after_the_last(tensor)
-        with in_its_pass():
-            return kept(collectives.all_reduce(tensor, op, group))
+        return in_order(tensor, lambda tensor: collectives.all_reduce(tensor, op, group))
     run = _operators.all_reduce_ if in_place else _operators.all_reduce
     result: torch.Tensor = run(tensor, op, group.group_name)
     return result
@@ -52,53 +47,6 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place
 def _pairs(tensor: torch.Tensor) -> torch.Tensor:
     """A view, as what is made complex of the result again: who waits for that waits for what is under way."""
     return torch.view_as_real(tensor.resolve_conj())
-
-
-# While a graph is traced: its tracer, and the result of the last communication in it.
-_last: tuple[Any, torch.Tensor] | None = None
-
-
-def _tracer() -> Any:
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    return None if mode is None else mode.tracer
-
-
-def after_the_last(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a communication depend on the one before it in the same graph.
-
-    A compiler may reorder what does not depend on each other, by the graph, and the ranks' graphs differ.
-    """
-    if _last is None or _tracer() is not _last[0]:
-        return tensor
-    return tie(tensor, tokens=[_last[1].reshape(-1)[:1]])
-
-
-def kept(result: torch.Tensor) -> torch.Tensor:
-    """What a communication gave, while tracing: the next one comes after it."""
-    global _last
-    tracer = _tracer()
-    _last = None if tracer is None else (tracer, result)
-    return result
-
-
-def last_traced() -> object:
-    """The last communication of the graph that is being traced; the same object until there is another one."""
-    return _last
-
-
-def tied_to_last(result: Any) -> Any:
-    """What a rule returns, made to depend on the last communication where a rank has no part of it, and would drop it
-    from its graph."""
-    token = None if _last is None else _last[1].reshape(-1)[:1]
-
-    def tied(tensor: DTensor) -> DTensor:
-        local = tensor._local_tensor
-        if local.numel():
-            return tensor
-        wrapped: DTensor = DTensor.__new__(DTensor, tie(local, tokens=[token]), tensor._spec, requires_grad=False)
-        return wrapped
-
-    return tree_map_only(DTensor, tied, result)
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

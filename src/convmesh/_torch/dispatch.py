@@ -10,9 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
 
 from .names import Handler, Operator
 from .operators import signature
+from .order import after_the_last, last_communication
+from .tensors import local_of, spec_of, wrap
 
 
 def handlers() -> dict[Operator, Handler]:
@@ -42,6 +45,25 @@ def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Tell torch that a view operator's result shares its memory with the operand."""
     return return_and_correct_aliasing(operator, args, kwargs, result)
+
+
+def keeps_communication(handler: Handler) -> Handler:
+    """A rule whose result, where a rank has nothing of it, still depends on what the rule has communicated: a compiler
+    would drop that from such a rank's graph."""
+
+    def tied(tensor: DTensor) -> DTensor:
+        local = local_of(tensor)
+        return tensor if local.numel() else wrap(after_the_last(local), spec_of(tensor))
+
+    @wraps(handler)
+    def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = last_communication()
+        result = handler(operator, args, kwargs)
+        if last_communication() is before or operator._schema.is_mutable:
+            return result
+        return tree_map_only(DTensor, tied, result)
+
+    return run
 
 
 def view_rule(handler: Handler) -> Handler:

@@ -13,8 +13,9 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .arrivals import memory_of
-from .collectives import after_the_last, arrived, kept
-from .tracing import compile_for_this_rank, in_its_pass, no_modes, tracing
+from .collectives import arrived
+from .order import in_order
+from .tracing import compile_for_this_rank, no_modes, tracing
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
@@ -124,16 +125,10 @@ def owns_storage(local: torch.Tensor) -> bool:
 
 
 def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
-    if not tracing():
-        return _redistributed(local, source, target)
-    local = after_the_last(local)
-    with in_its_pass():
-        return kept(_redistributed(local, source, target))
+    def move(local: torch.Tensor) -> torch.Tensor:
+        return arrived(redistribute_local_tensor(local, source, target))
 
-
-def _redistributed(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
-    moved: torch.Tensor = redistribute_local_tensor(local, source, target)
-    return arrived(moved)
+    return in_order(local, move) if tracing() else move(local)
 
 
 def shares_memory(view: DTensor, base: torch.Tensor) -> bool:

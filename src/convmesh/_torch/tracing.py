@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
-from torch.fx import traceback
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import CheckpointPolicy
 
 from .names import VERSION, Operator
 
@@ -81,29 +79,6 @@ def keep_whole(operator: Operator) -> Callable[[], None]:
     kernels.update({key: replacement(kernel) for key, kernel in before.items()})
     operator._dispatch_cache.clear()
     return undo
-
-
-@contextmanager
-def in_its_pass() -> Iterator[None]:
-    """Keep a communication in the pass that it is traced in, forward or backward, on every rank.
-
-    The compiler goes by what depends on a gradient, and the zeros that a rank without a part contributes depend on
-    none: it would send them in the forward pass, and the other ranks theirs in the backward pass. Or it would receive
-    nothing once more in the backward pass, because that takes no time.
-    """
-    meta = traceback.current_meta
-    backward = meta.get("partitioner_tag") == "is_backward"
-    name, mark = ("partitioner_tag", "must_be_in_backward") if backward else ("recompute", CheckpointPolicy.MUST_SAVE)
-    before = meta.get(name)
-    if before is None or backward:  # else the user says what is computed again
-        meta[name] = mark
-    try:
-        yield
-    finally:
-        if before is None:
-            del meta[name]
-        else:
-            meta[name] = before
 
 
 def tie(result: torch.Tensor, *operands: torch.Tensor, tokens: Sequence[torch.Tensor | None] = ()) -> torch.Tensor:

@@ -77,7 +77,8 @@ def _gradients(
     def by_channel(numbers: torch.Tensor) -> torch.Tensor:
         return numbers.view(-1, *[1] * (x.dim() - 2))
 
-    own = sums_of_channels(gy, x, *moments)
+    plain, products = sums_of_channels(gy, x, *moments)
+    own = products, plain  # as the gradients of weight and bias
     weight = None if w is None else by_channel(w)
     mean, rstd = (by_channel(t) for t in moments)
     if not training:

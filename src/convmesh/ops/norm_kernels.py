@@ -144,7 +144,7 @@ def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: tor
 
 
 def sums_of_channels(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Pair:
-    """[N C space] [N C space] [C] [C] -> [C] [C]: of the gradient times the normalised input, and of the gradient."""
+    """[N C space] [N C space] [C] [C] -> [C] [C]: of the gradient, and of the gradient times the normalised input."""
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
     gy, x = gy.to(mean.dtype), x.to(mean.dtype)
@@ -153,10 +153,10 @@ def sums_of_channels(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd
         # By sample first, and by parts of it that stay in the fastest cache.
         by_sample = (t.view(1, -1, *[1] * (x.dim() - 2)).expand(len(x), *[-1] * (x.dim() - 1)) for t in (mean, rstd))
         plain, products = (t.sum(0).view(-1) for t in sums_by_set(gy, x, *by_sample))
-        return products, plain
+        return plain, products
     asked = [False, True, True]
     _, products, plain = aten.native_batch_norm_backward.default(gy, x, None, None, None, mean, rstd, True, 0.0, asked)
-    return products, plain
+    return plain, products
 
 
 def input_gradient(

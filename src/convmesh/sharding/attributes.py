@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from .. import _torch
 from .errors import PlainTensor, refuse
 from .layout import is_plain, is_sum
-from .registry import while_installed
+from .registry import unlisted, while_installed
 
 
 def _get_data(tensor: DTensor) -> Any:
@@ -54,24 +53,11 @@ def _whole(tensor: DTensor, name: str) -> torch.Tensor:
                  f"tensor.full_tensor().{name}() on all ranks, or tensor.to_local().{name}() for the part")  # fmt: skip
 
 
-def _no_forward_mode() -> Callable[[], None]:
-    """Say what to do where torch only says which operator of its own DTensor does not know."""
-    operator, table = torch.ops.aten._has_same_storage_numel.default, _torch.handlers()
-
-    def refused(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise refuse("jvp", "torch has no forward-mode derivatives of DTensors", [("input", args[0])],
-                     "torch.autograd.functional.jvp, which goes backward twice; or torch.func.vjp, jacrev")  # fmt: skip
-
-    before = table.get(operator)
-    table[operator] = refused
-
-    def end() -> None:
-        if before is not None:
-            table[operator] = before
-        elif table.get(operator) is refused:
-            del table[operator]
-
-    return end
+@unlisted(torch.ops.aten._has_same_storage_numel.default)
+def _no_forward_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward-mode derivatives begin with it; torch would only say that its DTensor does not know it."""
+    raise refuse("jvp", "torch has no forward-mode derivatives of DTensors", [("input", args[0])],
+                 "torch.autograd.functional.jvp, which goes backward twice; or torch.func.vjp, jacrev")  # fmt: skip
 
 
 while_installed(
@@ -79,4 +65,3 @@ while_installed(
         {"data": property(_get_data, _set_data), "__format__": _format, "tolist": _tolist, "numpy": _numpy}
     )
 )
-while_installed(_no_forward_mode)

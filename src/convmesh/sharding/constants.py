@@ -47,16 +47,12 @@ def with_constants(handler: _torch.Handler) -> _torch.Handler:
 
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = _torch.last_traced()
         try:
-            result = handler(operator, args, kwargs)
+            return handler(operator, args, kwargs)
         except PlainTensor:
             if not allowed():
                 raise
-            result = handler(operator, *replicated(operator._schema.name, args, kwargs))
-        if _torch.last_traced() is before or operator._schema.is_mutable:
-            return result
-        return _torch.tied_to_last(result)
+        return handler(operator, *replicated(operator._schema.name, args, kwargs))
 
     return run
 

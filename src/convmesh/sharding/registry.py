@@ -43,10 +43,20 @@ def rule(*operators: Operator, behaviour: Behaviour) -> Callable[[AnyHandler], A
     """Declare how `operators` run on DTensors, and what their users can expect."""
 
     def declare(handler: AnyHandler) -> AnyHandler:
-        tolerant = with_constants(handler)
+        tolerant = with_constants(_torch.keeps_communication(handler))
         for operator in operators:
             _rules[operator] = parts.tracked(operator, tolerant) if operator._schema.is_mutable else tolerant
             _behaviour[operator] = behaviour
+        return handler
+
+    return declare
+
+
+def unlisted(operator: Operator) -> Callable[[AnyHandler], AnyHandler]:
+    """Declare how something runs on DTensors that no user calls, and that is in no table."""
+
+    def declare(handler: AnyHandler) -> AnyHandler:
+        _rules[operator] = handler
         return handler
 
     return declare

@@ -1,0 +1,70 @@
+"""Communications in a graph that is traced: in the same order and in the same pass on every rank.
+
+The ranks' graphs differ. A compiler goes by what depends on each other in one of them, and moves, drops and repeats the
+rest, also where another rank waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .tracing import tie
+
+# The tracer of the graph, and the result of the last communication in it.
+_last: tuple[Any, torch.Tensor] | None = None
+
+
+def in_order(tensor: torch.Tensor, communicate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What `communicate` makes of a tensor while a graph is traced, after what was communicated in it before."""
+    global _last
+    tracer = _tracer()
+    if _last is not None and tracer is _last[0]:
+        tensor = after_the_last(tensor)
+    with _in_its_pass():
+        result = communicate(tensor)
+    _last = None if tracer is None else (tracer, result)
+    return result
+
+
+def _tracer() -> Any:
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return None if mode is None else mode.tracer
+
+
+def last_communication() -> object:
+    """Of all graphs; the same object until there is another one."""
+    return _last
+
+
+def after_the_last(tensor: torch.Tensor) -> torch.Tensor:
+    """Made to depend on the last communication."""
+    return tensor if _last is None else tie(tensor, tokens=[_last[1].reshape(-1)[:1]])
+
+
+@contextmanager
+def _in_its_pass() -> Iterator[None]:
+    """Keep a communication in the pass that it is traced in, forward or backward.
+
+    The compiler goes by what depends on a gradient, and the zeros that a rank without a part contributes depend on
+    none: it would send them in the forward pass, and the other ranks theirs in the backward pass. Or it would receive
+    nothing once more in the backward pass, because that takes no time.
+    """
+    meta = traceback.current_meta
+    backward = meta.get("partitioner_tag") == "is_backward"
+    name, mark = ("partitioner_tag", "must_be_in_backward") if backward else ("recompute", CheckpointPolicy.MUST_SAVE)
+    before = meta.get(name)
+    if before is None or backward:  # else the user says what is computed again
+        meta[name] = mark
+    try:
+        yield
+    finally:
+        if before is None:
+            del meta[name]
+        else:
+            meta[name] = before
