@@ -16,7 +16,7 @@ import torch
 from ..correlation import correlate, pays
 from ..geometry import Box, Convolution, Window
 from .conv_blocks import Crop, Turn
-from .conv_product import channels_innermost, is_pointwise, product, product_gradients
+from .conv_product import channels_innermost, is_pointwise, product, product_gradients, skips, spread, thinned
 from .tiling import Tiling
 
 aten = torch.ops.aten
@@ -41,6 +41,8 @@ class LocalConvolution:
             ):
                 sizes[axis] = len(side)
             return _only_bias(input, self.conv.output_channels(weight.shape), sizes, bias)
+        if self._skips and input.is_cpu:
+            return self._unskipping.own(thinned(input, self.conv.stride), weight, bias)
         if self._pointwise and channels_innermost(input):
             return product(input, weight, bias)
         result: torch.Tensor = aten.convolution.default(input, weight, bias, *self._own.arguments)
@@ -53,6 +55,10 @@ class LocalConvolution:
         if not (mask[0] or mask[1]) or not gradient.numel() or not input.numel() or not weight.numel():
             zeros = [torch.zeros_like(t) if wanted else None for t, wanted in zip((input, weight), mask, strict=False)]
             return zeros[0], zeros[1], self.bias_gradient(gradient) if mask[2] else None
+        if self._skips and input.is_cpu:
+            read = thinned(input, self.conv.stride)
+            gx, gw, gb = self._unskipping.own_gradients(gradient, read, weight, mask)
+            return None if gx is None else spread(gx, input, self.conv.stride), gw, gb
         # In whatever order the gradient comes: often that is the one of what was made of a linear layer's result.
         if self._pointwise and channels_innermost(input):
             return product_gradients(gradient, input, weight, mask)
@@ -161,6 +167,16 @@ class LocalConvolution:
     @cached_property
     def _pointwise(self) -> bool:
         return is_pointwise(self.conv, self.windows)
+
+    @cached_property
+    def _skips(self) -> bool:
+        return skips(self._own, self.windows)
+
+    @cached_property
+    def _unskipping(self) -> LocalConvolution:
+        """The convolution of what this one reads."""
+        conv = replace(self.conv, stride=(1,) * len(self.windows), dilation=(1,) * len(self.windows))
+        return replace(self, conv=conv, windows=(Window(kernel=1),) * len(self.windows), fine_sizes=self.coarse_sizes)
 
     @cached_property
     def _own(self) -> Convolution:
