@@ -16,8 +16,8 @@ from .. import _torch
 from .mailbox import mailbox_of
 
 # gloo reduces in several rounds, each of which has to wake threads of all ranks; one round of messages from each to
-# each is there in half the time, as long as it is latency that counts (measured with 2 and 4 ranks). Up to so many bytes
-# from all of them together; and up to so many where they share memory.
+# each is there in half the time, as long as it is latency that counts (measured with 2 and 4 ranks): up to so many
+# bytes from all of them together, and up to so many where they share memory.
 FEW_BYTES, FEW_SHARED_BYTES = 2**16, 2**20
 COMBINE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "sum": torch.sum, "max": torch.amax, "min": torch.amin,
