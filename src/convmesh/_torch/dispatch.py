@@ -24,6 +24,12 @@ def handlers() -> dict[Operator, Handler]:
     return table
 
 
+def has_strategy(operator: Operator) -> bool:
+    """Whether DTensor knows by itself how an operator is sharded, without taking it apart."""
+    known = DTensor._op_dispatcher.sharding_propagator
+    return operator in known.op_strategy_funcs or operator in known.op_single_dim_strategy_funcs
+
+
 def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What DTensor itself does for an operator whose rule leaves this call alone; a view stays a view."""
     dispatcher = DTensor._op_dispatcher
