@@ -47,6 +47,7 @@ from .operators import gives_one_tensor as gives_one_tensor
 from .operators import is_composite as is_composite
 from .operators import name_of as name_of
 from .operators import signature as signature
+from .operators import takes_several as takes_several
 from .operators import takes_tensors as takes_tensors
 from .operators import values_alone as values_alone
 from .operators import view_operators as view_operators

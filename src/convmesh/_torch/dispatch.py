@@ -45,7 +45,8 @@ def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             operator, args, kwargs, info.compute_mesh, found, results, True, not out, out
         )
     result = dispatcher.wrap(results, found.output_spec)
-    return as_view(operator, args, kwargs, result) if operator._schema._is_view_op() else result
+    viewed = operator._schema._is_view_op() and not found.needs_redistribute  # which makes a copy
+    return as_view(operator, args, kwargs, result) if viewed else result
 
 
 def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:

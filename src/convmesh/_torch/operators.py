@@ -128,6 +128,12 @@ def takes_tensors(operator: Operator) -> bool:
     return "Tensor" in kinds or kinds[:1] == ["List[Tensor]"]
 
 
+def takes_several(operator: Operator) -> bool:
+    """More than one tensor."""
+    kinds = [str(argument.type) for argument in operator._schema.arguments]
+    return sum(kind in ("Tensor", "Optional[Tensor]") for kind in kinds) > 1
+
+
 def gives_one_tensor(operator: Operator) -> bool:
     return [str(result.type) for result in operator._schema.returns] == ["Tensor"]
 

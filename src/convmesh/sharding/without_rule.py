@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from .. import _torch
 from .constants import the_same_everywhere, with_constants
-from .dispatch import check_placed
+from .dispatch import check_placed, specs_of
 from .errors import refuse
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 def without_rule(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _torch.has_strategy(operator):  # that someone has registered with DTensor since
         return _torch.stock(operator, args, kwargs)
-    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors: list[Any] = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     named = [(f"tensor {number}", tensor) for number, tensor in enumerate(tensors)]
     check_placed(_torch.name_of(operator), named)
     functional = _torch.functional_of(operator)
@@ -42,10 +42,19 @@ def without_rule(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
                  "on replicated tensors every operator works")  # fmt: skip
 
 
+@with_constants
+def by_torch(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator on several tensors that DTensor shards itself: plain ones are constants or refused, as elsewhere."""
+    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    named = [(f"tensor {n}", tensor) for n, tensor in enumerate(tensors) if isinstance(tensor, DTensor) or tensor.dim()]
+    specs_of(_torch.name_of(operator), named)
+    return _torch.stock(operator, args, kwargs)
+
+
 def _write(target: DTensor, values: DTensor) -> DTensor:
     if target.shape != values.shape:
         raise refuse("an operator that writes in place", "would change the shape of a DTensor",
-                     (("target", target), ("values", values)), "use the operator that returns a new tensor")  # fmt: skip
+                     (("target", target), ("values", values)), "use the one that returns a new tensor")  # fmt: skip
     aten.copy_.default(target, values)
     return target
 
@@ -56,4 +65,6 @@ def _everywhere(operator: _torch.Operator, args: Any, kwargs: Any, like: DTensor
     if like.device_mesh.get_coordinate() is None:
         raise refuse(_torch.name_of(operator), "this rank is not in the mesh", (("tensor", like),),
                      "call it on the ranks of the mesh alone")  # fmt: skip
-    return tree_map_only(torch.Tensor, lambda made: the_same_everywhere(made, like.device_mesh), operator(*args, **kwargs))
+    return tree_map_only(
+        torch.Tensor, lambda made: the_same_everywhere(made, like.device_mesh), operator(*args, **kwargs)
+    )
