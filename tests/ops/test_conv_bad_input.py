@@ -52,6 +52,8 @@ BAD = {
     "channels": ({"input": (2, 5, 9, 11)}, "input has 5 channels, and the weight takes 4"),
     "groups": ({"groups": 4, "weight": (6, 1, 3, 3)}, "`groups` (=4) must divide"),
     "no groups": ({"groups": 0}, "`groups` (=0) must divide"),
+    "no inputs": ({"input": (2, 0, 9, 11), "weight": (6, 0, 3, 3)}, "there are no channels"),
+    "no outputs": ({"weight": (0, 4, 3, 3), "bias": (0,)}, "there are no channels"),
     "bias": ({"bias": (5,)}, "the bias has shape (5,), and the output 6 channels"),
     "no output": ({"weight": (6, 4, 3, 99)}, "is too small"),
     "dimensions": ({"input": (2, 4, 11, 9, 7)}, "needs an input of as many"),

@@ -12,6 +12,7 @@ from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
+from .arrivals import memory_of
 from .names import Handler, Operator
 from .operators import signature
 from .order import after_the_last, last_communication
@@ -45,8 +46,15 @@ def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             operator, args, kwargs, info.compute_mesh, found, results, True, not out, out
         )
     result = dispatcher.wrap(results, found.output_spec)
-    viewed = operator._schema._is_view_op() and not found.needs_redistribute  # which makes a copy
-    return as_view(operator, args, kwargs, result) if viewed else result
+    return as_view(operator, args, kwargs, result) if _is_view(operator, args, results) else result
+
+
+def _is_view(operator: Operator, args: tuple[Any, ...], results: Any) -> bool:
+    """Whether a view operator's results are views on this rank: what had to be moved for it is a copy."""
+    if not operator._schema._is_view_op():
+        return False
+    first = next(iter(results), None) if isinstance(results, list | tuple) else results
+    return first is None or memory_of(first) == memory_of(local_of(args[0]))
 
 
 def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
