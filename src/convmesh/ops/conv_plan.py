@@ -52,7 +52,7 @@ def _stays_channels_last(transposed: bool, format: torch.memory_format, dtype: t
         )
         ones, zeros = (1,) * spatial, (0,) * spatial
         result = torch.ops.aten.convolution.default(image, kernel, None, ones, zeros, ones, transposed, zeros, 1)
-        return result.is_contiguous(memory_format=format)
+        return bool(result.is_contiguous(memory_format=format))
 
 
 @planned
