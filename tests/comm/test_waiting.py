@@ -1,9 +1,11 @@
-"""Messages that come at once, late, or that nobody waits for."""
+"""Messages by gloo, which ranks of several machines send: that come at once, late, or that nobody waits for."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,8 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 import convmesh
 from convmesh import _torch
 from convmesh._torch import arrivals
-from convmesh.comm import watch
+from convmesh.comm import mailbox, watch
 from tests.harness import Pool
+
+
+@contextmanager
+def by_gloo(mesh: DeviceMesh) -> Iterator[None]:
+    group = mesh.get_group()
+    mailbox.mailbox_of(group)
+    before, mailbox._mailboxes[group] = mailbox._mailboxes[group], None
+    try:
+        with convmesh.enable():
+            yield
+    finally:
+        mailbox._mailboxes[group] = before
 
 
 def send(mesh: DeviceMesh) -> torch.Tensor:
@@ -22,7 +36,7 @@ def send(mesh: DeviceMesh) -> torch.Tensor:
 
 def late_and_early(mesh: DeviceMesh) -> None:
     expected = torch.arange(float(mesh.size()))
-    with convmesh.enable():
+    with by_gloo(mesh):
         for late in (0.0, 3 * arrivals.AWAKE_SECONDS):
             if mesh.get_local_rank() == 1:
                 time.sleep(late)
@@ -36,7 +50,7 @@ def test_a_message_is_awaited_until_it_is_there(pool: Pool) -> None:
 
 
 def unawaited(mesh: DeviceMesh) -> int:
-    with convmesh.enable():
+    with by_gloo(mesh):
         for _ in range(2 * arrivals.ARRIVALS):
             send(mesh)
         _torch.wait(send(mesh))
@@ -49,7 +63,7 @@ def test_of_messages_that_nobody_waits_for_only_the_last_are_kept(pool: Pool) ->
 
 def policies(mesh: DeviceMesh) -> list[int]:
     watch._known.discard(mesh.get_group())  # as before its first message
-    with convmesh.enable():
+    with by_gloo(mesh):
         _torch.wait(send(mesh))
     return [os.sched_getscheduler(thread) for thread in _torch.listeners()]
 

@@ -5,7 +5,9 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from .arrivals import AWAKE_SECONDS as AWAKE_SECONDS
 from .arrivals import memory_of as memory_of
+from .collectives import ALL_TO_ALL as ALL_TO_ALL
 from .collectives import all_reduce as all_reduce
 from .collectives import all_to_all as all_to_all
 from .collectives import intercept_collectives as intercept_collectives
@@ -25,6 +27,7 @@ from .gloo_threads import keep_listeners_from_interrupting as keep_listeners_fro
 from .gloo_threads import listeners as listeners
 from .groups import group_called as group_called
 from .groups import inherit_timeout as inherit_timeout
+from .groups import is_gloo as is_gloo
 from .groups import store as store
 from .groups import timeout_of as timeout_of
 from .names import COLLECTIVES as COLLECTIVES

@@ -17,6 +17,7 @@ from .tracing import tracing
 
 # The operators themselves, where nothing is traced: what torch wraps around them takes longer than a small message.
 _operators = torch.ops._c10d_functional
+ALL_TO_ALL: Operator = _operators.all_to_all_single.default
 
 
 def all_to_all(
@@ -84,7 +85,7 @@ def intercept_collectives(
             first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
             if first.is_meta:
                 return operator.redispatch(keys & beyond, *args, **kwargs)
-            if first.is_cpu and operator is _operators.all_to_all_single.default:
+            if first.is_cpu and operator is ALL_TO_ALL:
                 return around(operator, args, lambda: all_to_all_on_cpus(*args, **kwargs))
             return around(operator, args, lambda: operator.redispatch(keys & beyond, *args, **kwargs))
 

@@ -19,6 +19,12 @@ def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
     return found
 
 
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether a group's messages between CPUs go by gloo: not by MPI, nor are they made up for a test."""
+    cpu = torch.device("cpu")
+    return cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of this group may take; torch's default where its backend does not say."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)

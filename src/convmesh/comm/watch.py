@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from .. import _torch
 from .._torch import Operator
+from .mailbox import collect, collect_all, mailbox_of
 from .notice import post
 from .traffic import note_wait
 
@@ -40,7 +41,13 @@ class CommunicationError(RuntimeError):
 
 def keep_watch() -> Callable[[], None]:
     """Begin; returns what ends it."""
-    return _torch.intercept_collectives(_start, _await)
+    end_watch = _torch.intercept_collectives(_start, _await)
+
+    def end() -> None:
+        collect_all()  # without the watch nobody would look for it
+        end_watch()
+
+    return end
 
 
 def observe(observer: Observer) -> Callable[[], None]:
@@ -58,8 +65,9 @@ def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) ->
     for observer in _observers:
         observer(operator, args, group)
     try:
-        result = run()
-    except dist.DistError as error:
+        mailbox = mailbox_of(group) if operator is _torch.ALL_TO_ALL and args[0].is_cpu else None
+        result = run() if mailbox is None else mailbox.post(*args[:3])
+    except RuntimeError as error:
         raise _failure(_torch.name_of(operator), group, error) from error
     for tensor in (result,) if isinstance(result, torch.Tensor) else result:
         _started.append((_torch.memory_of(tensor), operator, args[-1]))
@@ -69,6 +77,7 @@ def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) ->
 def _await(tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
     start = perf_counter()
     try:
+        collect(tensor)
         return run()
     except RuntimeError as error:
         for memory, operator, group in reversed(_started):

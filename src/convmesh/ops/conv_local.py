@@ -13,10 +13,10 @@ from functools import cached_property
 
 import torch
 
-from ..correlation import correlate, pays
 from ..geometry import Box, Convolution, Window
 from .conv_blocks import Crop, Turn
-from .conv_product import channels_innermost, is_pointwise, product, product_gradients
+from .conv_product import channels_innermost, is_pointwise, product, product_gradients, skips, spread, thinned
+from .conv_weight import faster_way
 from .tiling import Tiling
 
 aten = torch.ops.aten
@@ -41,6 +41,8 @@ class LocalConvolution:
             ):
                 sizes[axis] = len(side)
             return _only_bias(input, self.conv.output_channels(weight.shape), sizes, bias)
+        if self._skips and input.is_cpu:
+            return self._unskipping.own(thinned(input, self.conv.stride), weight, bias)
         if self._pointwise and channels_innermost(input):
             return product(input, weight, bias)
         result: torch.Tensor = aten.convolution.default(input, weight, bias, *self._own.arguments)
@@ -53,13 +55,18 @@ class LocalConvolution:
         if not (mask[0] or mask[1]) or not gradient.numel() or not input.numel() or not weight.numel():
             zeros = [torch.zeros_like(t) if wanted else None for t, wanted in zip((input, weight), mask, strict=False)]
             return zeros[0], zeros[1], self.bias_gradient(gradient) if mask[2] else None
+        if self._skips and input.is_cpu:
+            read = thinned(input, self.conv.stride)
+            gx, gw, gb = self._unskipping.own_gradients(gradient, read, weight, mask)
+            return None if gx is None else spread(gx, input, self.conv.stride), gw, gb
         # In whatever order the gradient comes: often that is the one of what was made of a linear layer's result.
         if self._pointwise and channels_innermost(input):
             return product_gradients(gradient, input, weight, mask)
         fine, coarse = (gradient, input) if self.conv.transposed else (input, gradient)
-        if mask[1] and pays(fine, weight, self.conv.groups):
+        weight_gradient = faster_way(fine, coarse, weight, self._own) if mask[1] else None
+        if weight_gradient is not None:
             gx, _, gb = self.own_gradients(gradient, input, weight, (mask[0], False, mask[2]))
-            return gx if mask[0] else None, _correlated(fine, coarse, weight, self._own), gb
+            return gx if mask[0] else None, weight_gradient(), gb
         if mask[2] and not mask[1]:
             # Asked for the bias, the operator computes the weight's gradient all the same.
             gx, _, _ = self.own_gradients(gradient, input, weight, (mask[0], False, False))
@@ -120,9 +127,9 @@ class LocalConvolution:
         unread = self._unread(fine)
         if any(unread):
             coarse = aten.constant_pad_nd.default(coarse, [side for count in reversed(unread) for side in (0, count)])
-        if pays(fine, weight, self.conv.groups):
-            unpadded = replace(self.conv, padding=tuple(self._padding))
-            return _correlated(fine, coarse.contiguous(), weight, unpadded)
+        other_way = faster_way(fine, coarse, weight, replace(self.conv, padding=tuple(self._padding)))
+        if other_way is not None:
+            return other_way()
         turn = Turn.of(coarse)
         result = aten.convolution_backward.default(
             turn.tensor(coarse), turn.tensor(fine), turn.tensor(weight), None,
@@ -161,6 +168,16 @@ class LocalConvolution:
     @cached_property
     def _pointwise(self) -> bool:
         return is_pointwise(self.conv, self.windows)
+
+    @cached_property
+    def _skips(self) -> bool:
+        return skips(self._own, self.windows)
+
+    @cached_property
+    def _unskipping(self) -> LocalConvolution:
+        """The convolution of what this one reads."""
+        conv = replace(self.conv, stride=(1,) * len(self.windows), dilation=(1,) * len(self.windows))
+        return replace(self, conv=conv, windows=(Window(kernel=1),) * len(self.windows), fine_sizes=self.coarse_sizes)
 
     @cached_property
     def _own(self) -> Convolution:
@@ -202,12 +219,6 @@ def _convolve(
         turn.sizes(conv.dilation), transposed, turn.sizes(extra or zeros), conv.groups,
     )  # fmt: skip
     return turn.back(result)
-
-
-def _correlated(fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor, conv: Convolution) -> torch.Tensor:
-    """The weight gradient of a depthwise convolution: [N C fine] [N C coarse] -> [C 1 kernel]."""
-    rows = correlate(fine.flatten(0, 1), coarse.flatten(0, 1), weight.shape[2:], conv)
-    return rows.view(*fine.shape[:2], *rows.shape[1:]).sum(0)[:, None]
 
 
 def _only_bias(like: torch.Tensor, channels: int, sizes: Sequence[int], bias: torch.Tensor | None) -> torch.Tensor:
