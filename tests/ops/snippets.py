@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from tests.ops import snippets_attention as attention
 from tests.ops import snippets_images as images
+from tests.ops import snippets_tables as tables
 
 Snippet = Callable[[torch.Tensor], Any]
 
@@ -141,5 +142,24 @@ SNIPPETS: dict[str, Snippet] = {
     "index_select": lambda x: x.index_select(2, torch.tensor([0, 2, 5])),
     "lerp": lambda x: torch.lerp(x, x.roll(1, 2), 0.3),
     "movedim": lambda x: x.movedim(1, -1).reshape(x.shape[0], -1, x.shape[1]).sum(1),
+    "region means": tables.region_means,
+    "greatest by label": tables.greatest_by_label,
+    "rows filled": tables.filled_rows,
+    "single places": tables.single_places,
+    "diagonals": lambda x: (x.diagonal(-1, 2, 3), x[0, 1].trace()),
+    "written diagonal": tables.written_diagonal,
+    "determinants": tables.determinants,
+    "solutions": tables.solutions,
+    "positions": tables.positions,
+    "shifted bits": tables.shifted_bits,
+    "in place": tables.written_at_once,
+    "histogram": lambda x: tuple(torch.histogram(x.detach(), 7, density=True)),
+    "histogram of edges": lambda x: torch.histogram(x.detach(), torch.tensor([-1.0, 0.0, 2.0], dtype=x.dtype))[0],
+    "looked up": lambda x: torch.searchsorted(torch.tensor([-1.0, 0.0, 1.0], dtype=x.dtype), x.detach(), right=True),
+    "distances": lambda x: torch.cdist(x[:, 0], x[:, 1, :4], p=1.0),
+    "block_diag": lambda x: torch.block_diag(x[0, 0], x[0, 1]),
+    "other type": lambda x: x.detach().view(torch.int64),
+    "counted": lambda x: (torch.count_nonzero(x > 0, dim=2), torch.isin(x.detach().argmax(1), torch.tensor([1, 3]))),
+    "aminmax": lambda x: tuple(torch.aminmax(x, dim=3)),
     "swap batch and channels": lambda x: x.transpose(0, 1).reshape(x.shape[1], -1),
 }  # fmt: skip

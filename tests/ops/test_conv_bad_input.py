@@ -52,6 +52,8 @@ BAD = {
     "channels": ({"input": (2, 5, 9, 11)}, "input has 5 channels, and the weight takes 4"),
     "groups": ({"groups": 4, "weight": (6, 1, 3, 3)}, "`groups` (=4) must divide"),
     "no groups": ({"groups": 0}, "`groups` (=0) must divide"),
+    "no inputs": ({"input": (2, 0, 9, 11), "weight": (6, 0, 3, 3)}, "there are no channels"),
+    "no outputs": ({"weight": (0, 4, 3, 3), "bias": (0,)}, "there are no channels"),
     "bias": ({"bias": (5,)}, "the bias has shape (5,), and the output 6 channels"),
     "no output": ({"weight": (6, 4, 3, 99)}, "is too small"),
     "dimensions": ({"input": (2, 4, 11, 9, 7)}, "needs an input of as many"),
@@ -76,17 +78,26 @@ def test_refused_alike_on_all_ranks_before_anything_is_sent(pool: Pool, name: st
     assert sent == 0
 
 
-def other_mesh(mesh: DeviceMesh) -> str:
+def other_mesh(mesh: DeviceMesh) -> list[str]:
     x = place(torch.ones(2, 4, 9, 11), mesh, (3, "R"))
-    other = DeviceMesh("cpu", torch.arange(4))
-    with convmesh.enable(), pytest.raises(convmesh.ShardingError) as caught:
-        F.conv2d(x, place(torch.ones(6, 4, 3, 3), other, ("R",)))
-    return str(caught.value)
+    other = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("space",))
+    told = []
+    with convmesh.enable():
+        for wrong in (
+            lambda: F.conv2d(x, place(torch.ones(6, 4, 3, 3), other, ("R",))),
+            lambda: x + place(torch.ones(11), other, (0,)),
+        ):
+            with pytest.raises(convmesh.ShardingError) as caught:
+                wrong()
+            told.append(str(caught.value))
+    return told
 
 
 def test_two_meshes(pool: Pool) -> None:
-    message = same_on_all_ranks(pool.run(other_mesh, mesh=(2, 2)))
-    assert "weight is on another mesh than input" in message
+    convolution, sum = same_on_all_ranks(pool.run(other_mesh, mesh=(2, 2)))
+    assert "weight is on another mesh than input" in convolution
+    assert "operand 1 is on another mesh than operand 0" in sum
+    assert all(name in sum for name in ("on a mesh of 2 x 2", "on a mesh of space 4", "remedy: put all of them on one"))
 
 
 def out_of_order(mesh: DeviceMesh) -> str:

@@ -194,6 +194,9 @@ def channels_last(mesh: DeviceMesh, dims: int) -> None:
     assert y.to_local().is_contiguous(memory_format=format)
     assert y.stride() == expected.contiguous(memory_format=format).stride()
     assert_close(y.full_tensor(), expected)
+    with convmesh.enable():
+        y = convolve(place(x.double(), mesh, (2,)), place(w.double(), mesh, ("R",)), padding=1)
+    assert y.stride() == convolve(x.double(), w.double(), padding=1).stride()  # for which not all have a kernel
 
 
 @pytest.mark.parametrize("dims", [2, 3])

@@ -77,6 +77,9 @@ def refused(mesh: DeviceMesh) -> list[str]:
             with pytest.raises(convmesh.ShardingError) as error:
                 wrong()
             told.append(str(error.value))
+        with pytest.raises(RuntimeError, match="how much a mask selects") as unknown:
+            torch.compile(lambda x: x[x > 0].sum(), fullgraph=True, backend="aot_eager")(placed)
+        assert "remedy" in str(unknown.value)
         with pytest.raises(IndexError) as out:
             place(x.flatten(), mesh, (0,)).gather(0, place(torch.full((20,), x.numel()), mesh, (0,)))
         told.append(str(out.value))

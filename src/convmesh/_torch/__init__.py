@@ -15,6 +15,7 @@ from .collectives import under_way as under_way
 from .collectives import wait as wait
 from .dispatch import as_view as as_view
 from .dispatch import handlers as handlers
+from .dispatch import has_strategy as has_strategy
 from .dispatch import in_backward as in_backward
 from .dispatch import keeps_communication as keeps_communication
 from .dispatch import replicate_implicitly as replicate_implicitly
@@ -43,11 +44,15 @@ from .operators import autograd_keys as autograd_keys
 from .operators import call as call
 from .operators import composite as composite
 from .operators import composite_operators as composite_operators
+from .operators import decomposition as decomposition
+from .operators import functional_of as functional_of
 from .operators import gives_one_tensor as gives_one_tensor
 from .operators import is_composite as is_composite
 from .operators import name_of as name_of
 from .operators import signature as signature
+from .operators import takes_several as takes_several
 from .operators import takes_tensors as takes_tensors
+from .operators import values_alone as values_alone
 from .operators import view_operators as view_operators
 from .operators import writing_operators as writing_operators
 from .tensors import eager_spec_of as eager_spec_of

@@ -12,6 +12,7 @@ from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
+from .arrivals import memory_of
 from .names import Handler, Operator
 from .operators import signature
 from .order import after_the_last, last_communication
@@ -22,6 +23,12 @@ def handlers() -> dict[Operator, Handler]:
     """DTensor's table of operators that are handled apart; it is consulted on every call."""
     table: dict[Operator, Any] = DTensor._op_dispatcher._custom_op_handlers
     return table
+
+
+def has_strategy(operator: Operator) -> bool:
+    """Whether DTensor knows by itself how an operator is sharded, without taking it apart."""
+    known = DTensor._op_dispatcher.sharding_propagator
+    return operator in known.op_strategy_funcs or operator in known.op_single_dim_strategy_funcs
 
 
 def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -39,7 +46,15 @@ def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             operator, args, kwargs, info.compute_mesh, found, results, True, not out, out
         )
     result = dispatcher.wrap(results, found.output_spec)
-    return as_view(operator, args, kwargs, result) if operator._schema._is_view_op() else result
+    return as_view(operator, args, kwargs, result) if _is_view(operator, args, results) else result
+
+
+def _is_view(operator: Operator, args: tuple[Any, ...], results: Any) -> bool:
+    """Whether a view operator's results are views on this rank: what had to be moved for it is a copy."""
+    if not operator._schema._is_view_op():
+        return False
+    first = next(iter(results), None) if isinstance(results, list | tuple) else results
+    return first is None or memory_of(first) == memory_of(local_of(args[0]))
 
 
 def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:

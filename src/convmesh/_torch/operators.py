@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 
 from .names import Operator
 
@@ -92,11 +93,45 @@ def view_operators() -> tuple[Operator, ...]:
     return tuple(operator for operator in _all_operators() if operator._schema._is_view_op())
 
 
+@lru_cache(maxsize=1)
+def values_alone() -> tuple[Operator, ...]:
+    """All of torch's own operators that make values of values: no views, nothing random, nothing that writes into what
+    is given for its results, and in place only what is there as a function too."""
+    return tuple(
+        operator
+        for operator in _all_operators()
+        if takes_tensors(operator)
+        and torch.Tag.nondeterministic_seeded not in operator.tags
+        and not operator._schema._is_view_op()
+        and not is_composite(operator)
+        and (not operator._schema.is_mutable or functional_of(operator) is not None)
+    )
+
+
+def functional_of(operator: Operator) -> Operator | None:
+    """Of an operator that writes into its first argument, the one that returns a new tensor instead."""
+    if signature(operator).written != {0} or not name_of(operator).endswith("_") or not gives_one_tensor(operator):
+        return None
+    packet = getattr(torch.ops.aten, name_of(operator)[:-1], None)
+    return getattr(packet, operator._overloadname, None)
+
+
+def decomposition(operator: Operator) -> Callable[..., Any] | None:
+    """What torch makes of an operator where a backend does not have it."""
+    found: Callable[..., Any] | None = decomposition_table.get(operator)
+    return found
+
+
 def takes_tensors(operator: Operator) -> bool:
     """Not one of those on numbers, strings or lists, of which torch.jit has many."""
-    return str(operator._schema.arguments[0].type) in ("Tensor", "List[Tensor]") or any(
-        str(argument.type) == "Tensor" for argument in operator._schema.arguments
-    )
+    kinds = [str(argument.type) for argument in operator._schema.arguments]
+    return "Tensor" in kinds or kinds[:1] == ["List[Tensor]"]
+
+
+def takes_several(operator: Operator) -> bool:
+    """More than one tensor."""
+    kinds = [str(argument.type) for argument in operator._schema.arguments]
+    return sum(kind in ("Tensor", "Optional[Tensor]") for kind in kinds) > 1
 
 
 def gives_one_tensor(operator: Operator) -> bool:

@@ -12,6 +12,9 @@ from . import conv as conv
 from . import counting as counting
 from . import cross_entropy as cross_entropy
 from . import cumulative as cumulative
+from . import diagonal as diagonal
+from . import distance as distance
+from . import embedding as embedding
 from . import expand as expand
 from . import fourier as fourier
 from . import gated as gated
@@ -20,6 +23,7 @@ from . import gather_index as gather_index
 from . import grid as grid
 from . import group_norm as group_norm
 from . import index as index
+from . import index_fill as index_fill
 from . import index_put as index_put
 from . import instance_norm as instance_norm
 from . import join as join
@@ -27,6 +31,7 @@ from . import layer_norm as layer_norm
 from . import linear as linear
 from . import loss as loss
 from . import masks as masks
+from . import matrices as matrices
 from . import moments as moments
 from . import nll_loss as nll_loss
 from . import one_hot as one_hot
@@ -47,10 +52,12 @@ from . import resample as resample
 from . import rms_norm as rms_norm
 from . import scale as scale
 from . import scatter as scatter
+from . import searching as searching
 from . import select as select
 from . import shuffle as shuffle
 from . import slicing as slicing
 from . import softmax as softmax
+from . import take as take
 from . import tensor_split as tensor_split
 from . import triangle as triangle
 from . import truth as truth
@@ -59,4 +66,5 @@ from . import unfold as unfold
 from . import unique as unique
 from . import unpool as unpool
 from . import view as view
+from . import view_type as view_type
 from . import weight_norm as weight_norm

@@ -47,6 +47,8 @@ def _check_channels(conv: Convolution, input: Layout, weight: Layout, bias: Layo
     if conv.groups < 1 or weight.shape[0] % conv.groups:
         raise wrong(f"`groups` (={conv.groups}) must divide the weight's first size (={weight.shape[0]})",
                     "choose channels that are multiples of groups")  # fmt: skip
+    if not all((*weight.shape[:2], input.shape[1])):
+        raise wrong("there are no channels", "leave the convolution out, or give it at least one of both channels")
     expected = conv.input_channels(weight.shape)
     if input.shape[1] != expected:
         raise wrong(f"the input has {input.shape[1]} channels, and the weight takes {expected}",

@@ -33,6 +33,28 @@ class ForwardPlan:
     local: LocalConvolution | None  # None on a rank outside of the mesh
 
 
+def _output_format(conv: Convolution, input: Layout, weight: Layout) -> torch.memory_format:
+    """As torch does it: channels_last if any of the two is, and there is such a kernel for the type."""
+    last = [t.memory_format for t in (input, weight) if t.memory_format != torch.contiguous_format]
+    if last and _stays_channels_last(conv.transposed, last[0], input.dtype, input.mesh.device_type):
+        return last[0]
+    return torch.contiguous_format
+
+
+@planned
+def _stays_channels_last(transposed: bool, format: torch.memory_format, dtype: torch.dtype, device: str) -> bool:
+    """Seen on an image: of all that torch's choice of a kernel depends on, this is what the format depends on."""
+    spatial = 2 if format == torch.channels_last else 3
+    with _torch.no_modes():
+        image, kernel = (
+            torch.zeros((2, 2, *(size,) * spatial), dtype=dtype, device=device).contiguous(memory_format=format)
+            for size in (4, 3)
+        )
+        ones, zeros = (1,) * spatial, (0,) * spatial
+        result = torch.ops.aten.convolution.default(image, kernel, None, ones, zeros, ones, transposed, zeros, 1)
+        return bool(result.is_contiguous(memory_format=format))
+
+
 @planned
 def plan_forward(
     input_spec: _torch.Spec, weight_spec: _torch.Spec, bias_spec: _torch.Spec | None, *geometry: Any
@@ -46,9 +68,7 @@ def plan_forward(
     chosen = choose("convolution", rows, named, fits=_fits(conv, input, weight))
     sizes = conv.output_size(input.shape[2:], weight.shape[2:])
     shape = (input.shape[0], conv.output_channels(weight.shape), *sizes)
-    # As torch does it: channels_last if any of the two is.
-    last = [t.memory_format for t in (input, weight) if t.memory_format != torch.contiguous_format]
-    stride = dense_stride(shape, last[0] if last else torch.contiguous_format)
+    stride = dense_stride(shape, _output_format(conv, input, weight))
     output = Layout(input.mesh, output_placements(chosen, 0), shape, stride, input.dtype)
     here = input.mesh.get_coordinate()
     # A pending sum over ranks adds the bias up, so one rank only may have it.

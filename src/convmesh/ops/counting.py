@@ -10,10 +10,12 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from .. import _torch
 from ..comm import all_reduce
+from ..sharding.constants import the_same_everywhere
 from ..sharding.dispatch import check_placed, move, move_beside
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
+from .gather_index import local_index
 from .reduce_plan import cutting, settled
 
 aten = torch.ops.aten
@@ -66,9 +68,40 @@ def histc(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
         return _torch.wrap(local.new_empty(0), output.spec)
     mesh_dims = cutting(layout, range(len(layout.shape)))
     if low == high and input.numel():
-        far = torch.finfo(input.dtype).max
-        ends = torch.stack([-local.min(), local.max()]) if local.numel() else local.new_full((2,), -far)
-        least, high = all_reduce(ends, layout.mesh, mesh_dims, "max").tolist()
-        low = -least
+        low, high = _ends(local, layout, mesh_dims)
     counted = aten.histc.default(local, bins, low, high) if local.numel() else local.new_zeros(bins)
     return _torch.wrap(all_reduce(counted, layout.mesh, mesh_dims), output.spec)
+
+
+def _ends(local: torch.Tensor, layout: Layout, mesh_dims: tuple[int, ...]) -> tuple[float, float]:
+    """The least and the greatest value of all ranks."""
+    far = torch.finfo(local.dtype).max
+    ends = torch.stack([-local.min(), local.max()]) if local.numel() else local.new_full((2,), -far)
+    least, most = all_reduce(ends, layout.mesh, mesh_dims, "max").tolist()
+    return -least, most
+
+
+@rule(aten.histogram.bin_ct, aten.histogram.bins_tensor, behaviour=COUNT)
+def histogram(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
+    """Counts, or sums of weights, in bins whose edges every rank knows; of a density, all ranks' values are parts."""
+    input, bins, *given, weight, density = _torch.arguments(operator, args, kwargs)
+    check_placed("histogram", (("input", input), ("weight", weight)))
+    by_edges = isinstance(bins, torch.Tensor)
+    within = None if by_edges else given[0]
+    if not by_edges and within is None and _torch.tracing():
+        raise refuse("histogram", "compiled code does not know the least and the greatest value", (("input", input),),
+                     "give a range")  # fmt: skip
+    layout = settled(Layout.of(_torch.spec_of(input)))
+    local, weights = move(input, layout), None if weight is None else move_beside(weight, layout)
+    if layout.mesh.get_coordinate() is None:
+        raise refuse("histogram", "this rank is not in the mesh", (("input", input),), "call it on the mesh's ranks")
+    mesh_dims = cutting(layout, range(len(layout.shape)))
+    if by_edges:
+        counted, edges = operator(local, local_index(bins), weight=weights)
+    else:
+        if within is None and input.numel():
+            within = _ends(local, layout, mesh_dims)
+        counted, edges = operator(local, bins, range=within, weight=weights)
+    counted = all_reduce(counted, layout.mesh, mesh_dims)
+    counted = counted / edges.diff() / counted.sum() if density else counted
+    return the_same_everywhere(counted, layout.mesh), the_same_everywhere(edges, layout.mesh)

@@ -20,7 +20,7 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import rule
 from .gather_index import INDEX, P, local_index, owned
-from .masks import index_masked
+from .masks import index_masked, refuse_compiled
 from .remap_plan import settled
 
 aten = torch.ops.aten
@@ -38,6 +38,8 @@ def picks_of(shape: Sequence[int], indices: Sequence[torch.Tensor | None]) -> Pi
             continue
         local = local_index(index)
         mask = local.dtype in (torch.bool, torch.uint8)
+        if mask:
+            refuse_compiled("index", (("mask", index),))
         for places in local.nonzero(as_tuple=True) if mask else (local,):
             places = places.long()
             found[dim] = torch.where(places < 0, places + shape[dim], places)

@@ -8,6 +8,7 @@ are, and refuses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -120,10 +121,14 @@ def output_of(plan: MaskPlan, shape: tuple[int, ...], dtype: torch.dtype) -> Lay
     return Layout(plan.source.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), dtype)
 
 
-def begin_mask(operator: str, input: Any, mask: Any) -> MaskPlan:
+def refuse_compiled(operator: str, tensors: Sequence[tuple[str, object]]) -> None:
     if _torch.tracing():
-        raise refuse(operator, "how much a mask selects is not known in compiled code", (("input", input),),
+        raise refuse(operator, "how much a mask selects is not known in compiled code", tensors,
                      "use torch.where or a sum with the mask, or call it outside of torch.compile")  # fmt: skip
+
+
+def begin_mask(operator: str, input: Any, mask: Any) -> MaskPlan:
+    refuse_compiled(operator, (("input", input),))
     specs = check_placed(operator, (("input", input), ("mask", mask)))
     return plan_mask(operator, *specs)
 

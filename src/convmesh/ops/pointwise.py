@@ -26,15 +26,18 @@ UNARY = (
     "abs", "acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "celu", "conj_physical",
     "cos", "cosh", "deg2rad", "digamma", "elu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac",
     "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "i0", "isinf", "isnan", "isneginf", "isposinf",
-    "leaky_relu", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "logit", "mish", "nan_to_num", "neg",
-    "rad2deg", "reciprocal", "relu", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc",
-    "sinh", "softplus", "softshrink", "sqrt", "tan", "tanh", "threshold", "trunc",
+    "leaky_relu", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "logit", "mish", "mvlgamma", "nan_to_num",
+    "neg", "rad2deg", "reciprocal", "relu", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "silu", "sin",
+    "sinc", "sinh", "softplus", "softshrink", "special_entr", "special_erfcx", "special_i0e", "special_i1",
+    "special_i1e", "special_log_ndtr", "special_ndtri", "sqrt", "tan", "tanh", "threshold", "trunc",
 )
 SEVERAL = (
-    "_prelu_kernel", "add", "addcdiv", "addcmul", "atan2", "bitwise_and", "bitwise_or", "bitwise_xor", "clamp",
-    "clamp_max", "clamp_min", "complex", "copysign", "div", "eq", "floor_divide", "fmax", "fmin", "fmod", "ge", "gt",
-    "heaviside", "hypot", "le", "lerp", "logaddexp", "logical_and", "logical_or", "logical_xor", "lt", "masked_fill",
-    "maximum", "minimum", "mul", "ne", "polar", "pow", "remainder", "rsub", "sub", "where", "xlogy",
+    "__ilshift__", "__irshift__", "__lshift__", "__rshift__", "_prelu_kernel", "add", "addcdiv", "addcmul", "atan2",
+    "bitwise_and", "bitwise_left_shift", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "clamp", "clamp_max",
+    "clamp_min", "complex", "copysign", "div", "eq", "floor_divide", "fmax", "fmin", "fmod", "gcd", "ge", "gt",
+    "heaviside", "hypot", "igamma", "igammac", "lcm", "ldexp", "le", "lerp", "logaddexp", "logaddexp2", "logical_and",
+    "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul", "ne", "nextafter", "polar", "pow",
+    "remainder", "rsub", "special_xlog1py", "special_zeta", "sub", "where", "xlogy",
 )
 BACKWARD = (
     "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logit", "mish",

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from .. import _torch
+from ..sharding.dispatch import layouts_of
 from ..sharding.errors import ShardingError
 from ..sharding.layout import Layout
 from ..sharding.rows import Assignment, Row, choose, input_placements, output_placements
@@ -67,11 +68,11 @@ def plan_pointwise(
 ) -> PointwisePlan:
     given = [spec for spec in specs if spec is not None]
     operands = [None if spec is None else Layout.of(spec) for spec in specs]
+    if any(spec.mesh != given[0].mesh for spec in given):
+        layouts_of(_torch.name_of(operator), [(f"operand {n}", spec) for n, spec in enumerate(specs)])  # refuses them
     shape, stride = _result(operator, args, kwargs, operands)
     model = next(layout for layout in operands if layout is not None)
     output = Layout(model.mesh, model.placements, shape, stride, model.dtype)
-    if any(spec.mesh != given[0].mesh for spec in given):
-        return PointwisePlan((), output, leaves=True)
     if _alike(given) and not any(isinstance(p, Partial) for p in model.placements):
         return PointwisePlan((None,) * len(specs), output, ready=True)
     if not all(_torch.plain_order(spec) for spec in given) or not _torch.in_rank_order(model.mesh):

@@ -6,7 +6,9 @@ owns: values and indices are made whole for that, or travel to who owns their pl
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -46,37 +48,46 @@ class ScatterPlan:
 
 @rule(
     aten.scatter.src, aten.scatter_.src, aten.scatter.value, aten.scatter_.value,
-    aten.scatter_add.default, aten.scatter_add_.default, behaviour=SCATTER,
+    aten.scatter_add.default, aten.scatter_add_.default, aten.scatter_reduce.two, aten.scatter_reduce_.two,
+    aten.scatter.reduce, aten.scatter_.reduce, aten.scatter.value_reduce, aten.scatter_.value_reduce,
+    behaviour=SCATTER,
 )  # fmt: skip
 def scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    whole, dim, index, source = _torch.arguments(operator, args, kwargs)
+    whole, dim, index, source, *how = _torch.arguments(operator, args, kwargs)
     name, in_place = _torch.name_of(operator), operator._schema.is_mutable
     values = source if isinstance(source, torch.Tensor) else None
     specs = specs_of(name, (("input", whole), ("index", index), ("source", values)))
-    wish = None if in_place else placements_of(specs[0].mesh, tuple(specs[0].shape))
-    plan = _plan(name, in_place, dim, not _torch.tracing(), wish, *specs)
+    wish = specs[0].placements if in_place else placements_of(specs[0].mesh, tuple(specs[0].shape))
+    plan = _plan(name, dim, not _torch.tracing(), wish, *specs)
     dim %= max(1, whole.dim())
     x, at, given = (
         move(tensor, layout) for tensor, layout in zip((whole, index, values), (*plan.operands, None), strict=False)
     )
     if plan.here and 0 not in plan.operands[1].shape:
-        result = _written(operator, x, dim, at, source if values is None else given, plan)
+        made = partial(_functional, operator, how)
+        result = _written(made, x, dim, at, source if values is None else given, plan)
     else:
         result = x if in_place else x.clone()
     if not in_place:
         return _torch.wrap(result.contiguous(), plan.output.spec)
-    if result is not x:
+    if plan.output.placements != whole.placements:
+        aten.copy_.default(whole, _torch.wrap(result.contiguous(), plan.output.spec))
+    elif result is not x:
         x.copy_(result)
     return whole  # type: ignore[no-any-return]
 
 
+def _functional(operator: _torch.Operator, how: Sequence[Any], *given: Any) -> torch.Tensor:
+    """The operator that returns a new tensor, with the arguments that say how values meet in one place."""
+    written: torch.Tensor = _torch.call(_torch.functional_of(operator) or operator, (*given, *how))
+    return written
+
+
 def _written(
-    operator: _torch.Operator, x: torch.Tensor, dim: int, at: torch.Tensor, source: Any, plan: ScatterPlan
+    functional: Callable[..., torch.Tensor], x: torch.Tensor, dim: int, at: torch.Tensor, source: Any, plan: ScatterPlan
 ) -> torch.Tensor:
-    functional = {"scatter": aten.scatter, "scatter_add": aten.scatter_add}[_torch.name_of(operator).rstrip("_")]
     if dim not in plan.operands[0].cuts:
-        written: torch.Tensor = functional(x, dim, at, source)
-        return written
+        return functional(x, dim, at, source)
     own = plan.operands[0].own(dim)
     if not plan.routes:
         aten._assert_async.msg(((at >= 0) & (at < plan.operands[0].shape[dim])).all(), "index out of range")
@@ -100,7 +111,7 @@ def _written(
 
 @planned
 def _plan(
-    operator: str, in_place: bool, dim: int, routes: bool, wish: Any, *specs: _torch.Spec | None
+    operator: str, dim: int, routes: bool, wish: Any, *specs: _torch.Spec | None
 ) -> ScatterPlan:  # fmt: skip
     names = ("input", "index", "source")
     whole, index, source = layouts_of(operator, list(zip(names, specs, strict=True)))
@@ -127,8 +138,6 @@ def _plan(
         return whole_price(row, mesh_dim, given) + travels
 
     def fits(assignment: tuple[Row, ...]) -> bool:
-        if in_place and output_placements(assignment, 0) != whole.placements:
-            return False
         return travels_within(assignment, ("sent",)) and not any(
             idle(layout, input_placements(assignment, number)) for number, layout in enumerate(given)
         )

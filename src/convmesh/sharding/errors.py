@@ -34,7 +34,10 @@ def refuse(
 def _describe(value: object) -> str:
     if isinstance(value, DTensor | Layout):
         mesh = value.device_mesh if isinstance(value, DTensor) else value.mesh
-        sizes = "x".join(str(size) for size in mesh.shape)
+        sizes = " x ".join(
+            f"{name} {size}" if name else str(size)
+            for name, size in zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.shape, strict=True)
+        )
         return f"{tuple(value.shape)} {value.dtype}, placements {value.placements} on a mesh of {sizes}"
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.dtype}, a plain torch.Tensor"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from .. import _torch
 from .dispatch import move
@@ -55,7 +56,16 @@ class Place:
         return _torch.wrap(local, self.spec)
 
     def write(self, memory: torch.UntypedStorage, values: DTensor) -> None:
-        _torch.local_of(self.tensor(memory)).copy_(move(values, Layout.of(self.spec)))
+        """Of a pending sum, into which a value is written, one rank has it, and the others nothing to add."""
+        layout = Layout.of(self.spec)
+        pending = {
+            m for m, (p, q) in enumerate(zip(layout.placements, values.placements, strict=True))
+            if isinstance(p, Partial) and p != q
+        }  # fmt: skip
+        whole = layout.placed(tuple(Replicate() if m in pending else p for m, p in enumerate(layout.placements)))
+        local, here = move(values, whole), layout.mesh.get_coordinate()
+        has_it = here is None or not any(here[m] for m in pending)
+        _torch.local_of(self.tensor(memory)).copy_(local if has_it else torch.zeros_like(local))
 
 
 @dataclass

@@ -14,6 +14,7 @@ from .._torch import Handler, Operator
 from ..comm import keep_watch
 from . import parts
 from .constants import with_constants
+from .without_rule import by_torch, without_rule
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,14 @@ def install() -> None:
     for operator in _torch.view_operators():
         if operator not in _rules and operator not in table:
             _rules[operator] = _torch.view_rule(_torch.stock)
+    for operator in _torch.values_alone():
+        handler = by_torch if _torch.has_strategy(operator) else without_rule
+        if (
+            operator not in _rules
+            and operator not in table
+            and (handler is without_rule or _torch.takes_several(operator))
+        ):
+            _rules[operator] = parts.tracked(operator, handler) if operator._schema.is_mutable else handler
     _replaced.update({operator: table.get(operator) for operator in _rules})
     table.update(_rules)
     _undo.extend(start() for start in _switches)
