@@ -2,11 +2,11 @@
 
 The bare local part is the same operator on a rank's own shard, without any exchange. It does the same work: a slice of
 a cut dimension is a new tensor, because its parts lie on other ranks than before, so the local part copies it too,
-where a slice of one device's tensor is a view. The bare exchange is what convmesh sends, replayed after the local part
-of forward and after that of backward, where it happens: cores and caches are busy then, ranks are not there at the same
-time, and it takes longer than among ranks that do nothing else. All are timed in runs of some calls. No operator should
-take longer than 1.15 local parts and its exchange. A result that torch's DTensor leaves as a pending sum is added up,
-as it has to be before it can be used.
+where a slice of one device's tensor is a view. The bare exchange is what convmesh sends, by torch's own collectives and
+gloo, as somebody would write it by hand. It is replayed after the local part of forward and after that of backward,
+where it happens: cores and caches are busy then, ranks are not there at the same time, and it takes longer than among
+ranks that do nothing else. All are timed in runs of some calls. No operator should take longer than 1.15 local parts
+and its exchange. A result that torch's DTensor leaves as a pending sum is added up, as it has to be before it is used.
 """
 
 from __future__ import annotations

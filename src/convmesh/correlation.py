@@ -24,13 +24,14 @@ def correlate(fine: torch.Tensor, coarse: torch.Tensor, kernel: Sequence[int], c
     return result
 
 
+# Kernels of these sizes along the last dimension, which is as much as libraries keep in registers.
+SMALLEST, LARGEST = 4, 9
+
+
 def pays(fine: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
-    """Where it is faster than the operator's own gradient: measured on CPUs, 2 to 13 times for kernels above 3."""
+    """Where it is faster than the operator's own gradient: measured on CPUs, 9 to 20 times, and 2 to 4 times for
+    channels_last tensors, which have to be copied."""
     depthwise = weight.shape[0] == groups and weight.shape[1] == 1
-    return (
-        depthwise
-        and min(weight.shape[2:]) > 3
-        and fine.device.type == "cpu"
-        and fine.dtype == torch.float32
-        and fine.is_contiguous()
-    )
+    sizes = weight.shape[2:]
+    fits = min(sizes) >= SMALLEST and sizes[-1] <= LARGEST
+    return depthwise and fits and fine.device.type == "cpu" and fine.dtype == torch.float32

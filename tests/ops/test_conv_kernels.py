@@ -18,8 +18,8 @@ def depthwise(seed: int, mesh: tuple[int, ...]) -> Case:
     spatial = len(case.size)
     at = tuple(min(dim, spatial + 1) if isinstance(dim, int) else dim for dim in case.input)
     return replace(
-        case, channels=(6, 6), groups=6, dtype=torch.float32, channels_last=False, kernel=(5, 4, 5)[:spatial],
-        size=(9, 17, 12)[:spatial], padding=(2, 3, 2)[:spatial], dilation=(1,) * spatial,
+        case, channels=(6, 6), groups=6, dtype=torch.float32, channels_last=spatial > 1 and seed % 2 == 1,
+        kernel=(5, 4, 5)[:spatial], size=(9, 17, 12)[:spatial], padding=(2, 3, 2)[:spatial], dilation=(1,) * spatial,
         output_padding=(0,) * spatial, input=at,
         weight=("R",) * len(mesh), gradient=None,
     )  # fmt: skip

@@ -11,11 +11,9 @@ from time import perf_counter
 from typing import Self
 from weakref import finalize
 
+from .. import _torch
 from .outbox import POSTED, Outbox, OwnOutbox
 
-# A rank that waits looks again and again at first, and lets others compute meanwhile: to be woken takes longer than
-# most messages do.
-AWAKE_SECONDS = 0.01
 NAP_MILLISECONDS = 1
 
 
@@ -60,7 +58,7 @@ class Neighbour:
         start = perf_counter()
         while self.box.words[word] < number:
             waited = perf_counter() - start
-            if waited < AWAKE_SECONDS:
+            if waited < _torch.AWAKE_SECONDS:
                 os.sched_yield()
             elif waited > self._seconds:
                 raise RuntimeError(f"rank {self._rank} has not answered for {self._seconds:.0f} seconds")

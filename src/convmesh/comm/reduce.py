@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
+from .mailbox import mailbox_of
 
 # gloo reduces in several rounds, each of which has to wake threads of all ranks; one round of messages from each to
-# each is there in half the time, as long as it is latency that counts (measured: numbers by channel, 2 and 4 ranks).
-FEW_BYTES = 2**16
+# each is there in half the time, as long as it is latency that counts (measured with 2 and 4 ranks): up to so many
+# bytes from all of them together, and up to so many where they share memory.
+FEW_BYTES, FEW_SHARED_BYTES = 2**16, 2**20
 COMBINE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "sum": torch.sum, "max": torch.amax, "min": torch.amin,
 }  # fmt: skip
@@ -72,7 +74,9 @@ def _start_extreme(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> C
 def _goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Whether every rank sends what it has to every other, and each combines it all by itself, in the same order."""
     size = tensor.numel() * tensor.element_size() * group.size()
-    return size <= FEW_BYTES and not _torch.tracing() and dist.get_backend(group) == "gloo"
+    if size > FEW_SHARED_BYTES or _torch.tracing() or dist.get_backend(group) != "gloo":
+        return False
+    return size <= FEW_BYTES or (tensor.is_cpu and mailbox_of(group) is not None)
 
 
 def _tell_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:

@@ -64,8 +64,8 @@ def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) ->
         _known.add(group)
     for observer in _observers:
         observer(operator, args, group)
-    mailbox = mailbox_of(group) if operator is _torch.ALL_TO_ALL and args[0].is_cpu else None
     try:
+        mailbox = mailbox_of(group) if operator is _torch.ALL_TO_ALL and args[0].is_cpu else None
         result = run() if mailbox is None else mailbox.post(*args[:3])
     except RuntimeError as error:
         raise _failure(_torch.name_of(operator), group, error) from error

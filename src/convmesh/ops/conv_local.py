@@ -13,10 +13,10 @@ from functools import cached_property
 
 import torch
 
-from ..correlation import correlate, pays
 from ..geometry import Box, Convolution, Window
 from .conv_blocks import Crop, Turn
 from .conv_product import channels_innermost, is_pointwise, product, product_gradients, skips, spread, thinned
+from .conv_weight import faster_way
 from .tiling import Tiling
 
 aten = torch.ops.aten
@@ -63,9 +63,10 @@ class LocalConvolution:
         if self._pointwise and channels_innermost(input):
             return product_gradients(gradient, input, weight, mask)
         fine, coarse = (gradient, input) if self.conv.transposed else (input, gradient)
-        if mask[1] and pays(fine, weight, self.conv.groups):
+        weight_gradient = faster_way(fine, coarse, weight, self._own) if mask[1] else None
+        if weight_gradient is not None:
             gx, _, gb = self.own_gradients(gradient, input, weight, (mask[0], False, mask[2]))
-            return gx if mask[0] else None, _correlated(fine, coarse, weight, self._own), gb
+            return gx if mask[0] else None, weight_gradient(), gb
         if mask[2] and not mask[1]:
             # Asked for the bias, the operator computes the weight's gradient all the same.
             gx, _, _ = self.own_gradients(gradient, input, weight, (mask[0], False, False))
@@ -126,9 +127,9 @@ class LocalConvolution:
         unread = self._unread(fine)
         if any(unread):
             coarse = aten.constant_pad_nd.default(coarse, [side for count in reversed(unread) for side in (0, count)])
-        if pays(fine, weight, self.conv.groups):
-            unpadded = replace(self.conv, padding=tuple(self._padding))
-            return _correlated(fine, coarse.contiguous(), weight, unpadded)
+        other_way = faster_way(fine, coarse, weight, replace(self.conv, padding=tuple(self._padding)))
+        if other_way is not None:
+            return other_way()
         turn = Turn.of(coarse)
         result = aten.convolution_backward.default(
             turn.tensor(coarse), turn.tensor(fine), turn.tensor(weight), None,
@@ -218,12 +219,6 @@ def _convolve(
         turn.sizes(conv.dilation), transposed, turn.sizes(extra or zeros), conv.groups,
     )  # fmt: skip
     return turn.back(result)
-
-
-def _correlated(fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor, conv: Convolution) -> torch.Tensor:
-    """The weight gradient of a depthwise convolution: [N C fine] [N C coarse] -> [C 1 kernel]."""
-    rows = correlate(fine.flatten(0, 1), coarse.flatten(0, 1), weight.shape[2:], conv)
-    return rows.view(*fine.shape[:2], *rows.shape[1:]).sum(0)[:, None]
 
 
 def _only_bias(like: torch.Tensor, channels: int, sizes: Sequence[int], bias: torch.Tensor | None) -> torch.Tensor:
