@@ -104,17 +104,23 @@ def test_pixels_that_become_tokens_stay_cut(pool: Pool) -> None:
         assert placements[0] == ("(Shard(dim=0), Shard(dim=1))",)
 
 
-def check_dense(mesh: DeviceMesh, case: tuple[tuple[int, ...], tuple[Any, ...]]) -> None:
-    shape, at = case
+def check_dense(mesh: DeviceMesh, case: tuple[bool, tuple[Any, ...]]) -> None:
+    channels_last, at = case
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    whole = torch.zeros(2, 4, 10, 6, dtype=torch.float64).contiguous(memory_format=memory_format)
     with convmesh.enable():
-        viewed = place(torch.zeros(shape, dtype=torch.float64), mesh, at).flatten(2)
-    assert viewed.is_contiguous()
-    assert viewed.to_local().is_contiguous()
+        flat = place(whole, mesh, at).flatten(2)
+        back = flat.view(whole.shape)
+    for viewed, dense in ((flat, whole.flatten(2)), (back, whole)):
+        assert viewed.stride() == dense.stride()
+        order = sorted(range(dense.dim()), key=lambda dim: -dense.stride(dim))
+        assert viewed.to_local().permute(order).is_contiguous()
 
 
 def test_a_view_that_had_to_move_lies_as_its_strides_say(pool: Pool) -> None:
-    """Views of it are made by these."""
-    pool.run_cases(check_dense, [((2, 4, 10, 6), at) for at in ((2, 2), (0, 2), (3, 3), (2, 3))], mesh=(2, 2))
+    """Views of it are made by these, and random numbers drawn; they are those of one device."""
+    places = ((2, 2), (0, 2), (3, 3), (2, 3), (0, 3))
+    pool.run_cases(check_dense, [(last, at) for last in (False, True) for at in places], mesh=(2, 2))
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:

@@ -67,7 +67,7 @@ PAIRS: dict[tuple[int, ...], list[tuple[Any, ...]]] = {
     ],
     (2, 2): [
         ((2, 3), GATE, ("R", "R")), ((2, 2), ROW, ("R", "R")), ((2, 2), SHAPE, (2, "R")), ((0, 2), GATE, (0, "R")),
-        ((2, 3), SHAPE, ("P", 3)), (("P", 2), SHAPE, ("P", 2)), ((2, 3), SHAPE, (2, 1)),
+        ((2, 3), SHAPE, ("P", 3)), (("P", 2), SHAPE, ("P", 2)), ((2, 3), SHAPE, (2, 1)), ((2, 2), SHAPE, ("P", "P")),
     ],
 }  # fmt: skip
 

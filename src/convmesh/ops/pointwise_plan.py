@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -126,8 +127,17 @@ def _choose(
             return False
         return all(not isinstance(p, Shard) or p.dim in dims for p, dims in zip(placements, natural, strict=True))
 
+    def summing(row: Row, mesh_dim: int) -> float:
+        """What is left pending has to be summed yet: no reason to gather an operand of the result's size for it."""
+        gathers = any(
+            type(layout.placements[mesh_dim]) is Shard and target == R
+            for layout, target in zip(operands, row.inputs, strict=True)
+            if layout is not None and prod(layout.shape) == prod(shape)
+        )
+        return prod(shape) if gathers and isinstance(row.outputs[0], Partial) else 0
+
     try:
-        return choose(name, rows, named, fits=fits)
+        return choose(name, rows, named, fits=fits, extra=summing)
     except ShardingError:
         if written is not None and any(isinstance(placement, Partial) for placement in written.placements):
             return None

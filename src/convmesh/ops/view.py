@@ -85,8 +85,18 @@ def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None
     flow = None if local else flow_of(layout.placed(given), shape, back)
     if flow is not None:
         source, placements = flow.source, flow.target
-    output = Layout(layout.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
+    output = _new_tensor(layout, placements, shape)
     return ViewPlan(layout.placed(source), output, output if back is None else output.placed(back), flow)
+
+
+def _new_tensor(layout: Layout, placements: Placements, shape: tuple[int, ...]) -> Layout:
+    """In the order of one device's view, which random numbers are drawn in; what it cannot view it copies."""
+    view = _view_of_all(layout, placements, shape)
+    if view is None:
+        return Layout(layout.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
+    with _torch.no_modes():
+        without_gaps = torch.empty_like(torch.empty_strided(shape, view.stride, device="meta")).stride()
+    return Layout(layout.mesh, placements, shape, tuple(without_gaps), layout.dtype)
 
 
 def _resizes_uneven(before: Placements, after: Placements, layout: Layout, shape: tuple[int, ...]) -> bool:
@@ -188,9 +198,9 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if plan.wanted is plan.output and plan.source.placements == input.placements and plan.flow is None:
         return _torch.as_view(operator, args, kwargs, _torch.wrap(local, plan.output.spec))
     # What has moved may lie with gaps, and the next view of it goes by the strides that its spec says.
-    result = _torch.wrap(local.contiguous(), plan.output.spec)
+    result = _torch.wrap(plan.output.laid(local), plan.output.spec)
     if plan.wanted is not plan.output:
-        result = _torch.wrap(move(result, plan.wanted).contiguous(), plan.wanted.spec)
+        result = _torch.wrap(plan.wanted.laid(move(result, plan.wanted)), plan.wanted.spec)
     return _copy(result, input)
 
 

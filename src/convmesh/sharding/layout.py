@@ -85,6 +85,21 @@ class Layout:
             return (0,)  # what DTensor gives a rank outside of the mesh
         return tuple(len(self.own(dim)) for dim in range(len(self.shape)))
 
+    def laid(self, part: torch.Tensor) -> torch.Tensor:
+        """A rank's part without gaps, in memory in the order of the strides: itself, where it lies so."""
+        if part.dim() != len(self.shape):
+            return part  # the rank is outside of the mesh
+        return part.permute(self._memory_order).contiguous().permute(self._back_from_memory_order)
+
+    @cached_property
+    def _memory_order(self) -> tuple[int, ...]:
+        """The dimensions, outermost first."""
+        return tuple(sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim]))
+
+    @cached_property
+    def _back_from_memory_order(self) -> tuple[int, ...]:
+        return tuple(self._memory_order.index(dim) for dim in range(len(self.shape)))
+
     @cached_property
     def memory_format(self) -> torch.memory_format:
         """channels_last where the strides say so, else contiguous."""
