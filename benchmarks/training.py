@@ -39,7 +39,7 @@ def run(pool: Pool, console: Console, rounds: int) -> list[dict[str, Any]]:
     with Progress(console=console) as progress, returning_memory() as other_pool:
         task = progress.add_task("training steps", total=len(steps.NETWORKS))
         for network in steps.NETWORKS:
-            row = _measure_network(pool, network, max(3, rounds // 2))
+            row = _measure_network(pool, network, max(5, rounds // 2))
             rows.append(row | {"memory": _measure_memory(other_pool, network)})
             progress.advance(task)
     console.print(_table(rows))
