@@ -29,7 +29,9 @@ class Pair:
     def __init__(self, seconds: float = 60) -> None:
         self.boxes = [OwnOutbox(), OwnOutbox()]
         self.ends = [
-            Mailbox(self.boxes[here], {1 - here: Neighbour(Address.of(self.boxes[1 - here]), 1 - here, here, seconds)})
+            Mailbox(
+                here, self.boxes[here], {1 - here: Neighbour(Address.of(self.boxes[1 - here]), 1 - here, here, seconds)}
+            )
             for here in range(2)
         ]
 
@@ -117,6 +119,12 @@ def test_a_message_of_another_size_is_no_message() -> None:
     with pytest.raises(RuntimeError, match="rank 0 has sent 12 bytes where 16 were expected"):
         collect(pair.post(1, torch.ones(0), 4))
     mailbox._letters.clear()
+
+
+@pytest.mark.parametrize(("receive", "send"), [([0, 1], [0, 3]), ([1, 1], [0, 2]), ([0, 1], [0, 1])])
+def test_counts_that_do_not_fit(receive: list[int], send: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="2 rows cannot be sent"):
+        Pair().ends[0].post(torch.ones(2), receive, send)
 
 
 def test_other_machines_are_not_visited() -> None:

@@ -43,26 +43,26 @@ _letters: dict[int, Letter] = {}
 class Mailbox:
     """A group's messages. Every rank numbers them alike, because all communicate in the same order."""
 
-    def __init__(self, own: OwnOutbox, others: Mapping[int, Neighbour]) -> None:
-        """`others` by their number in the group."""
-        self._own, self._others = own, others
+    def __init__(self, here: int, own: OwnOutbox, others: Mapping[int, Neighbour]) -> None:
+        """`here` is this rank's number in the group; `others` by theirs."""
+        self._here, self._own, self._others = here, own, others
         self._posted = 0
         self._awaited: deque[Letter] = deque()
         self._one_at_a_time = RLock()
 
     def post(self, buffer: torch.Tensor, receive: Sequence[int], send: Sequence[int]) -> torch.Tensor:
         """Leave so many rows of `buffer` for every rank; what they have left for this one is there after `collect`."""
+        if sum(send) != len(buffer) or send[self._here] != receive[self._here]:
+            raise RuntimeError(f"{len(buffer)} rows cannot be sent as {list(send)} and received as {list(receive)}")
         buffer = buffer.contiguous()
         result = buffer.new_empty((sum(receive), *buffer.shape[1:]))
         row = buffer.element_size() * prod(buffer.shape[1:])
         source, sizes = buffer.data_ptr(), [count * row for count in receive]
         parts = []
         for rank, count in enumerate(send):
-            if rank in self._others:
-                parts.append((source, count * row))
-            else:
+            if rank == self._here:
                 ctypes.memmove(result.data_ptr() + sum(sizes[:rank]), source, count * row)
-                parts.append((source, 0))
+            parts.append((source, 0 if rank == self._here else count * row))
             source += count * row
         with self._one_at_a_time:
             self._tidy()
@@ -92,7 +92,7 @@ class Mailbox:
         letter = self._awaited[0]
         target = letter.result.data_ptr()
         for rank, size in enumerate(letter.sizes):
-            if rank in self._others:
+            if rank != self._here:
                 self._others[rank].read(letter.number, target, size)
             target += size
         self._awaited.popleft()
@@ -135,7 +135,7 @@ def _open(group: dist.ProcessGroup) -> Mailbox | None:
         with suppress(OSError, AttributeError):
             others = _visit(addresses, group)
     everybody = all(_told(others is not None, group))
-    return Mailbox(own, others) if everybody and own is not None and others is not None else None
+    return Mailbox(group.rank(), own, others) if everybody and own is not None and others is not None else None
 
 
 def _visit(addresses: Sequence[Address | None], group: dist.ProcessGroup) -> dict[int, Neighbour]:
