@@ -141,13 +141,11 @@ def install() -> None:
         if operator not in _rules and operator not in table:
             _rules[operator] = _torch.view_rule(_torch.stock)
     for operator in _torch.values_alone():
-        handler = by_torch if _torch.has_strategy(operator) else without_rule
-        if (
-            operator not in _rules
-            and operator not in table
-            and (handler is without_rule or _torch.takes_several(operator))
-        ):
-            _rules[operator] = parts.tracked(operator, handler) if operator._schema.is_mutable else handler
+        known = _torch.has_strategy(operator)
+        if operator in _rules or operator in table or (known and not _torch.takes_several(operator)):
+            continue
+        handler = by_torch if known else without_rule
+        _rules[operator] = parts.tracked(operator, handler) if operator._schema.is_mutable else handler
     _replaced.update({operator: table.get(operator) for operator in _rules})
     table.update(_rules)
     _undo.extend(start() for start in _switches)
