@@ -44,8 +44,10 @@ def keep_watch() -> Callable[[], None]:
     end_watch = _torch.intercept_collectives(_start, _await)
 
     def end() -> None:
-        collect_all()  # without the watch nobody would look for it
-        end_watch()
+        try:
+            collect_all()  # without the watch nobody would look for it
+        finally:
+            end_watch()
 
     return end
 
