@@ -30,8 +30,8 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Pointwise(),
     Unfold(),
     Taps(),
-    Loop(),
     Direct(),
+    Loop(),
 )
 
 # Estimates are off by ten or twenty per cent. Leave the fold, which torch itself would take, only for a clear gain, and
@@ -39,7 +39,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
 CLEAR_GAIN, GAIN_UNMEASURED = 0.85, 0.5
 # Prices are of operands that have their samples in front. Where they lie as a fold left them, others have to copy them,
 # but for those that read operands as they lie. These have little beside the arithmetic, and are estimated well.
-GAIN_OVER_FOLDED, GAIN_AS_LAID = 0.8, 0.95
+GAIN_OVER_FOLDED, GAIN_AS_LAID = 0.8, 1.0
 # What a fold loses to memory that it gets anew was seen, and not estimated.
 GAIN_OVER_SEEN = 0.95
 # Nor for less seconds than a few calls from Python take.

@@ -45,13 +45,13 @@ class Direct(Algorithm):
         return 0
 
     def multiplications(self, task: Task) -> float:
-        """Columns of a product are channels of the result, and fill one vector or pairs of them."""
+        """Columns of a product are channels of the result, and fill vectors."""
         product = task.contraction
         groups, (outputs, inputs, *_) = product.geometry.groups, product.kernel
         columns = inputs if product.wanted is Role.IMAGE else outputs // groups
         if columns == 1 and inputs == 1 and groups > 1:
             columns = groups
-        filled = columns if columns <= FEW and product.wanted is not Role.KERNEL else _filled(columns)
+        filled = columns if columns <= FEW and product.wanted is not Role.KERNEL else -(-columns // LANES) * LANES
         return task.batch * product.multiplications * filled / columns
 
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
@@ -62,11 +62,6 @@ class Direct(Algorithm):
         steps = kernels.Steps(tensors[Role.IMAGE], tensors[Role.KERNEL], tensors[Role.RESPONSE], biases)
         kernels.compute(wanted.name.lower(), task.batch, steps, task.contraction.geometry, task.threads)
         return Mapped(result, 0)
-
-
-def _filled(columns: int) -> int:
-    width = LANES if columns <= LANES else 2 * LANES
-    return -(-columns // width) * width
 
 
 def _readable(operand: Operand, batch: int) -> Tensor:

@@ -86,13 +86,14 @@ template <class T> class Product {
         if (wanted == KERNEL) factors = {scratch.images.get(), shift, shifts, place, places, panel};
         for (Int column = part.first_column; column < part.last_column; column += width) {
             const Int wide = std::min(width, columns - column);
-            pack(reading, part, column, wide, few ? wide : width, panel);
+            const Int across = few ? wide : wide <= LANES<T> ? LANES<T> : width;
+            pack(reading, part, column, wide, across, panel);
             const Target<T> target = target_of(reading, part, column);
             if (few)
                 multiply_by_pieces(factors, reading, part, sums, target);
             else if (lanewise)
                 multiply<T, LANEWISE>(factors, sums, wide, target);
-            else if (width == LANES<T>)
+            else if (across == LANES<T>)
                 multiply<T, NARROW>(factors, sums, wide, target);
             else
                 multiply<T, WIDE>(factors, sums, wide, target);

@@ -67,9 +67,7 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def _run(
-    library: ctypes.CDLL, wanted: str, samples: int, tensors: Steps, geometry: Convolution, threads: int
-) -> None:
+def _run(library: ctypes.CDLL, wanted: str, samples: int, tensors: Steps, geometry: Convolution, threads: int) -> None:
     image, kernel, response, bias = tensors
     space = image.dim() - 3
     problem = Problem(
@@ -95,7 +93,9 @@ def _agrees_with_torch(library: ctypes.CDLL) -> bool:
     geometry = Convolution((2, 1), (1, 2), (1, 2), False, (0, 0), 2)
     for dtype in (torch.float32, torch.float64):
         x, w = (_numbers(shape, dtype) for shape in ((2, 2, 10, 9, 11), (2, 36, 5, 3, 2)))
-        y = torch.stack([torch.convolution(*sample, None, *geometry.arguments) for sample in zip(x, w, strict=True)])
+        y = torch.stack(
+            [torch.ops.aten.convolution(*sample, None, *geometry.arguments) for sample in zip(x, w, strict=True)]
+        )
         gradients = [
             torch.ops.aten.convolution_backward(*sample, None, *geometry.arguments, (True, True, False))
             for sample in zip(y, x, w, strict=True)
