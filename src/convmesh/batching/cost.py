@@ -100,7 +100,9 @@ def _kind(task: Task) -> str:
         return "pointwise" if max(geometry.stride) == 1 else "pointwise-strided"
     if min(o, c) < 8:
         return "narrow-groups" if groups > 1 else "one-channel" if c == 1 else "few-inputs" if c < 8 else "few-outputs"
-    return "groups" if groups > 1 else "wide"
+    if groups > 1:
+        return "groups"
+    return "wide" if len(size) < 3 else "wide-volumes"
 
 
 def features_of(algorithm: Algorithm, task: Task) -> Features:
