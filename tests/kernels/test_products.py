@@ -85,10 +85,11 @@ PLAIN = Convolution((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kernel", [2, 3, 5, 7])
 @pytest.mark.parametrize("groups", [1, 3, 8, 9, 17])
-def test_one_channel_to_a_group(groups: int, stride: int) -> None:
-    geometry = replace(PLAIN, groups=groups, stride=(stride, stride))
-    compare(geometry, *layer(geometry, 2, 3, (1, 1), [9, 11], [3, 3]))
+def test_one_channel_to_a_group(groups: int, kernel: int, stride: int) -> None:
+    geometry = replace(PLAIN, groups=groups, stride=(stride, stride), padding=(kernel // 2, 1))
+    compare(geometry, *layer(geometry, 2, 3, (1, 1), [9, 21], [3, kernel]))
 
 
 def test_more_images_than_fit_at_once() -> None:
