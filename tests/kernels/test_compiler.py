@@ -34,6 +34,12 @@ def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert "there is no C++ compiler" in caplog.text
 
 
+def test_not_wanted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CONVMESH_KERNELS", "0")
+    assert compiler.load() is None
+    assert "CONVMESH_KERNELS is 0" in caplog.text
+
+
 def test_a_compiler_that_fails_is_quoted(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,6 +28,8 @@ log = logging.getLogger("convmesh.kernels")
 def load() -> ctypes.CDLL | None:
     """The library, compiled now if it was not before; None, and a line in the log, where that cannot be."""
     try:
+        if os.environ.get("CONVMESH_KERNELS") == "0":
+            raise RuntimeError("CONVMESH_KERNELS is 0")
         compiler, threading = _compiler(), _openmp()
         path = cache_directory() / f"kernels-{_identity(compiler, threading)}.so"
         if not path.is_file():
@@ -54,10 +56,10 @@ def _openmp() -> Path:
         mapped = Path("/proc/self/maps").read_text()
     except OSError as error:
         raise RuntimeError("only Linux says which library for threads torch has loaded") from error
-    found = re.search(r"/\S*/lib[gi]omp\S*", mapped)
-    if found is None:
+    found = re.findall(r"/.*/lib[gi]omp.*", mapped)
+    if not found:
         raise RuntimeError("torch has loaded no OpenMP")
-    return Path(found[0])
+    return Path(next((path for path in found if "torch" in path), found[0]))
 
 
 def _identity(compiler: str, threading: Path) -> str:
