@@ -1,10 +1,13 @@
 """Random operators: the numbers of one device, however the tensor is sharded.
 
-What a generator draws cannot be entered in the middle: not on a CPU, and on a GPU the order of elements depends on the
-size of the tensor. So every rank draws all of the tensor from its generator, which has the same state on all ranks,
-and keeps its own part. This costs the time of one device. It also costs memory for the whole tensor, for a moment,
-so a tensor of more than `LARGEST_WHOLE` elements is drawn in tiles instead, each from a generator of its own: then the
-numbers are not those of one device, but still do not depend on the sharding, and a rank draws only tiles that it needs.
+Which of its numbers a generator takes for an element is not known in general: on a CPU that differs between operators,
+and on a GPU the order of elements depends on the size of the tensor. So every rank draws all of the tensor from its
+generator, which has the same state on all ranks, and keeps its own part. This costs the time of one device. It also
+costs memory for the whole tensor, for a moment, so a tensor of more than `LARGEST_WHOLE` elements is drawn in tiles
+instead, each from a generator of its own: then the numbers are not those of one device, but still do not depend on the
+sharding, and a rank draws only tiles that it needs.
+
+It is known of the zeros and ones that a CPU draws for dropout (`bernoulli.py`): ranks share these, at any size.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout
 from ..sharding.pending import can_relocate, reduce_once
 from ..sharding.registry import Behaviour, made_of_others, rule
-from .bernoulli import drawn_in_blocks
+from .bernoulli import zeros_and_ones
 
 aten = torch.ops.aten
 
@@ -41,16 +44,23 @@ made_of_others(
     )
 )
 
-DRAWN = Behaviour(
-    "random", "all; the numbers are those of one device, if all ranks have the same seed",
-    "nothing: every rank draws all numbers and keeps its own; over 2^26 elements it draws tiles, and the numbers "
-    "are no longer those of one device, yet the same for every sharding",
+STAYS = "all; the numbers are those of one device, if all ranks have the same seed"
+TILES_BEYOND = (
+    "every rank draws all numbers and keeps its own; over 2^26 elements it draws tiles, and the numbers are no longer "
+    "those of one device, yet the same for every sharding"
+)
+DRAWN = Behaviour("random", STAYS, f"nothing: {TILES_BEYOND}")
+SHARED = Behaviour(
+    "random", STAYS,
+    "with one probability for millions of elements on a CPU: which of them are ones, a byte each, where a rank's own are "
+    "not a few ranges of memory; every rank draws a share of the numbers, and at any size they are those of one device. "
+    f"Otherwise nothing: {TILES_BEYOND}",
 )  # fmt: skip
 
 Draw = Callable[[torch.Tensor, torch.Generator | None], Any]
 
 IN_PLACE = (
-    aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default,
+    aten.uniform_.default, aten.normal_.default, aten.exponential_.default,
     aten.geometric_.default, aten.cauchy_.default, aten.log_normal_.default, aten.random_.default,
     getattr(aten.random_, "from"), aten.random_.to,
 )  # fmt: skip
@@ -67,9 +77,6 @@ def fill(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     check_placed(operator._schema.name, (("self", tensor),))
     numbers, generator = rest[:-1], rest[-1]
     layout = _layout(_torch.spec_of(tensor), None)
-    if operator is aten.bernoulli_.float:
-        into = _torch.local_of(tensor) if tensor.placements == layout.placements else None
-        return _write(tensor, _zeros_and_ones(layout, tensor, numbers[0], generator, into))
     drawn = _draw(layout, tensor, generator, lambda empty, source: _torch.call(operator, [empty, *numbers, source]))
     return _write(tensor, drawn)
 
@@ -91,7 +98,16 @@ def like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     return _torch.wrap(_draw(layout, tensor, values.get("generator"), draw), layout.spec)
 
 
-@rule(aten.bernoulli.p, behaviour=DRAWN)
+@rule(aten.bernoulli_.float, behaviour=SHARED)
+def bernoulli_in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    tensor, p, generator = _torch.arguments(operator, args, kwargs)
+    check_placed(operator._schema.name, (("self", tensor),))
+    layout = _layout(_torch.spec_of(tensor), None)
+    into = _torch.local_of(tensor) if tensor.placements == layout.placements else None
+    return _write(tensor, _zeros_and_ones(layout, tensor, p, generator, into))
+
+
+@rule(aten.bernoulli.p, behaviour=SHARED)
 def bernoulli_like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     tensor, p, generator = _torch.arguments(operator, args, kwargs)
     check_placed(operator._schema.name, (("self", tensor),))
@@ -99,7 +115,7 @@ def bernoulli_like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dic
     return _torch.wrap(_zeros_and_ones(layout, tensor, p, generator), layout.spec)
 
 
-@rule(aten.bernoulli.default, aten.bernoulli_.Tensor, behaviour=DRAWN)
+@rule(aten.bernoulli.default, aten.bernoulli_.Tensor, behaviour=SHARED)
 def bernoulli(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Each element with a probability of its own, which a uniform number is compared with, as one CPU does it."""
     *tensors, generator = _torch.arguments(operator, args, kwargs)
@@ -215,8 +231,8 @@ def _draw(layout: Layout, model: DTensor, generator: torch.Generator | None, dra
 def _zeros_and_ones(
     layout: Layout, model: DTensor, p: float, generator: torch.Generator | None, into: torch.Tensor | None = None
 ) -> torch.Tensor:
-    if layout.mesh.get_coordinate() is not None and prod(layout.shape) <= LARGEST_WHOLE:
-        drawn = drawn_in_blocks(layout, _torch.local_of(model).device, into, p, generator)
+    if layout.mesh.get_coordinate() is not None:
+        drawn = zeros_and_ones(layout, _torch.local_of(model).device, into, p, generator)
         if drawn is not None:
             return drawn
     return _draw(layout, model, generator, lambda empty, source: empty.bernoulli_(p, generator=source))
