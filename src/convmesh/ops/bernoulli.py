@@ -13,10 +13,12 @@ from itertools import product
 from math import ceil, prod
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
-from ..comm import Held
+from ..comm import Held, all_reduce
 from ..geometry import Box, Interval
+from ..sharding.cache import planned
 from ..sharding.layout import Layout
 from .shared_drawing import Share, plan_share
 from .twister import advanced, can_advance
@@ -33,22 +35,30 @@ def zeros_and_ones(
 
     None, and nothing done, where that is not known to be made of one number for each element, in the order of memory.
     """
-    if device.type != "cpu" or not 0 <= p <= 1 or _torch.tracing() or not _one_by_one() or not _fills_memory(layout):
+    if device.type != "cpu" or not 0 <= p <= 1 or _torch.tracing() or not _fills_memory(layout):
         return None
-    order = layout.memory_order
+    share = plan_share(layout.spec)
+    together = share is not None and share.pays() and _all_can_share(layout.mesh)
+    if not together and not _one_by_one():
+        return None
     if not layout.cuts:
-        whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
-        return whole.bernoulli_(p, generator=generator)
+        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).bernoulli_(p, generator=generator)
+    order = layout.memory_order
     own = tuple(layout.own(dim) for dim in order)
     result = into.permute(order) if into is not None else torch.empty([len(side) for side in own], dtype=layout.dtype)
-    share = plan_share(layout.spec)
-    if share is not None and share.pays() and can_advance():
-        result.copy_(
-            share.handed_out(_draw_share(share, p, generator or torch.default_generator)).reshape(result.shape)
-        )
+    if share is not None and together:
+        drawn = _draw_share(share, p, generator or torch.default_generator)
+        result.copy_(share.handed_out(drawn).reshape(result.shape))
     else:
         _draw_all(result, tuple(layout.shape[dim] for dim in order), own, p, generator)
     return result.permute(layout.back_from_memory_order)
+
+
+@planned
+def _all_can_share(mesh: DeviceMesh) -> bool:
+    """Ranks may run on different CPUs, and what one of them cannot do none does: they would wait for it for ever."""
+    able = torch.tensor([float(_one_by_one() and can_advance())])
+    return bool(all_reduce(able, mesh, range(mesh.ndim), "min").item())
 
 
 def _draw_share(share: Share, p: float, generator: torch.Generator) -> torch.Tensor:
@@ -91,7 +101,7 @@ def _fills_memory(layout: Layout) -> bool:
 
 
 def _decide(numbers: torch.Tensor, p: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The last bits of a number, which become all of it, are a fraction: it stands for a one if that is less than `p`."""
+    """The last bits of a number are a fraction, and it is a one if that is less than `p`. Numbers become these bits."""
     return torch.lt(numbers.bitwise_and_(2**BITS - 1), ceil(p * 2**BITS), out=out)
 
 

@@ -96,7 +96,7 @@ def _power(blocks: int) -> torch.Tensor:
     for bit in f"{blocks:b}":
         power = int(f"{power:b}", 4)  # the square: a zero after every bit
         power = _remainder(power << WORDS if bit == "1" else power)
-    return torch.tensor([power >> at & 2**BITS - 1 for at in range(0, DEGREE, BITS)])
+    return torch.tensor([power >> at & 2**BITS - 1 for at in range(0, power.bit_length(), BITS)])
 
 
 def _remainder(polynomial: int) -> int:
@@ -118,10 +118,8 @@ def _multiples() -> list[int]:
 
 @cache
 def _characteristic() -> int:
-    """Bit `i` stands for `t^i`. A word is made of two bits' worth: the highest bit of one, and the others of the next.
-
-    The polynomial is a sum over the bits of the twist, each with the steps that a bit takes until it falls out.
-    """
+    """Bit `i` stands for `t^i`. By the inventors of the generator (Matsumoto and Nishimura, 1998): a sum over the bits of
+    the twist, each times the steps that lead to it, of which those of a word's highest bit are the longest."""
     polynomial, steps = TWIST >> 31, 1
     for bit in range(30, -2, -1):
         back = 0 if bit == 30 else 1
