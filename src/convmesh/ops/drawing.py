@@ -39,9 +39,9 @@ TILES_BEYOND = (
 DRAWN = Behaviour("random", STAYS, f"nothing: {TILES_BEYOND}")
 SHARED = Behaviour(
     "random", STAYS,
-    "with one probability for millions of elements on a CPU: which of them are ones, a byte each, where a rank's own "
-    "are not a few ranges of memory; each rank draws a share of the numbers, and at any size they are those of one "
-    f"device. Otherwise nothing: {TILES_BEYOND}",
+    "where millions of elements have one probability on a CPU: every rank draws a share of the numbers and sends which "
+    "elements are ones, a byte each, unless its own are a few ranges of memory; the numbers are those of one device at "
+    f"any size. Otherwise nothing: {TILES_BEYOND}",
 )  # fmt: skip
 
 Draw = Callable[[torch.Tensor, torch.Generator | None], Any]

@@ -118,8 +118,8 @@ def _multiples() -> list[int]:
 
 @cache
 def _characteristic() -> int:
-    """Bit `i` stands for `t^i`. By the inventors of the generator (Matsumoto and Nishimura, 1998): a sum over the bits of
-    the twist, each times the steps that lead to it, of which those of a word's highest bit are the longest."""
+    """Bit `i` stands for `t^i`. As its inventors have it (Matsumoto and Nishimura, 1998): a sum over the bits of the
+    twist, each times the steps that lead to it, of which those of a word's highest bit are the longest."""
     polynomial, steps = TWIST >> 31, 1
     for bit in range(30, -2, -1):
         back = 0 if bit == 30 else 1
