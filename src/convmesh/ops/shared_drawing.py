@@ -20,8 +20,8 @@ from ..geometry import Box, Interval, shards
 from ..sharding.cache import planned
 from ..sharding.layout import Layout
 
-JUMP = 700_000  # numbers that are drawn in the time of a jump
-SENT = 0.25  # numbers that are drawn in the time in which an element is sent
+JUMP = 700_000  # numbers that could be drawn during a jump
+SENT = 4  # elements that are sent while a number is drawn
 MOST_RANGES = 3  # that a rank jumps between
 
 
@@ -31,7 +31,7 @@ class Share:
 
     drawn: tuple[Interval, ...]
     total: int  # elements of the tensor
-    saved: float  # numbers that a rank need not draw, less what it takes to send the others
+    saved: int  # numbers that no rank has to draw, less those that it could while it sends
     jumps: int
     sizes: tuple[int, ...]  # of what it draws: rows, and the dimensions in them
     owned: tuple[Box, ...]  # what is drawn, by rank of the line
@@ -80,7 +80,7 @@ def _share(layout: Layout, inside: Sequence[int], ranges: Sequence[Interval], mo
     return Share(
         drawn=tuple(Interval(part.start * row, part.stop * row) for part in _parts(mine, ranges)),
         total=prod(layout.shape),
-        saved=prod(layout.shape) - largest - (SENT * largest if along else 0),
+        saved=prod(layout.shape) - largest - (largest // SENT if along else 0),
         jumps=len(ranges) + 1,
         sizes=(len(mine), *sizes),
         owned=tuple((share, *(Interval(0, size) for size in sizes)) for share in shares),
