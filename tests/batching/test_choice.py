@@ -14,7 +14,7 @@ import torch
 from torch.func import grad, vmap
 
 import convmesh
-from convmesh import batching
+from convmesh import batching, kernels
 from convmesh.batching import calibration, choice, cost
 from convmesh.batching._functorch import Nature
 from convmesh.batching.algorithms import Task
@@ -148,7 +148,7 @@ def test_the_first_call_can_try_all_algorithms() -> None:
 @pytest.mark.parametrize("nature", [nature for nature in Nature if nature is not Nature.SHARDED])
 def test_what_lies_beneath_limits_the_choice(nature: Nature, cache: Path) -> None:
     allowed = {
-        Nature.PLAIN: {"fold-groups", "unfold", "taps", "loop"},
+        Nature.PLAIN: {"fold-groups", "unfold", "taps", "direct", "loop"},
         Nature.TRACED: {"fold-groups", "unfold", "taps", "loop"},
         Nature.TRACKED: {"fold-groups", "loop"},
         Nature.OPAQUE: {"fold-groups"},
@@ -169,13 +169,17 @@ def test_the_built_in_table_knows_every_kind_of_layer(threads: int, wanted: Role
                 assert not algorithm.applies(task) or table.seconds(algorithm, task) is not None
 
 
-def test_the_built_in_table_leaves_the_fold_where_it_loses() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_built_in_table_leaves_the_fold_where_it_loses(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "available", lambda: compiled)
     image = (1, 512, 4, 4)
     small_and_wide = Contraction(Role.KERNEL, PLAIN, image, (512, 512, 3, 3), image)
-    assert choice.choose(replace(TASK, contraction=small_and_wide)).algorithm.name in ("unfold", "loop")
+    taken = choice.choose(replace(TASK, contraction=small_and_wide)).algorithm.name
+    assert taken in (("direct", "unfold") if compiled else ("unfold", "loop"))
     depthwise = Convolution((1, 1), (3, 3), (1, 1), False, (0, 0), 96)
     large_kernel = Contraction(Role.KERNEL, depthwise, (1, 96, 14, 14), (96, 1, 7, 7), (1, 96, 14, 14))
-    assert choice.choose(replace(TASK, contraction=large_kernel)).algorithm.name == "exchange"
+    taken = choice.choose(replace(TASK, contraction=large_kernel)).algorithm.name
+    assert taken == ("direct" if compiled else "exchange")
 
 
 def test_explain_tells_what_and_why() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 
-from convmesh import batching
+from convmesh import batching, kernels
 from convmesh.batching import choice, shortcut
 from tests.batching.oracle import assert_same, loop_and_stack
 
@@ -25,7 +25,9 @@ def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known() -> Iterator[None]:
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nor anything compiled: with that, less is left to torch."""
+    monkeypatch.setattr(kernels, "available", lambda: False)
     choice.forget()
     yield
     choice.forget()

@@ -61,6 +61,7 @@ class Algorithm(ABC):
     name: str
     is_torchs_own: bool = False  # torch's batching rules do the same
     keeps_memory: bool = False  # its large blocks come from `memory`, or are made a sample at a time
+    reads_as_laid: bool = False  # wherever the samples of its operands lie in memory
 
     @abstractmethod
     def applies(self, task: Task) -> bool: ...
@@ -76,6 +77,10 @@ class Algorithm(ABC):
     def traffic(self, task: Task) -> int:
         """Bytes written beside the result in the course of it all: more than the workspace where that is used anew."""
         return self.workspace(task)
+
+    def multiplications(self, task: Task) -> float:
+        """Of all samples, with those that are only there to fill vectors, as far as this is known."""
+        return task.batch * task.contraction.multiplications
 
 
 class Fold(Algorithm):

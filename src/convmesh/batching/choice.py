@@ -12,6 +12,7 @@ from typing import Any
 from . import cost
 from ._functorch import Nature
 from .algorithms import Algorithm, Fold, FoldGroups, Loop, Task
+from .direct import Direct
 from .grouped import Exchange, Repeat
 from .memory import returns_large_blocks
 from .patches import Taps, Unfold
@@ -29,14 +30,16 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Pointwise(),
     Unfold(),
     Taps(),
+    Direct(),
     Loop(),
 )
 
 # Estimates are off by ten or twenty per cent. Leave the fold, which torch itself would take, only for a clear gain, and
 # on a device for which nothing was measured only for a very clear one.
 CLEAR_GAIN, GAIN_UNMEASURED = 0.85, 0.5
-# Prices are of operands that have their samples in front. Where they lie as a fold left them, others have to copy them.
-GAIN_OVER_FOLDED = 0.8
+# Prices are of operands that have their samples in front. Where they lie as a fold left them, others have to copy them,
+# but for those that read operands as they lie. These have little beside the arithmetic, and are estimated well.
+GAIN_OVER_FOLDED, GAIN_AS_LAID = 0.8, 1.0
 # What a fold loses to memory that it gets anew was seen, and not estimated.
 GAIN_OVER_SEEN = 0.95
 # Nor for less seconds than a few calls from Python take.
@@ -95,8 +98,6 @@ def _estimated(task: Task) -> Decision:
     usable = [algorithm for algorithm in ALGORITHMS if algorithm.applies(task)]
     if len(usable) == 1 or task.nature is Nature.OPAQUE:
         return Decision(task, usable[0], "the only one for such operands")
-    if usable[0].name == "fold-n":
-        return Decision(task, usable[0], "one convolution of a longer batch")
     if task.is_empty or task.batch == 1:
         return Decision(task, usable[0], "nothing to gain")
     table = cost.price_table()
@@ -105,23 +106,33 @@ def _estimated(task: Task) -> Decision:
     if usable[0] not in known:
         return Decision(task, usable[0], "no prices for such a task; calibrate() measures them")
     measured = table.measured_for(task)
-    clear = CLEAR_GAIN if measured.startswith(f"{task.device}/") else GAIN_UNMEASURED
-    clear = min(clear, GAIN_OVER_FOLDED) if task.lies_folded else clear
-    best = _best(task, usable[0], known, GAIN_OVER_SEEN if task in _gotten_anew else clear)
+    best = _best(task, usable[0], known, measured.startswith(f"{task.device}/"))
     listed = ", ".join(f"{algorithm.name} {1e3 * seconds:.2f} ms" for algorithm, seconds in known.items())
     listed += f", and {_gotten_anew[task] >> 20} MB gotten anew by folding" if task in _gotten_anew else ""
     scaled = "" if measured == cost.circumstances(task) else f", scaled from {measured}"
     return Decision(task, best, f"{table.source}{scaled}: {listed}")
 
 
-def _best(task: Task, fold: Algorithm, known: Mapping[Algorithm, float], clear: float) -> Algorithm:
+def _best(task: Task, fold: Algorithm, known: Mapping[Algorithm, float], measured: bool) -> Algorithm:
     """The fold, unless another one promises a gain that is clear."""
     touch = cost.FIRST_TOUCH * max(cost.first_touch(fold, task), _gotten_anew.get(task, 0))
     seconds = {each: known[each] + (0.0 if each.keeps_memory else touch) for each in known}
-    seconds[fold] -= cost.shared_copy(fold, task)
-    best = min(seconds, key=lambda each: seconds[each])
-    gain = seconds[fold] - seconds[best]
-    return best if gain >= LEAST_GAIN and seconds[best] <= clear * seconds[fold] else fold
+    if not any(each.reads_as_laid for each in known):  # which would most likely be taken for the other product
+        seconds[fold] -= cost.shared_copy(fold, task)
+    others = [each for each in known if seconds[each] <= _clear_gain(each, task, measured) * seconds[fold]]
+    best = min(others, key=lambda each: seconds[each], default=fold)
+    return best if seconds[fold] - seconds[best] >= LEAST_GAIN else fold
+
+
+def _clear_gain(algorithm: Algorithm, task: Task, measured: bool) -> float:
+    """Of the fold's time, how much another algorithm may take at most to be preferred."""
+    if not measured:
+        return GAIN_UNMEASURED
+    if task in _gotten_anew:
+        return GAIN_OVER_SEEN
+    if algorithm.reads_as_laid:
+        return GAIN_AS_LAID
+    return GAIN_OVER_FOLDED if task.lies_folded else CLEAR_GAIN
 
 
 def _tried(task: Task, operands: Sequence[Any]) -> Decision | None:

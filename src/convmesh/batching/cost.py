@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+from ..user_cache import cache_directory
 from .algorithms import Algorithm, Task
 from .contraction import FACTORS, Role
 from .memory import GIVEN_BACK, returns_large_blocks
@@ -99,7 +100,9 @@ def _kind(task: Task) -> str:
         return "pointwise" if max(geometry.stride) == 1 else "pointwise-strided"
     if min(o, c) < 8:
         return "narrow-groups" if groups > 1 else "one-channel" if c == 1 else "few-inputs" if c < 8 else "few-outputs"
-    return "groups" if groups > 1 else "wide"
+    if groups > 1:
+        return "groups"
+    return "wide" if len(size) < 3 else "wide-volumes"
 
 
 def features_of(algorithm: Algorithm, task: Task) -> Features:
@@ -110,7 +113,7 @@ def features_of(algorithm: Algorithm, task: Task) -> Features:
         numbers[role] *= task.batch if mapped else 1
     return Features(
         calls=1e-6 * calls,
-        flops=2e-12 * task.batch * product.multiplications,
+        flops=2e-12 * algorithm.multiplications(task),
         activations=1e-9 * task.itemsize * (numbers[Role.IMAGE] + numbers[Role.RESPONSE]),
         kernels=1e-9 * task.itemsize * numbers[Role.KERNEL],
         traffic=1e-9 * algorithm.traffic(task),
@@ -139,9 +142,8 @@ def first_touch(fold: Algorithm, task: Task) -> int:
 
 
 def cache_file() -> Path:
-    """Where a calibration is kept: in $CONVMESH_CACHE, or else in the user's cache directory."""
-    home = os.environ.get("CONVMESH_CACHE")
-    return (Path(home) if home else Path.home() / ".cache" / "convmesh") / "batching.json"
+    """Where a calibration is kept."""
+    return cache_directory() / "batching.json"
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,73 @@
+"""All samples by a kernel of our own: operands are read as they lie, and nothing but the result is written.
+
+For CPUs. What is plain to it is which numbers a product reads; so it has no layouts to go through, and small
+convolutions cost no more than their arithmetic.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Tensor
+
+from .. import kernels
+from ._functorch import Nature
+from .algorithms import Algorithm, Task, spread
+from .contraction import Role
+from .folding import Mapped, Operand
+from .memory import contiguous, new_empty
+from .patches import WORKSPACE_LIMIT
+
+# Numbers in a vector, as a rule, and so few columns that rows are made into vectors instead.
+LANES, FEW = 8, 4
+
+
+class Direct(Algorithm):
+    name = "direct"
+    keeps_memory = True
+    reads_as_laid = True
+
+    def applies(self, task: Task) -> bool:
+        plain = task.nature is Nature.PLAIN and task.device == "cpu" and task.dtype in ("float32", "float64")
+        fits = any(task.mapped) and not task.is_empty and len(task.contraction.image) <= 5
+        return plain and fits and self.workspace(task) <= WORKSPACE_LIMIT and kernels.available()
+
+    def workspace(self, task: Task) -> int:
+        """For each thread an image with what is around it, and columns of the other operand, packed."""
+        product = task.contraction
+        sizes = zip(product.image[2:], product.geometry.padding, product.kernel[2:], strict=True)
+        image = prod(size + 2 * padding + taps for size, padding, taps in sizes)
+        channels = max(product.image[1], product.response[1]) // product.geometry.groups
+        columns = max(prod(product.response[2:]), prod(product.kernel[1:]))
+        return task.threads * task.itemsize * (image * channels + 16 * columns)
+
+    def traffic(self, task: Task) -> int:
+        return 0
+
+    def multiplications(self, task: Task) -> float:
+        """Columns of a product are channels of the result, and fill vectors."""
+        product = task.contraction
+        groups, (outputs, inputs, *_) = product.geometry.groups, product.kernel
+        columns = inputs if product.wanted is Role.IMAGE else outputs // groups
+        if columns == 1 and inputs == 1 and groups > 1:
+            columns = groups
+        filled = columns if columns <= FEW and product.wanted is not Role.KERNEL else -(-columns // LANES) * LANES
+        return task.batch * product.multiplications * filled / columns
+
+    def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
+        wanted = task.contraction.wanted
+        result = new_empty(first.value, (task.batch, *task.contraction.shape(wanted)))
+        tensors = {each.role: _readable(each, task.batch) for each in (first, second)} | {wanted: result}
+        biases = None if bias is None else contiguous(spread(bias, task.batch).value)
+        steps = kernels.Steps(tensors[Role.IMAGE], tensors[Role.KERNEL], tensors[Role.RESPONSE], biases)
+        kernels.compute(wanted.name.lower(), task.batch, steps, task.contraction.geometry, task.threads)
+        return Mapped(result, 0)
+
+
+def _readable(operand: Operand, batch: int) -> Tensor:
+    """[B ...], as it lies if numbers follow each other along the dimensions that are read in one go."""
+    value, outer = (operand.in_front(), 1) if operand.is_mapped else (operand.value, 0)
+    outer += 1 if operand.role is Role.KERNEL else 2
+    inner = value[(0,) * outer]
+    value = value if inner.is_contiguous() else contiguous(value)
+    return value if operand.is_mapped else value.expand(batch, *value.shape)

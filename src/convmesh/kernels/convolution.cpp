@@ -1,0 +1,200 @@
+// The three products of a convolution, of many samples at once.
+//
+// Each is a product of matrices: of rows that an image, or a response, is read at, places by shifts (reading.h), and a
+// panel of columns that a kernel, or a response, is packed into (tiles.h). Of everything about as much as a cache holds
+// is taken at a time. Threads share the samples, their groups, and columns where there are few of these.
+//
+// Columns are the channels of the result. Where a group has but one, they are groups, each with a source of its own.
+#include <atomic>
+
+#include "tiles.h"
+
+namespace {
+
+constexpr Int IMAGES_BYTES = 1 << 20;  // of padded images at a time: a second-level cache
+constexpr Int FEW = 4;                 // columns, for which vectors are made of rows
+
+// What a thread works in.
+template <class T> struct Scratch {
+    Buffer<T> images, panel, sums;
+    bool padded = false;
+};
+
+// Some columns of one group of one sample, and some images.
+struct Part {
+    Int sample, group, first_column, last_column, first_image, images;
+};
+
+template <class T> class Product {
+  public:
+    Product(const Problem &problem, Int threads)
+        : problem(problem), wanted(Wanted(problem.wanted)), lanewise(problem.inputs == 1 && problem.outputs == 1) {
+        const bool to_image = wanted == IMAGE;
+        columns = lanewise ? problem.groups : to_image ? problem.inputs : problem.outputs;
+        groups = lanewise ? 1 : problem.groups;
+        width = !lanewise && columns > LANES<T> ? 2 * LANES<T> : LANES<T>;
+        blocks = (columns + width - 1) / width;
+        const Int sets = problem.samples * groups;
+        parts = lanewise ? blocks : std::min(blocks, (2 * threads + sets - 1) / sets);
+        const Int channels = lanewise ? width : to_image ? problem.outputs : problem.inputs;
+        const Int bytes = volume(to_image ? problem.response : problem.image) * channels * sizeof(T);
+        at_once = std::clamp<Int>(IMAGES_BYTES / bytes, 1, problem.images);
+        for (Int phase = 0; phase < (to_image ? volume(problem.stride) : 1); phase++)
+            readings.emplace_back(problem, at_once, phase, LANES<T>);
+    }
+
+    Int items() const { return problem.samples * groups * parts; }
+
+    void compute(Int item, Scratch<T> &scratch) const {
+        const Int number = item % parts, first = blocks * number / parts, last = blocks * (number + 1) / parts;
+        Part part{item / parts / groups, item / parts % groups, first * width, std::min(last * width, columns), 0, 0};
+        for (; part.first_image < problem.images; part.first_image += at_once) {
+            part.images = std::min(at_once, problem.images - part.first_image);
+            read_images(readings[0], part, scratch);
+            for (const Reading &reading : readings) compute(reading, part, scratch);
+        }
+    }
+
+  private:
+    const Problem &problem;
+    const Wanted wanted;
+    const bool lanewise;
+    Int columns, groups, width, blocks, parts, at_once;
+    std::vector<Reading> readings;  // one for each phase, all of the same padded images
+
+    T *image(const Part &part) const {
+        const Int *steps = problem.image_steps, channel = part.group * problem.inputs;
+        return (T *)problem.x + part.sample * steps[0] + part.first_image * steps[1] + channel * steps[2];
+    }
+    T *response(const Part &part) const {
+        const Int *steps = problem.response_steps, channel = part.group * problem.outputs;
+        return (T *)problem.y + part.sample * steps[0] + part.first_image * steps[1] + channel * steps[2];
+    }
+    T *kernel(const Part &part) const {
+        const Int *steps = problem.kernel_steps;
+        return (T *)problem.w + part.sample * steps[0] + part.group * problem.outputs * steps[1];
+    }
+    Int places_of_image(const Reading &reading) const { return reading.places.size() / at_once; }
+
+    void compute(const Reading &reading, const Part &part, Scratch<T> &scratch) const {
+        const Int places = places_of_image(reading) * part.images, shifts = reading.shifts.size();
+        const bool few = is_few(reading);
+        T *sums = scratch.sums.reserve((ROWS + NARROW_ROWS) * width);
+        T *panel = scratch.panel.reserve((wanted == KERNEL ? places : shifts) * width);
+        const int32_t *place = reading.places.data(), *shift = reading.shifts.data();
+        Factors<T> factors{scratch.images.get(), place, places, shift, shifts, panel};
+        if (wanted == KERNEL) factors = {scratch.images.get(), shift, shifts, place, places, panel};
+        for (Int column = part.first_column; column < part.last_column; column += width) {
+            const Int wide = std::min(width, columns - column);
+            const Int across = few ? wide : wide <= LANES<T> ? LANES<T> : width;
+            pack(reading, part, column, wide, across, panel);
+            const Target<T> target = target_of(reading, part, column);
+            if (few)
+                multiply_by_pieces(factors, reading, part, sums, target);
+            else if (lanewise)
+                multiply<T, LANEWISE>(factors, sums, wide, target);
+            else if (across == LANES<T>)
+                multiply<T, NARROW>(factors, sums, wide, target);
+            else
+                multiply<T, WIDE>(factors, sums, wide, target);
+        }
+    }
+
+    bool is_few(const Reading &reading) const {
+        const bool few = columns <= std::min(FEW, LANES<T> / 2), long_enough = reading.run >= LANES<T> / 2;
+        return !lanewise && wanted != KERNEL && few && long_enough;
+    }
+
+    void multiply_by_pieces(
+        const Factors<T> &factors, const Reading &reading, const Part &part, T *sums, const Target<T> &target) const {
+        const Piece *pieces = reading.pieces.data();
+        const Int count = reading.pieces.size() / at_once * part.images;
+        if (columns == 1) multiply_few<T, 1>(factors, pieces, count, sums, target);
+        if (columns == 2) multiply_few<T, 2>(factors, pieces, count, sums, target);
+        if (columns == 3) multiply_few<T, 3>(factors, pieces, count, sums, target);
+        if (columns == 4) multiply_few<T, 4>(factors, pieces, count, sums, target);
+    }
+
+    Target<T> target_of(const Reading &reading, const Part &part, Int column) const {
+        if (wanted == KERNEL) {
+            const Int step = problem.kernel_steps[1], rows = reading.shifts.size();
+            return {kernel(part) + column * step, 0, step, rows, nullptr, nullptr, part.first_image > 0};
+        }
+        const Int *steps = wanted == IMAGE ? problem.image_steps : problem.response_steps;
+        T *start = (wanted == IMAGE ? image(part) : response(part)) + column * steps[2];
+        const T *bias = (const T *)problem.bias;
+        if (bias) bias += part.sample * problem.bias_step + (lanewise ? 0 : part.group * columns) + column;
+        const Int *scattered = reading.targets.empty() ? nullptr : reading.targets.data();
+        return {start, steps[1], steps[2], places_of_image(reading), scattered, bias, false};
+    }
+
+    // Columns from `column` on, `wide` of them, as a panel that is `across` wide.
+    void pack(const Reading &reading, const Part &part, Int column, Int wide, Int across, T *panel) const {
+        const Int taps = volume(problem.kernel), step = problem.kernel_steps[1], *steps = problem.response_steps;
+        if (wanted == KERNEL) {
+            const Int places = places_of_image(reading);
+            const T *from = response(part) + column * steps[2];
+            for (Int n = 0; n < part.images; n++)
+                transpose_into(panel + n * places * across, places, across, from + n * steps[1], steps[2], wide);
+        } else if (wanted == RESPONSE) {
+            transpose_into(panel, problem.inputs * taps, across, kernel(part) + column * step, step, wide);
+        } else {
+            const Int some = reading.taps.size(), apart = lanewise ? step : taps;
+            for (Int output = 0; output < problem.outputs; output++, panel += some * across) {
+                const T *from = kernel(part) + output * step + column * apart;
+                if (some == taps)
+                    transpose_into(panel, taps, across, from, apart, wide);
+                else
+                    for (Int k = 0; k < some; k++)
+                        for (Int c = 0; c < across; c++)
+                            panel[k * across + c] = c < wide ? from[c * apart + reading.taps[k]] : T(0);
+            }
+        }
+    }
+
+    void read_images(const Reading &reading, const Part &part, Scratch<T> &scratch) const {
+        const Int plane = reading.plane(), lanes = lanewise ? width : 1;
+        if (!scratch.padded) {  // what is around the images stays zero from one item to the next
+            const Int count = at_once * reading.channels * plane * lanes + LANES<T>;  // a vector may end behind them
+            std::fill_n(scratch.images.reserve(count), count, T(0));
+            scratch.padded = true;
+        }
+        const Int *steps = wanted == IMAGE ? problem.response_steps : problem.image_steps;
+        const T *from = wanted == IMAGE ? response(part) : image(part);
+        if (lanewise) from += part.first_column * steps[2];
+        T *to = scratch.images.get() + reading.inside() * lanes;
+        for (Int n = 0; n < part.images; n++)
+            for (Int channel = 0; channel < reading.channels; channel++, to += plane * lanes)
+                read_plane(reading, part, from + n * steps[1] + channel * steps[2], steps[2], to);
+    }
+
+    // One channel; or, side by side, as many groups as a vector has lanes.
+    void read_plane(const Reading &reading, const Part &part, const T *from, Int group_step, T *to) const {
+        const Int *size = wanted == IMAGE ? problem.response : problem.image, *padded = reading.padded;
+        const Int lanes = lanewise ? width : 1;
+        for (Int d = 0; d < size[0]; d++)
+            for (Int h = 0; h < size[1]; h++) {
+                const T *line = from + (d * size[1] + h) * size[2];
+                T *padded_line = to + (d * padded[1] + h) * padded[2] * lanes;
+                if (lanewise)
+                    transpose_into(padded_line, size[2], width, line, group_step, part.last_column - part.first_column);
+                else
+                    copy(padded_line, line, size[2]);
+            }
+    }
+};
+
+template <class T> void compute(const Problem &problem, Int threads) {
+    const Product<T> product(problem, threads);
+    std::atomic<Int> next{0};
+#pragma omp parallel num_threads(threads)
+    {
+        Scratch<T> scratch;
+        for (Int item; (item = next++) < product.items();) product.compute(item, scratch);
+    }
+}
+
+}  // namespace
+
+extern "C" void convmesh_float32(const Problem *problem, Int threads) { compute<float>(*problem, threads); }
+extern "C" void convmesh_float64(const Problem *problem, Int threads) { compute<double>(*problem, threads); }

@@ -1,0 +1,123 @@
+// Products of matrices, a tile of the result at a time, and writing them where they belong.
+#pragma once
+
+#include "reading.h"
+
+constexpr Int DEPTH = 512, ROWS = 96;  // of a panel and of sums at a time: a first-level cache
+
+// Where sums go, of which a row is a place of an image, or a tap of a kernel.
+template <class T> struct Target {
+    T *start;
+    Int image_step, column_step, rows_of_image;
+    const Int *places;  // of the rows of an image; none if these lie one after the other
+    const T *bias;
+    bool add;
+
+    void put(T &place, T sum, Int column) const {
+        if (bias) sum += bias[column];
+        place = add ? place + sum : sum;
+    }
+
+    // Row i of a transposed square of sums goes to column + i, from its row on.
+    INLINE void put_square(Vector<T> *square, T *image, Int row, Int column) const {
+        for (int i = 0; i < LANES<T>; i++) {
+            T *place = image + (column + i) * column_step + row;
+            if (bias) square[i] += bias[column + i];
+            store(place, add ? load(place) + square[i] : square[i]);
+        }
+    }
+};
+
+// Rows [first, first + count) of sums, each `width` wide, of which `columns` are wanted.
+template <class T> void write(const T *sums, Int first, Int count, Int width, Int columns, const Target<T> &target) {
+    constexpr Int L = LANES<T>;
+    for (const Int stop = first + count; first < stop; first += count, sums += count * width) {
+        const Int at = first % target.rows_of_image;
+        T *image = target.start + first / target.rows_of_image * target.image_step;
+        count = std::min(stop - first, target.rows_of_image - at);
+        // Squares overlap rather than leaving rows to be written one by one; but not where sums are added.
+        const bool in_squares = !target.places && count >= L && (!target.add || count % L == 0);
+        for (Int left = 0; left < columns; left += L) {
+            if (in_squares && left + L <= columns) {
+                for (Int next = 0; next < count; next += L) {
+                    const Int row = std::min(next, count - L);
+                    Vector<T> square[L];
+                    for (int i = 0; i < L; i++) square[i] = load(sums + (row + i) * width + left);
+                    transpose<T>(square);
+                    target.put_square(square, image, at + row, left);
+                }
+                continue;
+            }
+            for (Int column = left; column < std::min(columns, left + L); column++)
+                for (Int row = 0; row < count; row++) {
+                    const Int place = target.places ? target.places[at + row] : at + row;
+                    target.put(image[column * target.column_step + place], sums[row * width + column], column);
+                }
+        }
+    }
+}
+
+template <class T> struct Factors {
+    const T *source;
+    const int32_t *rows;
+    Int row_count;
+    const int32_t *shifts;
+    Int depth;
+    const T *panel;
+};
+
+// The least length that cuts a whole into as many parts as `most` does.
+inline Int even_share(Int whole, Int most) {
+    const Int parts = std::max<Int>(1, (whole + most - 1) / most);
+    return (whole + parts - 1) / parts;
+}
+
+enum Kind { WIDE, NARROW, LANEWISE };  // panels of two vectors or one; or every column has a source of its own
+
+template <class T, Kind kind>
+void multiply(const Factors<T> &factors, T *sums, Int columns, const Target<T> &target) {
+    constexpr int R = kind == WIDE ? TILE_ROWS : NARROW_ROWS;
+    constexpr Int VECTORS = kind == WIDE ? 2 : 1, WIDTH = VECTORS * LANES<T>, SOURCES = kind == LANEWISE ? LANES<T> : 1;
+    const Int step = even_share(factors.depth, DEPTH);
+    for (Int first = 0; first < factors.row_count; first += ROWS) {
+        const Int count = std::min(ROWS, factors.row_count - first);
+        if (!factors.depth) std::fill_n(sums, count * WIDTH, T(0));
+        for (Int k = 0; k < factors.depth; k += step)
+            for (Int r = 0; r < count; r += R) {
+                const T *rows[R], *panel = factors.panel + k * WIDTH;
+                for (int i = 0; i < R; i++)
+                    rows[i] = factors.source + factors.rows[std::min(first + r + i, factors.row_count - 1)] * SOURCES;
+                const Int depth = std::min(step, factors.depth - k);
+                const int32_t *shifts = factors.shifts + k;
+                if constexpr (kind == LANEWISE)
+                    multiply_lanes<T, R>(rows, shifts, depth, panel, sums + r * WIDTH, k > 0);
+                else
+                    multiply_tile<T, R, VECTORS>(rows, shifts, depth, panel, sums + r * WIDTH, k > 0);
+            }
+        write<T>(sums, first, count, WIDTH, columns, target);
+    }
+}
+
+// The same for few columns, where a vector is of rows that lie side by side.
+template <class T, int COLUMNS>
+void multiply_few(const Factors<T> &factors, const Piece *pieces, Int count, T *sums, const Target<T> &target) {
+    constexpr Int L = LANES<T>;
+    constexpr int AT_ONCE = COLUMNS < 3 ? 8 / COLUMNS : 12 / COLUMNS;  // as registers permit
+    for (Int first = 0; first < count; first += AT_ONCE) {
+        const T *vectors[AT_ONCE];
+        for (int v = 0; v < AT_ONCE; v++) vectors[v] = factors.source + pieces[std::min(first + v, count - 1)].place;
+        multiply_runs<T, COLUMNS, AT_ONCE>(factors.panel, vectors, factors.shifts, factors.depth, sums);
+        for (int v = 0; v < std::min<Int>(AT_ONCE, count - first); v++) {
+            const Piece piece = pieces[first + v];
+            for (int column = 0; column < COLUMNS; column++) {
+                T *from = sums + (column * AT_ONCE + v) * L;
+                T *to = target.start + piece.image * target.image_step + column * target.column_step;
+                if (target.bias) store(from, load(from) + target.bias[column]);
+                if (!target.places)
+                    copy(to + piece.first, from, piece.count);
+                else
+                    for (Int i = 0; i < piece.count; i++) to[target.places[piece.first + i]] = from[i];
+            }
+        }
+    }
+}

@@ -1,0 +1,171 @@
+// Vectors of the machine's width, and what the products are made of: a tile of sums that stays in registers.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <utility>
+
+#define INLINE inline __attribute__((always_inline))
+#define APART __attribute__((noinline))  // so that all registers are there for one loop
+
+typedef int64_t Int;
+
+#ifdef __AVX512F__
+constexpr int VECTOR_BYTES = 64, TILE_ROWS = 12, NARROW_ROWS = 16;
+#else
+constexpr int VECTOR_BYTES = 32, TILE_ROWS = 6, NARROW_ROWS = 8;
+#endif
+
+template <class T> struct OfMachine {
+    typedef T Vector __attribute__((vector_size(VECTOR_BYTES)));
+};
+template <class T> using Vector = typename OfMachine<T>::Vector;
+template <class T> constexpr Int LANES = VECTOR_BYTES / sizeof(T);
+
+template <class T> INLINE Vector<T> load(const T *from) {
+    Vector<T> vector;
+    std::memcpy(&vector, from, VECTOR_BYTES);
+    return vector;
+}
+
+template <class T> INLINE void store(T *to, Vector<T> vector) { std::memcpy(to, &vector, VECTOR_BYTES); }
+
+// Memory that begins where a line of the cache does, so that its vectors do not straddle two of them.
+template <class T> class Buffer {
+  public:
+    T *reserve(Int count) {
+        if (count > size) memory.reset(new (LINE) T[count]), size = count;
+        return memory.get();
+    }
+    T *get() const { return memory.get(); }
+
+  private:
+    static constexpr std::align_val_t LINE{64};
+    struct Free {
+        void operator()(T *numbers) const { operator delete[](numbers, LINE); }
+    };
+    std::unique_ptr<T[], Free> memory;
+    Int size = 0;
+};
+
+// Short lines, for which calling a library would take longer than copying.
+template <class T> INLINE void copy(T *to, const T *from, Int count) {
+    constexpr Int L = LANES<T>;
+    if (count < L) {
+        for (Int i = 0; i < count; i++) to[i] = from[i];
+        return;
+    }
+    for (Int i = 0; i + L < count; i += L) store(to + i, load(from + i));
+    store(to + count - L, load(from + count - L));
+}
+
+// sums[r][c] = sum over k of rows[r][shifts[k]] * panel[k][c], for R rows and C vectors of columns.
+//
+// Rows are read one number at a time, wherever they are, so that patches of an image are never laid out in memory.
+// The panel is read a vector at a time, in the order in which it lies.
+template <class T, int R, int C>
+APART void multiply_tile(const T *const *rows, const int32_t *shifts, Int depth, const T *panel, T *sums, bool add) {
+    constexpr Int L = LANES<T>;
+    Vector<T> tile[R][C];
+    const T *row[R];
+    for (int r = 0; r < R; r++) {
+        row[r] = rows[r];
+        for (int c = 0; c < C; c++) tile[r][c] = add ? load(sums + (r * C + c) * L) : Vector<T>{};
+    }
+    for (Int k = 0; k < depth; k++, panel += C * L) {
+        const Int shift = shifts[k];
+        Vector<T> columns[C];
+        for (int c = 0; c < C; c++) columns[c] = load(panel + c * L);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const T factor = row[r][shift];
+#pragma GCC unroll 16
+            for (int c = 0; c < C; c++) tile[r][c] += factor * columns[c];
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(sums + (r * C + c) * L, tile[r][c]);
+}
+
+// sums[r][c] = sum over k of factors[k][r] * columns[c][shifts[k]...], for R rows and C vectors of columns.
+//
+// The other way round: what lies side by side in an image is read a vector at a time. For few rows.
+template <class T, int R, int C>
+APART void multiply_runs(const T *factors, const T *const *columns, const int32_t *shifts, Int depth, T *sums) {
+    constexpr Int L = LANES<T>;
+    Vector<T> tile[R][C];
+    const T *column[C];
+    for (int c = 0; c < C; c++) {
+        column[c] = columns[c];
+        for (int r = 0; r < R; r++) tile[r][c] = Vector<T>{};
+    }
+    for (Int k = 0; k < depth; k++, factors += R) {
+        const Int shift = shifts[k];
+#pragma GCC unroll 16
+        for (int c = 0; c < C; c++) {
+            const Vector<T> read = load(column[c] + shift);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) tile[r][c] += factors[r] * read;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(sums + (r * C + c) * L, tile[r][c]);
+}
+
+// sums[r] = sum over k of rows[r][shifts[k]] * panel[k], where all of these are vectors: every lane by itself.
+template <class T, int R>
+APART void multiply_lanes(const T *const *rows, const int32_t *shifts, Int depth, const T *panel, T *sums, bool add) {
+    constexpr Int L = LANES<T>;
+    Vector<T> tile[R];
+    const T *row[R];
+    for (int r = 0; r < R; r++) row[r] = rows[r], tile[r] = add ? load(sums + r * L) : Vector<T>{};
+    for (Int k = 0; k < depth; k++, panel += L) {
+        const Int shift = shifts[k] * L;
+        const Vector<T> factor = load(panel);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) tile[r] += factor * load(row[r] + shift);
+    }
+    for (int r = 0; r < R; r++) store(sums + r * L, tile[r]);
+}
+
+// Swaps the upper right and the lower left of the square blocks of size S that two rows of a matrix are made of.
+template <class T, int S, Int... I>
+INLINE void swap_blocks(Vector<T> &upper, Vector<T> &lower, std::integer_sequence<Int, I...>) {
+    constexpr Int L = LANES<T>;
+    const Vector<T> both = __builtin_shufflevector(upper, lower, ((I & S) ? I - S + L : I)...);
+    lower = __builtin_shufflevector(upper, lower, ((I & S) ? I + L : I + S)...);
+    upper = both;
+}
+
+// A square of as many vectors as these have lanes.
+template <class T, int S = LANES<T> / 2> INLINE void transpose(Vector<T> *square) {
+    constexpr Int L = LANES<T>;
+#pragma GCC unroll 16
+    for (int i = 0; i < L; i++)
+        if (!(i & S)) swap_blocks<T, S>(square[i], square[i + S], std::make_integer_sequence<Int, L>());
+    if constexpr (S > 1) transpose<T, S / 2>(square);
+}
+
+// to[i][j] = from[j][i] for `rows` rows of `to`, each of `width` numbers: `columns` that are there, and zeros.
+template <class T>
+INLINE void transpose_into(T *to, Int rows, Int width, const T *from, Int from_step, Int columns) {
+    constexpr Int L = LANES<T>;
+    if (rows < L || width % L) {
+        for (Int row = 0; row < rows; row++)
+            for (Int column = 0; column < width; column++)
+                to[row * width + column] = column < columns ? from[column * from_step + row] : T(0);
+        return;
+    }
+    for (Int next = 0; next < rows; next += L)
+        for (Int first = 0; first < width; first += L) {
+            const Int row = std::min(next, rows - L);  // some rows twice rather than one by one
+            Vector<T> square[L];
+            for (int i = 0; i < L; i++)
+                square[i] = first + i < columns ? load(from + (first + i) * from_step + row) : Vector<T>{};
+            transpose<T>(square);
+            for (int i = 0; i < L; i++) store(to + (row + i) * width + first, square[i]);
+        }
+}

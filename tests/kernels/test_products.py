@@ -1,0 +1,156 @@
+"""The compiled products against torch's operators, one sample at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from convmesh import kernels
+from convmesh.geometry import Convolution
+from convmesh.kernels import products
+
+TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.float64: {"rtol": 1e-10, "atol": 1e-10}}
+
+
+def test_there_are_some() -> None:
+    """All others would compare nothing."""
+    assert kernels.available()
+
+
+def layer(
+    geometry: Convolution, samples: int, images: int, channels: tuple[int, int], size: list[int], kernel: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Images, kernels and responses, with as many channels to a group."""
+    inputs, outputs = channels
+    x = torch.randn(samples, images, inputs * geometry.groups, *size, dtype=torch.float64)
+    w = torch.randn(samples, outputs * geometry.groups, inputs, *kernel, dtype=torch.float64)
+    y = torch.randn(samples, images, w.shape[1], *geometry.output_size(size, kernel), dtype=torch.float64)
+    return x, w, y
+
+
+def expected(geometry: Convolution, x: Tensor, w: Tensor, y: Tensor) -> Iterator[tuple[str, Tensor]]:
+    samples = list(zip(x, w, y, strict=True))
+    forward = [torch.ops.aten.convolution(one, other, None, *geometry.arguments) for one, other, _ in samples]
+    yield "response", torch.stack(forward)
+    for wanted, mask in (("image", (True, False, False)), ("kernel", (False, True, False))):
+        gradients = [
+            torch.ops.aten.convolution_backward(g, one, other, None, *geometry.arguments, mask)
+            for one, other, g in samples
+        ]
+        yield wanted, torch.stack([each[mask.index(True)] for each in gradients])
+
+
+def compare(geometry: Convolution, x: Tensor, w: Tensor, y: Tensor, threads: int = 2) -> None:
+    for wanted, right in expected(geometry, x, w, y):
+        for dtype, tolerance in TOLERANCE.items():
+            given = {"image": x.to(dtype), "kernel": w.to(dtype), "response": y.to(dtype)}
+            found = given[wanted] = torch.full_like(right, torch.nan, dtype=dtype)
+            kernels.compute(wanted, len(x), kernels.Steps(**given), geometry, threads)
+            scale = float(right.abs().max()) or 1.0
+            torch.testing.assert_close(found.double() / scale, right / scale, **tolerance)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[Convolution, Tensor, Tensor, Tensor]:
+    dims = draw(st.integers(1, 3))
+
+    def some(low: int, high: int) -> list[int]:
+        return [draw(st.integers(low, high)) for _ in range(dims)]
+
+    kernel, dilation, padding = some(1, 4), some(1, 2), some(0, 4)
+    least = [max(1, (k - 1) * d + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True)]
+    size = [draw(st.integers(low, low + 10)) for low in least]
+    geometry = Convolution(
+        tuple(some(1, 3)), tuple(padding), tuple(dilation), False, (0,) * dims, draw(st.integers(1, 3))
+    )
+    channels = draw(st.sampled_from([1, 2, 3, 8, 17])), draw(st.sampled_from([1, 2, 3, 4, 5, 8, 9, 16, 17, 33]))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    return geometry, *layer(geometry, draw(st.integers(1, 3)), draw(st.integers(1, 3)), channels, size, kernel)
+
+
+@given(layers(), st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_any_geometry(case: tuple[Convolution, Tensor, Tensor, Tensor], threads: int) -> None:
+    compare(*case, threads)
+
+
+PLAIN = Convolution((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kernel", [2, 3, 5, 7])
+@pytest.mark.parametrize("groups", [1, 3, 8, 9, 17])
+def test_one_channel_to_a_group(groups: int, kernel: int, stride: int) -> None:
+    geometry = replace(PLAIN, groups=groups, stride=(stride, stride), padding=(kernel // 2, 1))
+    compare(geometry, *layer(geometry, 2, 3, (1, 1), [9, 21], [3, kernel]))
+
+
+def test_more_images_than_fit_at_once() -> None:
+    """And so does more depth: sums go on where those of other images left them."""
+    compare(PLAIN, *layer(PLAIN, 2, 5, (40, 20), [36, 35], [3, 3]))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_samples_images_and_channels_lie_anyhow(order: tuple[int, ...]) -> None:
+    tensors = layer(PLAIN, 3, 2, (5, 6), [6, 7], [3, 3])
+
+    def laid(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+        back = [dims.index(dim) for dim in range(len(dims))]
+        rest = range(len(dims), tensor.dim())
+        return tensor.permute(*dims, *rest).contiguous().permute(*back, *rest)
+
+    x, w, y = tensors
+    kernel_order = tuple(dim for dim in order if dim < 2)
+    compare(PLAIN, laid(x, order), laid(w, kernel_order), laid(y, order))
+
+
+def test_one_sample_for_all() -> None:
+    x, w, y = layer(PLAIN, 3, 2, (5, 6), [6, 7], [3, 3])
+    compare(PLAIN, x[:1].expand_as(x), w, y)
+    compare(PLAIN, x, w[:1].expand_as(w), y)
+    compare(PLAIN, x, w, y[:1].expand_as(y))
+
+
+@pytest.mark.parametrize("wanted", ["response", "image"])
+@pytest.mark.parametrize("channels", [(3, 2), (17, 20), (1, 1)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_bias(channels: tuple[int, int], wanted: str, stride: int) -> None:
+    geometry = replace(PLAIN, groups=2, stride=(stride, stride))
+    given = dict(zip(("image", "kernel", "response"), layer(geometry, 2, 3, channels, [6, 9], [3, 3]), strict=True))
+    right = dict(expected(geometry, *given.values()))[wanted]
+    bias = torch.randn(2, right.shape[2], dtype=torch.float64)
+    given[wanted] = torch.full_like(right, torch.nan)
+    kernels.compute(wanted, 2, kernels.Steps(**given, bias=bias), geometry, 2)
+    torch.testing.assert_close(given[wanted], right + bias[:, None, :, None, None])
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    x, w, y = layer(PLAIN, 2, 2, (20, 70), [6, 7], [3, 3])
+    results = []
+    for threads in (1, 2, 3):
+        found = torch.empty_like(y)
+        kernels.compute("response", 2, kernels.Steps(x, w, found), PLAIN, threads)
+        results.append(found)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+class Idle:
+    """A library that writes nothing."""
+
+    def convmesh_float32(self, *_: object) -> None: ...
+
+    def convmesh_float64(self, *_: object) -> None: ...
+
+
+def test_a_library_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(products, "load", Idle)
+    assert products._library.__wrapped__() is None
+    assert "other results than torch" in caplog.text
