@@ -14,6 +14,7 @@ from . import cross_entropy as cross_entropy
 from . import cumulative as cumulative
 from . import diagonal as diagonal
 from . import distance as distance
+from . import dropout as dropout
 from . import embedding as embedding
 from . import expand as expand
 from . import fourier as fourier

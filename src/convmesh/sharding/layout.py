@@ -89,16 +89,16 @@ class Layout:
         """A rank's part without gaps, in memory in the order of the strides: itself, where it lies so."""
         if part.dim() != len(self.shape):
             return part  # the rank is outside of the mesh
-        return part.permute(self._memory_order).contiguous().permute(self._back_from_memory_order)
+        return part.permute(self.memory_order).contiguous().permute(self.back_from_memory_order)
 
     @cached_property
-    def _memory_order(self) -> tuple[int, ...]:
+    def memory_order(self) -> tuple[int, ...]:
         """The dimensions, outermost first."""
         return tuple(sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim]))
 
     @cached_property
-    def _back_from_memory_order(self) -> tuple[int, ...]:
-        return tuple(self._memory_order.index(dim) for dim in range(len(self.shape)))
+    def back_from_memory_order(self) -> tuple[int, ...]:
+        return tuple(self.memory_order.index(dim) for dim in range(len(self.shape)))
 
     @cached_property
     def memory_format(self) -> torch.memory_format:
