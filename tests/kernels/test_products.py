@@ -14,14 +14,8 @@ from torch import Tensor
 
 from convmesh import kernels
 from convmesh.geometry import Convolution
-from convmesh.kernels import products
 
 TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.float64: {"rtol": 1e-10, "atol": 1e-10}}
-
-
-def test_there_are_some() -> None:
-    """All others would compare nothing."""
-    assert kernels.available()
 
 
 def layer(
@@ -140,17 +134,3 @@ def test_threads_do_not_change_a_bit() -> None:
         results.append(found)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-
-
-class Idle:
-    """A library that writes nothing."""
-
-    def convmesh_float32(self, *_: object) -> None: ...
-
-    def convmesh_float64(self, *_: object) -> None: ...
-
-
-def test_a_library_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(products, "load", Idle)
-    assert products._library.__wrapped__() is None
-    assert "other results than torch" in caplog.text

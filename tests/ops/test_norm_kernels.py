@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
+from convmesh import kernels as compiled
 from convmesh.ops import norm_kernels as kernels
-from convmesh.ops import raw_moments
 from tests.compare import assert_close
 from tests.harness import Pool
 from tests.ops.agreement import Sample, agree
@@ -23,13 +23,16 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def pieces(patch: pytest.MonkeyPatch, in_cache: int, row: int, raw: bool = False) -> None:
-    """Have moments taken of rows of about so many values, some of them at a time, also from sums of squares."""
+def without_compiled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(compiled, "takes", lambda _: False)
+
+
+def pieces(patch: pytest.MonkeyPatch, in_cache: int, row: int) -> None:
+    """Have moments taken, by torch's kernels, of rows of about so many values, some of them at a time."""
+    without_compiled(patch)
     patch.setattr(kernels, "IN_CACHE", in_cache)
     patch.setattr(kernels, "ROW", row)
     patch.setattr(kernels, "LONG", 1)
-    patch.setattr(raw_moments, "AT_ONCE", in_cache)
-    patch.setattr(raw_moments, "FEWEST_VALUES", 1 if raw else 1 << 40)
 
 
 def assert_moments(found: tuple[torch.Tensor, ...], of: torch.Tensor) -> None:
@@ -41,11 +44,10 @@ def assert_moments(found: tuple[torch.Tensor, ...], of: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("in_cache", "row"), [(1, 4), (40, 8), (40, 1), (1 << 18, 1 << 10)])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("raw", [False, True])
 def test_moments_are_those_of_all_values(
-    shape: tuple[int, ...], in_cache: int, row: int, raw: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], in_cache: int, row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces(monkeypatch, in_cache, row, raw)
+    pieces(monkeypatch, in_cache, row)
     for mean in (0, 1, 1000):  # nothing may be lost of the variance beside the mean
         x = numbers(*shape) + mean
         for groups in (1, 3, 6):
@@ -55,8 +57,11 @@ def test_moments_are_those_of_all_values(
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.5, 30.0, 1e4])
-def test_many_values_lose_little_to_rounding(mean: float) -> None:
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_many_values_lose_little_to_rounding(mean: float, by_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a cache has, in float32, of which one set may be far from zero."""
+    if by_torch:
+        without_compiled(monkeypatch)
     x = numbers(3, 1 << 17)
     x[1] += mean
     x = x.float()
@@ -102,10 +107,10 @@ NORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-def in_pieces(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...], bool]) -> None:
-    name, at, raw = case
+def in_pieces(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
+    name, at = case
     with pytest.MonkeyPatch.context() as patch:
-        pieces(patch, 10, 6, raw)
+        pieces(patch, 10, 6)
         tensors = [numbers(3, 6, 5, 7), numbers(6, seed=1), numbers(6, seed=2)]
         whole = ("R",) * len(at)
         agree(mesh, NORMS[name], Sample(tensors, [at, whole, whole], [True] * 3))
@@ -113,6 +118,4 @@ def in_pieces(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...], bool]) -> None
 
 def test_norms_whose_moments_are_found_in_pieces(pool: Pool) -> None:
     for mesh, places in {(4,): [(0,), (1,), (2,), (3,)], (2, 2): [(0, 2), (2, 3), (3, 3), (1, 2)]}.items():
-        pool.run_cases(
-            in_pieces, [(name, at, raw) for name in NORMS for at in places for raw in (False, True)], mesh=mesh
-        )
+        pool.run_cases(in_pieces, [(name, at) for name in NORMS for at in places], mesh=mesh)

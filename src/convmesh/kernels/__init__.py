@@ -1,10 +1,11 @@
-"""Convolutions of many samples at once, in C++, for CPUs: compiled on the machine that they run on, when first needed.
+"""What torch's operators do not do fast on CPUs, in C++: compiled on the machine that it runs on, when first needed.
 
-Libraries for neural networks are made for few large convolutions. A batch of gradients, or of models, is many small
-ones, and between them libraries lay their operands out anew, copy them together, or wait.
+Convolutions of many samples at once: libraries for neural networks are made for few large ones, and lay out the
+operands of small ones anew, copy them together, or wait between them. And moments of sets of numbers, in one pass.
 """
 
-from .products import WANTED as WANTED
+from .library import available as available
+from .library import compute as compute
+from .library import moments as moments
+from .library import takes as takes
 from .products import Steps as Steps
-from .products import available as available
-from .products import compute as compute

@@ -17,7 +17,6 @@ from pathlib import Path
 from ..user_cache import cache_directory
 
 SOURCES = Path(__file__).parent
-MAIN = "convolution.cpp"
 # The machine's own instructions; sums of products may be fused, and nobody looks at errno or at traps.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 LONGEST = 300  # seconds
@@ -33,7 +32,7 @@ def load() -> ctypes.CDLL | None:
         compiler, threading = _compiler(), _openmp()
         path = cache_directory() / f"kernels-{_identity(compiler, threading)}.so"
         if not path.is_file():
-            log.info("compiling %s with %s, once for this machine", MAIN, compiler)
+            log.info("compiling kernels with %s, once for this machine", compiler)
             _compile(compiler, threading, path)
         return ctypes.CDLL(str(path))
     except subprocess.CalledProcessError as error:
@@ -65,7 +64,7 @@ def _openmp() -> Path:
 def _identity(compiler: str, threading: Path) -> str:
     """All that a compiled library depends on: a home directory may be that of several machines."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.glob("*.h")) + [SOURCES / MAIN]:
+    for source in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
         digest.update(source.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=LONGEST).stdout
     digest.update(version + " ".join((*FLAGS, str(threading), platform.machine(), _processor())).encode())
@@ -82,9 +81,11 @@ def _compile(compiler: str, threading: Path, path: Path) -> None:
     """Whole or not at all: another process may be doing the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        made, unlinked = Path(directory) / path.name, Path(directory) / "kernels.o"
-        _run([compiler, *FLAGS, "-fopenmp", "-c", str(SOURCES / MAIN), "-o", str(unlinked)])
-        _run([compiler, "-shared", str(unlinked), str(threading), "-o", str(made)])
+        sources = {source: f"{directory}/{source.stem}.o" for source in SOURCES.glob("*.cpp")}
+        for source, compiled in sources.items():
+            _run([compiler, *FLAGS, "-fopenmp", "-c", str(source), "-o", compiled])
+        made = Path(directory) / path.name
+        _run([compiler, "-shared", *sources.values(), str(threading), "-o", str(made)])
         made.replace(path)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch
-from .raw_moments import raw_moments
+from .. import _torch, kernels
 
 aten = torch.ops.aten
 
@@ -49,23 +48,13 @@ def moments_of_sets(x: torch.Tensor, sets: int) -> Pair:
     if _torch.tracing():
         mean, rstd = _kernel_moments(x.view(sets, 1, count), 1)
         return mean.view(sets), _variance(rstd).view(sets)
+    if kernels.takes(x):
+        return kernels.moments(x, sets)
     row = _row(count, ROW)
-    found = raw_moments(x.view(-1, row), sets) if row <= ROW else None
-    if found is None:
-        return _stable_moments(x.view(-1, row), sets)
-    mean, var, unusable = found
-    if unusable:
-        others = x.view(sets, count)[unusable]
-        mean[unusable], var[unusable] = _stable_moments(others.view(-1, row), len(unusable))
-    return mean, var
-
-
-def _stable_moments(rows: torch.Tensor, sets: int) -> Pair:
-    """Of sets that are made of rows. The kernel takes some of these, as samples of one group: what it writes stays in
-    the cache, and so does the row that it reads twice."""
-    pieces = rows.unsqueeze(1).split(max(1, IN_CACHE // rows.shape[1]))
-    parts = [_kernel_moments(piece, 1) for piece in pieces]
-    mean, rstd = (torch.cat(numbers).view(sets, -1) for numbers in zip(*parts, strict=True))
+    # Some rows at a time, as samples of one group: what the kernel writes stays in the cache, and so does the row that
+    # it reads twice.
+    parts = [_kernel_moments(part, 1) for part in x.view(-1, 1, row).split(max(1, IN_CACHE // row))]
+    mean, rstd = (torch.cat(numbers).view(sets, count // row) for numbers in zip(*parts, strict=True))
     return _moments_of_equals(mean, _variance(rstd), 1)
 
 

@@ -1,0 +1,64 @@
+"""The compiled library: made and tried when first asked for, and used where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+
+from ..geometry import Convolution
+from . import moments as _moments
+from . import products
+from .compiler import load
+
+DTYPES = (torch.float32, torch.float64)
+
+log = logging.getLogger("convmesh.kernels")
+
+
+def available() -> bool:
+    """Whether there is a library, and it says the same as torch."""
+    return _library() is not None
+
+
+def takes(tensor: torch.Tensor) -> bool:
+    """Whether the library can work on its memory: that of a subclass may be elsewhere, or not be there yet."""
+    return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in DTYPES and available()
+
+
+def compute(wanted: str, samples: int, tensors: products.Steps, geometry: Convolution, threads: int) -> None:
+    """Write one of an image, a kernel and a response, the one that is wanted, from the others."""
+    products.run(_existing(), wanted, samples, tensors, geometry, threads)
+
+
+def moments(x: torch.Tensor, sets: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of each of `sets` equal parts of contiguous memory, none of which is empty."""
+    return _moments.run(_existing(), x, sets, torch.get_num_threads())
+
+
+def _existing() -> ctypes.CDLL:
+    library = _library()
+    assert library is not None
+    return library
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = load()
+    if library is None:
+        return None
+    # In a thread of its own, which nothing reaches that a user may have set: autocasting, transforms, modes.
+    with ThreadPoolExecutor(1) as thread:
+        agrees = thread.submit(_agrees_with_torch, library).result()
+    if not agrees:
+        log.warning("no kernels for CPUs: what was compiled gives other results than torch")
+    return library if agrees else None
+
+
+def _agrees_with_torch(library: ctypes.CDLL) -> bool:
+    """A compiler's mistakes are not torch's."""
+    checks = (products.agrees_with_torch, _moments.agrees_with_torch)
+    return all(agrees(library, dtype) for agrees in checks for dtype in DTYPES)

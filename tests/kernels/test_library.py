@@ -1,0 +1,40 @@
+"""The compiled library is there, and is used only where it can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from convmesh import kernels
+from convmesh.kernels import library
+
+
+def test_there_is_one() -> None:
+    """Tests of what it computes would compare nothing without it."""
+    assert kernels.available()
+
+
+def test_it_takes_plain_numbers_in_memory() -> None:
+    assert kernels.takes(torch.ones(3))
+    assert kernels.takes(torch.ones(3).double())
+    assert not kernels.takes(torch.ones(3).half())
+    assert not kernels.takes(torch.ones(3, device="meta"))
+    assert not kernels.takes(torch.ones(3).as_subclass(type("Other", (torch.Tensor,), {})))
+
+
+class Idle:
+    """A library that writes nothing."""
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: None
+
+
+def test_one_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(library, "load", Idle)
+    assert library._library.__wrapped__() is None
+    assert "other results than torch" in caplog.text
+
+
+def test_a_users_modes_do_not_make_it_look_wrong() -> None:
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"), torch.inference_mode():
+        assert library._library.__wrapped__() is not None
