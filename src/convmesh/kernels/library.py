@@ -10,8 +10,7 @@ from functools import cache
 import torch
 
 from ..geometry import Convolution
-from . import moments as _moments
-from . import products
+from . import norms, products
 from .compiler import load
 
 DTYPES = (torch.float32, torch.float64)
@@ -34,9 +33,19 @@ def compute(wanted: str, samples: int, tensors: products.Steps, geometry: Convol
     products.run(_existing(), wanted, samples, tensors, geometry, threads)
 
 
-def moments(x: torch.Tensor, sets: int) -> tuple[torch.Tensor, torch.Tensor]:
+def moments(x: torch.Tensor, sets: int) -> norms.Pair:
     """Mean and variance of each of `sets` equal parts of contiguous memory, none of which is empty."""
-    return _moments.run(_existing(), x, sets, torch.get_num_threads())
+    return norms.moments(_existing(), x, sets, torch.get_num_threads())
+
+
+def sums(gradient: torch.Tensor, x: torch.Tensor, moments: norms.Pair) -> norms.Pair:
+    """Of the gradient, and of it times the normalised input, in each of as many equal parts as there are moments."""
+    return norms.sums(_existing(), gradient, x, moments, torch.get_num_threads())
+
+
+def combined(x: torch.Tensor, gradient: torch.Tensor | None, linear: norms.Linear, sets: int) -> torch.Tensor:
+    """A linear function of each of `sets` equal parts of contiguous memory, in new memory."""
+    return norms.combined(_existing(), x, gradient, linear, sets, torch.get_num_threads())
 
 
 def _existing() -> ctypes.CDLL:
@@ -60,5 +69,5 @@ def _library() -> ctypes.CDLL | None:
 
 def _agrees_with_torch(library: ctypes.CDLL) -> bool:
     """A compiler's mistakes are not torch's."""
-    checks = (products.agrees_with_torch, _moments.agrees_with_torch)
-    return all(agrees(library, dtype) for agrees in checks for dtype in DTYPES)
+    checks = (products.agree_with_torch, norms.agree_with_torch)
+    return all(agree(library, dtype) for agree in checks for dtype in DTYPES)

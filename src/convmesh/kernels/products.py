@@ -60,7 +60,7 @@ def _filled(sizes: Sequence[int], fill: int) -> ctypes.Array[ctypes.c_int64]:
     return (_Int * DIMS)(*[fill] * (DIMS - len(sizes)), *sizes)
 
 
-def agrees_with_torch(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+def agree_with_torch(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     """On all three products of a layer that needs most of the code."""
     geometry = Convolution((2, 1), (1, 2), (1, 2), False, (0, 0), 2)
     x, w = (_numbers(shape, dtype) for shape in ((2, 2, 10, 9, 11), (2, 36, 5, 3, 2)))

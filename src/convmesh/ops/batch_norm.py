@@ -16,7 +16,7 @@ from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, made_of_others, rule
 from .norm_core import Named, Spread, arrange, new, rows
-from .norm_kernels import Pair, moments_of_channels
+from .norm_kernels import Pair, moments_of_channels, normalised
 from .reduce_plan import absent, wide, wrap_dense
 
 aten = torch.ops.aten
@@ -118,6 +118,10 @@ def _apply(x: torch.Tensor, w: Any, b: Any, mean: torch.Tensor, var: torch.Tenso
     if not x.numel():
         return x
     w, b = (t if t is None else t.to(mean.dtype) for t in (w, b))
+    if x.is_contiguous():
+        by_channel = (-1, *[1] * (x.dim() - 2))
+        w, b = (t if t is None else t.view(by_channel) for t in (w, b))
+        return normalised(x, (mean.view(by_channel), var.view(by_channel)), eps, w, b)
     result: torch.Tensor = aten.native_batch_norm.default(x, w, b, mean, var, False, 0.0, eps)[0]
     return result
 

@@ -1,7 +1,8 @@
-"""What a norm computes on one rank, in as few passes over memory as torch's kernels permit.
+"""What a norm computes on one rank, in as few passes over memory as there can be.
 
-A set is what one mean and one variance are taken of. Kernels of one norm serve the others: every set as a group of a
-group norm, which finds moments, or as a channel of a batch norm, which applies them.
+A set is what one mean and one variance are taken of. On CPUs compiled kernels do it, where they can. Of torch's, those
+of one norm serve the others: every set as a group of a group norm, which finds moments, or as a channel of a batch
+norm, which applies them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def moments_of_sets(x: torch.Tensor, sets: int) -> Pair:
     if _torch.tracing():
         mean, rstd = _kernel_moments(x.view(sets, 1, count), 1)
         return mean.view(sets), _variance(rstd).view(sets)
-    if kernels.takes(x):
+    if _compiled_for(x):
         return kernels.moments(x, sets)
     row = _row(count, ROW)
     # Some rows at a time, as samples of one group: what the kernel writes stays in the cache, and so does the row that
@@ -56,6 +57,12 @@ def moments_of_sets(x: torch.Tensor, sets: int) -> Pair:
     parts = [_kernel_moments(part, 1) for part in x.view(-1, 1, row).split(max(1, IN_CACHE // row))]
     mean, rstd = (torch.cat(numbers).view(sets, count // row) for numbers in zip(*parts, strict=True))
     return _moments_of_equals(mean, _variance(rstd), 1)
+
+
+def _compiled_for(*tensors: torch.Tensor) -> bool:
+    """Whether the compiled kernels take them: numbers one behind the other, of one kind."""
+    dense = all(tensor.is_contiguous() for tensor in tensors) and tensors[0].numel() > 0
+    return dense and not _torch.tracing() and all(map(kernels.takes, tensors)) and len({t.dtype for t in tensors}) == 1
 
 
 @lru_cache(maxsize=1024)
@@ -111,11 +118,30 @@ def normalised(
         rstd = (var + eps).rsqrt()
         scaled = (x - mean).mul_(rstd if weight is None else rstd * weight)
         return scaled if bias is None else scaled.add_(bias)
-    sets = mean.numel()
-    by_set = [None if t is None else _numbers(t.expand_as(mean)) for t in (weight, bias, mean, var)]
-    flat = x.view(1, sets, x.numel() // sets)
-    result: torch.Tensor = aten.native_batch_norm.default(flat, *by_set, False, 0.0, eps)[0]
+    weight, bias = (None if t is None else t.expand_as(mean) for t in (weight, bias))
+    if _compiled_for(x):
+        rstd = (var + eps).rsqrt_()
+        scale, shift = rstd if weight is None else rstd.mul_(weight), torch.zeros_like(mean) if bias is None else bias
+        return _combined(x, mean, scale, shift)
+    by_set = [None if t is None else _numbers(t) for t in (weight, bias, mean, var)]
+    result: torch.Tensor = aten.native_batch_norm.default(_by_set(x, mean), *by_set, False, 0.0, eps)[0]
     return result.view(x.shape)
+
+
+def _by_set(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """[* set inner], where sets lie as the means do, and may take turns with them."""
+    inner = prod(x.shape[x.dim() - mean.dim() :]) // mean.numel()
+    return x.view(-1, mean.numel(), inner)
+
+
+def _combined(
+    x: torch.Tensor, mean: torch.Tensor, by: torch.Tensor, added: torch.Tensor, gy: Any = None, by_gy: Any = None
+) -> torch.Tensor:
+    """(x - mean) * by + gy * by_gy + added, by a compiled kernel."""
+    sets = prod(_by_set(x, mean).shape[:2])
+    mean, by, added = (_numbers(t).to(x.dtype) for t in (mean, by, added))
+    linear = kernels.Linear(mean, by, added, None if gy is None else _numbers(by_gy).to(x.dtype))
+    return kernels.combined(x, gy, linear, sets)
 
 
 def _numbers(by_set: torch.Tensor) -> torch.Tensor:
@@ -132,6 +158,9 @@ def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: tor
     if not (gy.is_contiguous() and x.is_contiguous()):
         inner = [-1 - number for number, _ in enumerate(takewhile(lambda size: size == 1, reversed(mean.shape)))]
         return gy.sum(inner, keepdim=True), ((x - mean).mul_(rstd).mul_(gy)).sum(inner, keepdim=True)
+    if _compiled_for(gy, x):
+        plain, products = kernels.sums(gy, x, (_numbers(mean).to(x.dtype), _numbers(rstd).to(x.dtype)))
+        return plain.view_as(mean), products.view_as(mean)
     # One kernel makes both sums in one pass, without anything of the input's size: they are the gradients of weight
     # and bias in a batch norm of one sample, of which every set is a channel.
     sets, count = mean.numel(), x.numel() // mean.numel()
@@ -150,8 +179,8 @@ def sums_of_channels(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
     gy, x = gy.to(mean.dtype), x.to(mean.dtype)
-    large = x.numel() > IN_CACHE and prod(x.shape[2:]) >= LONG
-    if large and x.is_cpu and x.is_contiguous() and gy.is_contiguous():
+    large = x.is_cpu and x.numel() > IN_CACHE and prod(x.shape[2:]) >= LONG
+    if _compiled_for(gy, x) or (large and x.is_contiguous() and gy.is_contiguous()):
         # By sample first, and by parts of it that stay in the fastest cache.
         by_sample = (t.view(1, -1, *[1] * (x.dim() - 2)).expand(len(x), *[-1] * (x.dim() - 1)) for t in (mean, rstd))
         plain, products = (t.sum(0).view(-1) for t in sums_by_set(gy, x, *by_sample))
@@ -171,20 +200,17 @@ def input_gradient(
     mean, rstd = moments
     by_gradient = rstd if weight is None else rstd * weight
     if not x.is_contiguous():  # the gradient's own share is computed while the means travel
-        result = gy * by_gradient
+        result: torch.Tensor = gy * by_gradient
         plain, products = means()
         by_input = rstd.square() * products
         return result.addcmul_(x, by_input, value=-1).add_(by_input * mean - rstd * plain)
     plain, products = means()
-    return _shifted_and_scaled(x, mean, -rstd.square() * products, -rstd * plain).addcmul_(gy, by_gradient)
-
-
-def _shifted_and_scaled(x: torch.Tensor, mean: torch.Tensor, by: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """(x - mean) * by + added, in one pass: a batch norm in evaluation, with every set as a channel."""
+    by_input, added = -rstd.square() * products, -rstd * plain
+    if _compiled_for(gy, x):
+        return _combined(x, mean, by_input, added, gy, by_gradient)
     if not x.numel():
         return torch.empty_like(x)
-    sets = mean.numel()
-    inner = prod(x.shape[x.dim() - mean.dim() :]) // sets
-    by_set = [_numbers(t) for t in (by, added, mean, torch.ones_like(mean))]
-    result: torch.Tensor = aten.native_batch_norm.default(x.view(-1, sets, inner), *by_set, False, 0.0, 0.0)[0]
-    return result.view(x.shape)
+    # A batch norm in evaluation, with every set as a channel.
+    by_set = [_numbers(t) for t in (by_input, added, mean, torch.ones_like(mean))]
+    result = aten.native_batch_norm.default(_by_set(x, mean), *by_set, False, 0.0, 0.0)[0]
+    return result.view(x.shape).addcmul_(gy, by_gradient)

@@ -1,4 +1,4 @@
-"""Compiled moments: those of all values to rounding, however many, and wherever they lie."""
+"""The compiled passes of norms: right to rounding, however many values there are, and wherever they lie."""
 
 from __future__ import annotations
 
@@ -75,3 +75,32 @@ def test_threads_do_not_change_a_bit() -> None:
         torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+COUNTS = [1, 2, 7, 32, 100, 4097, 30001]
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("count", COUNTS)
+def test_sums_of_backward(count: int, dtype: torch.dtype) -> None:
+    g, x = numbers(3, count, dtype), 10 + numbers(3, count, dtype).flip(1)
+    mean, rstd = torch.tensor([[9.0, 10.0, 11.0], [0.5, 1.0, 2.0]], dtype=dtype)
+    plain, products = kernels.sums(g, x, (mean, rstd))
+    terms = g.double() * (x.double() - mean[:, None]) * rstd[:, None]
+    for found, summed in ((plain, g.double()), (products, terms)):
+        scale = summed.abs().sum(1)  # what rounding is relative to
+        assert ((found - count * means(summed)).abs() <= 16 * EPS[dtype] * scale).all()
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("count", [*COUNTS, 1 << 20])  # the last is written past the caches
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_linear_functions(count: int, with_gradient: bool, dtype: torch.dtype) -> None:
+    """Of four sets with coefficients for two, that do not begin where a line of the cache does."""
+    g, x = numbers(4, count, dtype), numbers(1, 4 * count + 1, dtype)[0, 1:].view(4, count)
+    linear = kernels.Linear(*numbers(4, 2, dtype))
+    found = kernels.combined(x, g if with_gradient else None, linear, 4)
+    mean, by_input, added, by_gradient = (numbers.double().repeat(2)[:, None] for numbers in linear)
+    expected = (x.double() - mean) * by_input + added + (g.double() * by_gradient if with_gradient else 0)
+    terms = expected.abs() + (x.double().abs() + mean.abs()) * by_input.abs() + added.abs()
+    assert ((found - expected).abs() <= 8 * EPS[dtype] * (terms + g.double().abs() * by_gradient.abs())).all()
