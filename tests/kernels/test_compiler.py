@@ -20,7 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
 def test_it_is_done_once(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     library = compiler.load()
     assert library is not None
-    assert hasattr(library, "convmesh_product_float32")
+    assert hasattr(library, "convmesh_direct_float32")
     assert "once for this machine" in caplog.text
     assert [path.suffix for path in cache.iterdir()] == [".so"]
     monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))

@@ -12,7 +12,7 @@ from typing import Any
 from . import cost
 from ._functorch import Nature
 from .algorithms import Algorithm, Fold, FoldGroups, Loop, Task
-from .direct import Direct
+from .direct import Direct, Winograd
 from .grouped import Exchange, Repeat
 from .memory import returns_large_blocks
 from .patches import Taps, Unfold
@@ -31,6 +31,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Unfold(),
     Taps(),
     Direct(),
+    Winograd(),
     Loop(),
 )
 

@@ -20,6 +20,8 @@ from .patches import WORKSPACE_LIMIT
 
 # Numbers in a vector, as a rule, and so few columns that rows are made into vectors instead.
 LANES, FEW = 8, 4
+# Bytes that one image may be transformed into.
+NUMBERS_LIMIT = 16 * 2**20
 
 
 class Direct(Algorithm):
@@ -60,8 +62,56 @@ class Direct(Algorithm):
         tensors = {each.role: _readable(each, task.batch) for each in (first, second)} | {wanted: result}
         biases = None if bias is None else contiguous(spread(bias, task.batch).value)
         steps = kernels.Steps(tensors[Role.IMAGE], tensors[Role.KERNEL], tensors[Role.RESPONSE], biases)
-        kernels.compute(wanted.name.lower(), task.batch, steps, task.contraction.geometry, task.threads)
+        product = kernels.Product(wanted.name.lower(), task.batch, task.contraction.geometry, self.name)
+        kernels.compute(product, steps, task.threads)
         return Mapped(result, 0)
+
+
+class Winograd(Direct):
+    """With fewer multiplications, for 3 x 3 taps that take no steps; a third dimension in front may have any taps.
+
+    Rounding is that of numbers of about twice the size.
+    """
+
+    name = "winograd"
+
+    def applies(self, task: Task) -> bool:
+        return super().applies(task) and _is_winograds(task) and self._numbers(task) <= NUMBERS_LIMIT
+
+    def _numbers(self, task: Task) -> int:
+        """Bytes of what one image is transformed into."""
+        product = task.contraction
+        channels = max(product.image[1], product.response[1]) // product.geometry.groups
+        *depth, h, w = (max(sizes) for sizes in zip(product.image[2:], product.response[2:], strict=True))
+        return task.itemsize * channels * (prod(depth) + 2) * (h + 2) * (w + 2) * 4
+
+    def workspace(self, task: Task) -> int:
+        product = task.contraction
+        columns = 16 * 32 * max(prod(product.response[2:]), prod(product.kernel[1:]))
+        sums = 16 * product.kernel[0] * product.kernel[1] * prod(product.kernel[2:-2])
+        return task.threads * (2 * self._numbers(task) + task.itemsize * (columns + sums))
+
+    def multiplications(self, task: Task) -> float:
+        """Sixteen for a tile of two by two results."""
+        *depth, h, w = task.contraction.response[2:]
+        if task.contraction.wanted is Role.IMAGE:
+            *depth, h, w = task.contraction.image[2:]
+        tiles = (h + 1) // 2 * ((w + 1) // 2)
+        groups, (outputs, inputs, *taps) = task.contraction.geometry.groups, task.contraction.kernel
+        columns = inputs if task.contraction.wanted is Role.IMAGE else outputs // groups
+        filled = -(-columns // LANES) * LANES / columns
+        return 16 * task.batch * task.contraction.image[0] * prod(depth) * tiles * prod(taps[:-2]) * outputs * inputs * filled
+
+
+def _is_winograds(task: Task) -> bool:
+    product, geometry = task.contraction, task.contraction.geometry
+    taps = product.kernel[2:]
+    return (
+        len(taps) > 1
+        and taps[-2:] == (3, 3)
+        and set((*geometry.stride, *geometry.dilation)) == {1}
+        and all(padding < size for padding, size in zip(geometry.padding, taps, strict=True))
+    )
 
 
 def _readable(operand: Operand, batch: int) -> Tensor:

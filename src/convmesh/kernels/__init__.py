@@ -11,4 +11,5 @@ from .library import moments as moments
 from .library import sums as sums
 from .library import takes as takes
 from .norms import Linear as Linear
+from .products import Product as Product
 from .products import Steps as Steps

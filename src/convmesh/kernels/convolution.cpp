@@ -196,5 +196,5 @@ template <class T> void compute(const Problem &problem, Int threads) {
 
 }  // namespace
 
-extern "C" void convmesh_product_float32(const Problem *problem, Int threads) { compute<float>(*problem, threads); }
-extern "C" void convmesh_product_float64(const Problem *problem, Int threads) { compute<double>(*problem, threads); }
+extern "C" void convmesh_direct_float32(const Problem *problem, Int threads) { compute<float>(*problem, threads); }
+extern "C" void convmesh_direct_float64(const Problem *problem, Int threads) { compute<double>(*problem, threads); }

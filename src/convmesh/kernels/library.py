@@ -9,7 +9,6 @@ from functools import cache
 
 import torch
 
-from ..geometry import Convolution
 from . import norms, products
 from .compiler import load
 
@@ -28,9 +27,9 @@ def takes(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in DTYPES and available()
 
 
-def compute(wanted: str, samples: int, tensors: products.Steps, geometry: Convolution, threads: int) -> None:
+def compute(product: products.Product, tensors: products.Steps, threads: int) -> None:
     """Write one of an image, a kernel and a response, the one that is wanted, from the others."""
-    products.run(_existing(), wanted, samples, tensors, geometry, threads)
+    products.run(_existing(), product, tensors, threads)
 
 
 def moments(x: torch.Tensor, sets: int) -> norms.Pair:

@@ -40,8 +40,18 @@ class Steps(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-def run(library: ctypes.CDLL, wanted: str, samples: int, tensors: Steps, geometry: Convolution, threads: int) -> None:
-    """Write one of the three, the one that is wanted, from the others."""
+class Product(NamedTuple):
+    """What is computed: one of the three, the one that is `wanted`, of so many samples, `by` one of the algorithms."""
+
+    wanted: str
+    samples: int
+    geometry: Convolution
+    by: str = "direct"
+
+
+def run(library: ctypes.CDLL, product: Product, tensors: Steps, threads: int) -> None:
+    """Write what is wanted from the other two."""
+    wanted, samples, geometry, by = product
     image, kernel, response, bias = tensors
     problem = Problem(
         *(WANTED.index(wanted), samples, geometry.groups, image.shape[1]),
@@ -52,7 +62,7 @@ def run(library: ctypes.CDLL, wanted: str, samples: int, tensors: Steps, geometr
         0 if bias is None else bias.stride(0),
         *(image.data_ptr(), kernel.data_ptr(), response.data_ptr(), None if bias is None else bias.data_ptr()),
     )
-    function = getattr(library, f"convmesh_product_{str(image.dtype).removeprefix('torch.')}")
+    function = getattr(library, f"convmesh_{by}_{str(image.dtype).removeprefix('torch.')}")
     function(ctypes.byref(problem), _Int(threads))
 
 
@@ -61,10 +71,23 @@ def _filled(sizes: Sequence[int], fill: int) -> ctypes.Array[ctypes.c_int64]:
 
 
 def agree_with_torch(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """On all three products of a layer that needs most of the code."""
-    geometry = Convolution((2, 1), (1, 2), (1, 2), False, (0, 0), 2)
-    x, w = (_numbers(shape, dtype) for shape in ((2, 2, 10, 9, 11), (2, 36, 5, 3, 2)))
-    arguments, aten = geometry.arguments, torch.ops.aten
+    """On all three products of layers that need most of the code."""
+    direct = Convolution((2, 1), (1, 2), (1, 2), False, (0, 0), 2)
+    winograd = Convolution((1, 1), (0, 1), (1, 1), False, (0, 0), 2)
+    return all(
+        _agrees(library, product, images, kernels, dtype)
+        for product, images, kernels in (
+            (Product("", 2, direct), (2, 2, 10, 9, 11), (2, 36, 5, 3, 2)),
+            (Product("", 2, winograd, "winograd"), (2, 2, 34, 9, 36), (2, 36, 17, 3, 3)),
+        )
+    )
+
+
+def _agrees(
+    library: ctypes.CDLL, product: Product, images: Sequence[int], kernels: Sequence[int], dtype: torch.dtype
+) -> bool:
+    arguments, aten = product.geometry.arguments, torch.ops.aten
+    x, w = (_numbers(shape, dtype) for shape in (images, kernels))
     y = torch.stack([aten.convolution(*sample, None, *arguments) for sample in zip(x, w, strict=True)])
     gradients = [
         aten.convolution_backward(*sample, None, *arguments, (True, True, False))[:2]
@@ -73,7 +96,7 @@ def agree_with_torch(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     expected = dict(zip(WANTED, (y, *map(torch.stack, zip(*gradients, strict=True))), strict=True))
     for wanted, right in expected.items():
         given = {"image": x, "kernel": w, "response": y, wanted: torch.full_like(right, torch.nan)}
-        run(library, wanted, 2, Steps(**given), geometry, 2)
+        run(library, product._replace(wanted=wanted), Steps(**given), 2)
         if not torch.allclose(given[wanted], right, rtol=1e-3, atol=1e-3 * float(right.abs().max())):
             return False
     return True

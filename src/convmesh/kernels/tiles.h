@@ -74,26 +74,33 @@ inline Int even_share(Int whole, Int most) {
 
 enum Kind { WIDE, NARROW, LANEWISE };  // panels of two vectors or one; or every column has a source of its own
 
+// sums[r] = row first + r of the product, for `count` rows; some more may be written behind them.
 template <class T, Kind kind>
-void multiply(const Factors<T> &factors, T *sums, Int columns, const Target<T> &target) {
+void multiply_rows(const Factors<T> &factors, Int first, Int count, T *sums, bool add = false) {
     constexpr int R = kind == WIDE ? TILE_ROWS : NARROW_ROWS;
     constexpr Int VECTORS = kind == WIDE ? 2 : 1, WIDTH = VECTORS * LANES<T>, SOURCES = kind == LANEWISE ? LANES<T> : 1;
     const Int step = even_share(factors.depth, DEPTH);
+    if (!factors.depth && !add) std::fill_n(sums, count * WIDTH, T(0));
+    for (Int k = 0; k < factors.depth; k += step)
+        for (Int r = 0; r < count; r += R) {
+            const T *rows[R], *panel = factors.panel + k * WIDTH;
+            for (int i = 0; i < R; i++)
+                rows[i] = factors.source + factors.rows[std::min(first + r + i, factors.row_count - 1)] * SOURCES;
+            const Int depth = std::min(step, factors.depth - k);
+            const int32_t *shifts = factors.shifts + k;
+            if constexpr (kind == LANEWISE)
+                multiply_lanes<T, R>(rows, shifts, depth, panel, sums + r * WIDTH, add || k > 0);
+            else
+                multiply_tile<T, R, VECTORS>(rows, shifts, depth, panel, sums + r * WIDTH, add || k > 0);
+        }
+}
+
+template <class T, Kind kind>
+void multiply(const Factors<T> &factors, T *sums, Int columns, const Target<T> &target) {
+    constexpr Int WIDTH = (kind == WIDE ? 2 : 1) * LANES<T>;
     for (Int first = 0; first < factors.row_count; first += ROWS) {
         const Int count = std::min(ROWS, factors.row_count - first);
-        if (!factors.depth) std::fill_n(sums, count * WIDTH, T(0));
-        for (Int k = 0; k < factors.depth; k += step)
-            for (Int r = 0; r < count; r += R) {
-                const T *rows[R], *panel = factors.panel + k * WIDTH;
-                for (int i = 0; i < R; i++)
-                    rows[i] = factors.source + factors.rows[std::min(first + r + i, factors.row_count - 1)] * SOURCES;
-                const Int depth = std::min(step, factors.depth - k);
-                const int32_t *shifts = factors.shifts + k;
-                if constexpr (kind == LANEWISE)
-                    multiply_lanes<T, R>(rows, shifts, depth, panel, sums + r * WIDTH, k > 0);
-                else
-                    multiply_tile<T, R, VECTORS>(rows, shifts, depth, panel, sums + r * WIDTH, k > 0);
-            }
+        multiply_rows<T, kind>(factors, first, count, sums);
         write<T>(sums, first, count, WIDTH, columns, target);
     }
 }
