@@ -41,12 +41,24 @@ def expected(geometry: Convolution, x: Tensor, w: Tensor, y: Tensor) -> Iterator
         yield wanted, torch.stack([each[mask.index(True)] for each in gradients])
 
 
+def algorithms(geometry: Convolution, kernel: torch.Size) -> list[str]:
+    """Those that can do it."""
+    spaced = {*geometry.stride, *geometry.dilation} != {1}
+    too_far = any(padding >= taps for padding, taps in zip(geometry.padding, kernel, strict=True))
+    return ["direct"] if spaced or too_far or kernel[-2:] != (3, 3) else ["direct", "winograd"]
+
+
 def compare(geometry: Convolution, x: Tensor, w: Tensor, y: Tensor, threads: int = 2) -> None:
+    for by in algorithms(geometry, w.shape[3:]):
+        compare_by(by, geometry, x, w, y, threads)
+
+
+def compare_by(by: str, geometry: Convolution, x: Tensor, w: Tensor, y: Tensor, threads: int) -> None:
     for wanted, right in expected(geometry, x, w, y):
         for dtype, tolerance in TOLERANCE.items():
             given = {"image": x.to(dtype), "kernel": w.to(dtype), "response": y.to(dtype)}
             found = given[wanted] = torch.full_like(right, torch.nan, dtype=dtype)
-            kernels.compute(wanted, len(x), kernels.Steps(**given), geometry, threads)
+            kernels.compute(kernels.Product(wanted, len(x), geometry, by), kernels.Steps(**given), threads)
             scale = float(right.abs().max()) or 1.0
             torch.testing.assert_close(found.double() / scale, right / scale, **tolerance)
 
@@ -75,6 +87,25 @@ def test_any_geometry(case: tuple[Convolution, Tensor, Tensor, Tensor], threads:
     compare(*case, threads)
 
 
+@st.composite
+def layers_of_nine_taps(draw: st.DrawFn) -> tuple[Convolution, Tensor, Tensor, Tensor]:
+    depth = draw(st.lists(st.integers(1, 3), max_size=1))
+    kernel = [*depth, 3, 3]
+    padding = [draw(st.integers(0, taps - 1)) for taps in kernel]
+    size = [draw(st.integers(max(1, k - 2 * p), 12)) for k, p in zip(kernel, padding, strict=True)]
+    one = (1,) * len(kernel)
+    geometry = Convolution(one, tuple(padding), one, False, (0,) * len(kernel), draw(st.integers(1, 2)))
+    channels = draw(st.sampled_from([1, 3, 8, 17, 40])), draw(st.sampled_from([1, 3, 8, 16, 17, 33, 40]))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    return geometry, *layer(geometry, draw(st.integers(1, 3)), draw(st.integers(1, 3)), channels, size, kernel)
+
+
+@given(layers_of_nine_taps(), st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_nine_taps(case: tuple[Convolution, Tensor, Tensor, Tensor], threads: int) -> None:
+    compare_by("winograd", *case, threads)
+
+
 PLAIN = Convolution((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
 
 
@@ -89,6 +120,7 @@ def test_one_channel_to_a_group(groups: int, kernel: int, stride: int) -> None:
 def test_more_images_than_fit_at_once() -> None:
     """And so does more depth: sums go on where those of other images left them."""
     compare(PLAIN, *layer(PLAIN, 2, 5, (40, 20), [36, 35], [3, 3]))
+    compare(PLAIN, *layer(PLAIN, 1, 4, (40, 70), [51, 65], [3, 3]))
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -120,17 +152,48 @@ def test_a_bias(channels: tuple[int, int], wanted: str, stride: int) -> None:
     given = dict(zip(("image", "kernel", "response"), layer(geometry, 2, 3, channels, [6, 9], [3, 3]), strict=True))
     right = dict(expected(geometry, *given.values()))[wanted]
     bias = torch.randn(2, right.shape[2], dtype=torch.float64)
-    given[wanted] = torch.full_like(right, torch.nan)
-    kernels.compute(wanted, 2, kernels.Steps(**given, bias=bias), geometry, 2)
-    torch.testing.assert_close(given[wanted], right + bias[:, None, :, None, None])
+    for by in algorithms(geometry, given["kernel"].shape[3:]):
+        given[wanted] = torch.full_like(right, torch.nan)
+        kernels.compute(kernels.Product(wanted, 2, geometry, by), kernels.Steps(**given, bias=bias), 2)
+        torch.testing.assert_close(given[wanted], right + bias[:, None, :, None, None])
 
 
-def test_threads_do_not_change_a_bit() -> None:
+@pytest.mark.parametrize("outputs", [1, 3, 8, 40])
+@pytest.mark.parametrize("by", ["direct", "winograd"])
+def test_what_is_not_finite_stays_in_its_channel(by: str, outputs: int) -> None:
+    """Vectors may end in numbers of others, which are not added up."""
+    x, w, y = layer(PLAIN, 2, 3, (5, outputs), [6, 11], [3, 3])
+    for corner in (0, -1):
+        x[1, 1, 2, corner, corner] = torch.inf
+    found = torch.full_like(w, torch.nan)
+    kernels.compute(kernels.Product("kernel", 2, PLAIN, by), kernels.Steps(x, found, y), 2)
+    assert not found[1, :, 2].isfinite().all()
+    found[1, :, 2] = 0
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("wanted", ["response", "image", "kernel"])
+def test_winograd_rounds_little_more(wanted: str) -> None:
+    """Its errors, in float32, are those of numbers of about twice the size."""
+    tensors = layer(PLAIN, 2, 4, (64, 64), [16, 16], [3, 3])
+    right = dict(expected(PLAIN, *tensors))[wanted]
+    given = dict(zip(("image", "kernel", "response"), (each.float() for each in tensors), strict=True))
+    errors = {}
+    for by in ("direct", "winograd"):
+        given[wanted] = torch.empty_like(right, dtype=torch.float32)
+        kernels.compute(kernels.Product(wanted, 2, PLAIN, by), kernels.Steps(**given), 2)
+        errors[by] = float((given[wanted] - right).square().mean().sqrt() / right.square().mean().sqrt())
+    assert errors["winograd"] < 4 * errors["direct"]
+    assert errors["winograd"] < 1e-6
+
+
+@pytest.mark.parametrize("by", ["direct", "winograd"])
+def test_threads_do_not_change_a_bit(by: str) -> None:
     x, w, y = layer(PLAIN, 2, 2, (20, 70), [6, 7], [3, 3])
     results = []
     for threads in (1, 2, 3):
         found = torch.empty_like(y)
-        kernels.compute("response", 2, kernels.Steps(x, w, found), PLAIN, threads)
+        kernels.compute(kernels.Product("response", 2, PLAIN, by), kernels.Steps(x, w, found), threads)
         results.append(found)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

@@ -100,7 +100,17 @@ class Winograd(Direct):
         groups, (outputs, inputs, *taps) = task.contraction.geometry.groups, task.contraction.kernel
         columns = inputs if task.contraction.wanted is Role.IMAGE else outputs // groups
         filled = -(-columns // LANES) * LANES / columns
-        return 16 * task.batch * task.contraction.image[0] * prod(depth) * tiles * prod(taps[:-2]) * outputs * inputs * filled
+        return (
+            16
+            * task.batch
+            * task.contraction.image[0]
+            * prod(depth)
+            * tiles
+            * prod(taps[:-2])
+            * outputs
+            * inputs
+            * filled
+        )
 
 
 def _is_winograds(task: Task) -> bool:
@@ -109,7 +119,7 @@ def _is_winograds(task: Task) -> bool:
     return (
         len(taps) > 1
         and taps[-2:] == (3, 3)
-        and set((*geometry.stride, *geometry.dilation)) == {1}
+        and {*geometry.stride, *geometry.dilation} == {1}
         and all(padding < size for padding, size in zip(geometry.padding, taps, strict=True))
     )
 

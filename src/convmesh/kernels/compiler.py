@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..user_cache import cache_directory
@@ -82,8 +83,9 @@ def _compile(compiler: str, threading: Path, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         sources = {source: f"{directory}/{source.stem}.o" for source in SOURCES.glob("*.cpp")}
-        for source, compiled in sources.items():
-            _run([compiler, *FLAGS, "-fopenmp", "-c", str(source), "-o", compiled])
+        commands = [[compiler, *FLAGS, "-fopenmp", "-c", str(source), "-o", made] for source, made in sources.items()]
+        with ThreadPoolExecutor() as side_by_side:
+            list(side_by_side.map(_run, commands))
         made = Path(directory) / path.name
         _run([compiler, "-shared", *sources.values(), str(threading), "-o", str(made)])
         made.replace(path)

@@ -12,7 +12,7 @@
 namespace {
 
 constexpr Int IMAGES_BYTES = 1 << 20;  // of padded images at a time: a second-level cache
-constexpr Int FEW = 4;                 // columns, for which vectors are made of rows
+constexpr Int FEW = 8;                 // columns, for which vectors are made of rows
 
 // What a thread works in.
 template <class T> struct Scratch {
@@ -79,8 +79,9 @@ template <class T> class Product {
     void compute(const Reading &reading, const Part &part, Scratch<T> &scratch) const {
         const Int places = places_of_image(reading) * part.images, shifts = reading.shifts.size();
         const bool few = is_few(reading);
-        T *sums = scratch.sums.reserve((ROWS + NARROW_ROWS) * width);
-        T *panel = scratch.panel.reserve((wanted == KERNEL ? places : shifts) * width);
+        T *sums = scratch.sums.reserve(ROWS * width);
+        const Int deep = wanted != KERNEL ? shifts : few ? Int(reading.pieces.size()) * LANES<T> : places;
+        T *panel = scratch.panel.reserve(deep * width);
         const int32_t *place = reading.places.data(), *shift = reading.shifts.data();
         Factors<T> factors{scratch.images.get(), place, places, shift, shifts, panel};
         if (wanted == KERNEL) factors = {scratch.images.get(), shift, shifts, place, places, panel};
@@ -102,36 +103,49 @@ template <class T> class Product {
 
     bool is_few(const Reading &reading) const {
         const bool few = columns <= std::min(FEW, LANES<T> / 2), long_enough = reading.run >= LANES<T> / 2;
-        return !lanewise && wanted != KERNEL && few && long_enough;
+        return !lanewise && few && long_enough;
     }
 
+    template <int COLUMNS = FEW>
     void multiply_by_pieces(
         const Factors<T> &factors, const Reading &reading, const Part &part, T *sums, const Target<T> &target) const {
-        const Piece *pieces = reading.pieces.data();
-        const Int count = reading.pieces.size() / at_once * part.images;
-        if (columns == 1) multiply_few<T, 1>(factors, pieces, count, sums, target);
-        if (columns == 2) multiply_few<T, 2>(factors, pieces, count, sums, target);
-        if (columns == 3) multiply_few<T, 3>(factors, pieces, count, sums, target);
-        if (columns == 4) multiply_few<T, 4>(factors, pieces, count, sums, target);
+        if constexpr (COLUMNS > 0) {
+            if (columns < COLUMNS) return multiply_by_pieces<COLUMNS - 1>(factors, reading, part, sums, target);
+            const Int count = reading.pieces.size() / at_once * part.images;
+            if (wanted == KERNEL)
+                multiply_few_dots<T, COLUMNS>(factors, reading.pieces.data(), count, sums, target);
+            else
+                multiply_few<T, COLUMNS>(factors, reading.pieces.data(), count, sums, target);
+        }
     }
 
     Target<T> target_of(const Reading &reading, const Part &part, Int column) const {
         if (wanted == KERNEL) {
             const Int step = problem.kernel_steps[1], rows = reading.shifts.size();
-            return {kernel(part) + column * step, 0, step, rows, nullptr, nullptr, part.first_image > 0};
+            return {
+                kernel(part) + column * step, 0, step, rows, nullptr, nullptr, part.first_image > 0,
+                past_caches<T>(problem)};
         }
         const Int *steps = wanted == IMAGE ? problem.image_steps : problem.response_steps;
         T *start = (wanted == IMAGE ? image(part) : response(part)) + column * steps[2];
         const T *bias = (const T *)problem.bias;
         if (bias) bias += part.sample * problem.bias_step + (lanewise ? 0 : part.group * columns) + column;
         const Int *scattered = reading.targets.empty() ? nullptr : reading.targets.data();
-        return {start, steps[1], steps[2], places_of_image(reading), scattered, bias, false};
+        return {start, steps[1], steps[2], places_of_image(reading), scattered, bias, false, false};
     }
 
     // Columns from `column` on, `wide` of them, as a panel that is `across` wide.
     void pack(const Reading &reading, const Part &part, Int column, Int wide, Int across, T *panel) const {
         const Int taps = volume(problem.kernel), step = problem.kernel_steps[1], *steps = problem.response_steps;
-        if (wanted == KERNEL) {
+        if (wanted == KERNEL && is_few(reading)) {
+            const T *from = response(part) + column * steps[2];
+            const Int count = reading.pieces.size() / at_once * part.images;
+            for (const Piece *piece = reading.pieces.data(), *last = piece + count; piece < last; piece++)
+                for (Int c = 0; c < wide; c++, panel += LANES<T>) {
+                    copy(panel, from + piece->image * steps[1] + c * steps[2] + piece->first, piece->count);
+                    std::fill(panel + piece->count, panel + LANES<T>, T(0));
+                }
+        } else if (wanted == KERNEL) {
             const Int places = places_of_image(reading);
             const T *from = response(part) + column * steps[2];
             for (Int n = 0; n < part.images; n++)
@@ -191,6 +205,7 @@ template <class T> void compute(const Problem &problem, Int threads) {
     {
         Scratch<T> scratch;
         for (Int item; (item = next++) < product.items();) product.compute(item, scratch);
+        finish_writing();
     }
 }
 

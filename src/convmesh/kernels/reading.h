@@ -59,11 +59,6 @@ inline Axis reading_response(const Problem &problem, int dim, Int phase) {
     return axis;
 }
 
-// Places side by side, as many as a vector has lanes at most.
-struct Piece {
-    int32_t place, image, first, count;
-};
-
 // Offsets into padded images that lie one behind the other: a place of the result and a shift add up.
 struct Reading {
     Int channels, before[DIMS], padded[DIMS];

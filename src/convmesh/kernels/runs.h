@@ -1,10 +1,6 @@
 // Numbers that lie one behind the other: sums over them, and writing them.
 #pragma once
 
-#ifdef __AVX__
-#include <immintrin.h>
-#endif
-
 #include "vectors.h"
 
 // So much of everything that is read stays in the first-level cache while it is read twice. Vectors add up no more than
@@ -60,23 +56,6 @@ template <class T, class F> INLINE Sums sums_of(Int count, const F &f) {
 // of the result would have left them before anybody asked for it.
 constexpr Int PAST_CACHES = 4 << 20;
 
-template <class T> INLINE void store_past_caches(T *to, Vector<T> vector) {
-#if defined(__AVX512F__)
-    _mm512_stream_si512((__m512i *)to, (__m512i)vector);
-#elif defined(__AVX__)
-    _mm256_stream_si256((__m256i *)to, (__m256i)vector);
-#else
-    store(to, vector);
-#endif
-}
-
-// What a thread has written past the caches is there for others after this.
-INLINE void finish_writing() {
-#ifdef __AVX__
-    _mm_sfence();
-#endif
-}
-
 // What `f` makes of the numbers at each place, as for sums.
 template <class T, class F> INLINE void fill(T *to, Int count, bool past_caches, const F &f) {
     constexpr Int L = LANES<T>;
@@ -84,7 +63,7 @@ template <class T, class F> INLINE void fill(T *to, Int count, bool past_caches,
     const auto one = [&] { to[at] = f([at](const T *from) { return from[at]; }), at++; };
     const auto many = [&] { return f([at](const T *from) { return load(from + at); }); };
     if (past_caches) {
-        while (at < count && uintptr_t(to + at) % VECTOR_BYTES) one();
+        while (at < count && !may_begin(to + at)) one();
         for (; at + L <= count; at += L) store_past_caches(to + at, many());
     }
     for (; at + L <= count; at += L) store(to + at, many());

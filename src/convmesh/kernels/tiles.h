@@ -5,13 +5,21 @@
 
 constexpr Int DEPTH = 512, ROWS = 96;  // of a panel and of sums at a time: a first-level cache
 
+// Kernels of so many bytes, of all samples, are written past the caches.
+constexpr Int LARGE_KERNELS = 32 << 20;
+
+template <class T> bool past_caches(const Problem &problem) {
+    const Int kernel = problem.groups * problem.outputs * problem.inputs * volume(problem.kernel);
+    return problem.wanted == KERNEL && problem.samples * kernel * Int(sizeof(T)) >= LARGE_KERNELS;
+}
+
 // Where sums go, of which a row is a place of an image, or a tap of a kernel.
 template <class T> struct Target {
     T *start;
     Int image_step, column_step, rows_of_image;
     const Int *places;  // of the rows of an image; none if these lie one after the other
     const T *bias;
-    bool add;
+    bool add, past_caches;
 
     void put(T &place, T sum, Int column) const {
         if (bias) sum += bias[column];
@@ -23,7 +31,10 @@ template <class T> struct Target {
         for (int i = 0; i < LANES<T>; i++) {
             T *place = image + (column + i) * column_step + row;
             if (bias) square[i] += bias[column + i];
-            store(place, add ? load(place) + square[i] : square[i]);
+            if (past_caches && !add && may_begin(place))
+                store_past_caches(place, square[i]);
+            else
+                store(place, add ? load(place) + square[i] : square[i]);
         }
     }
 };
@@ -74,24 +85,33 @@ inline Int even_share(Int whole, Int most) {
 
 enum Kind { WIDE, NARROW, LANEWISE };  // panels of two vectors or one; or every column has a source of its own
 
-// sums[r] = row first + r of the product, for `count` rows; some more may be written behind them.
+template <class T> using TileFunction = void (*)(const T *const *, const int32_t *, Int, const T *, T *, bool);
+
+// What multiplies a tile of so many rows, from one on.
+template <class T, Kind kind, int... R> TileFunction<T> tile_function(Int rows, std::integer_sequence<int, R...>) {
+    if constexpr (kind == LANEWISE) {
+        static constexpr TileFunction<T> functions[] = {multiply_lanes<T, R + 1>...};
+        return functions[rows - 1];
+    } else {
+        static constexpr TileFunction<T> functions[] = {multiply_tile<T, R + 1, kind == WIDE ? 2 : 1>...};
+        return functions[rows - 1];
+    }
+}
+
+// sums[r] = row first + r of the product, for `count` rows, in tiles of about one size.
 template <class T, Kind kind>
 void multiply_rows(const Factors<T> &factors, Int first, Int count, T *sums, bool add = false) {
-    constexpr int R = kind == WIDE ? TILE_ROWS : NARROW_ROWS;
-    constexpr Int VECTORS = kind == WIDE ? 2 : 1, WIDTH = VECTORS * LANES<T>, SOURCES = kind == LANEWISE ? LANES<T> : 1;
-    const Int step = even_share(factors.depth, DEPTH);
+    constexpr int MOST = kind == WIDE ? TILE_ROWS : NARROW_ROWS;
+    constexpr Int WIDTH = (kind == WIDE ? 2 : 1) * LANES<T>, SOURCES = kind == LANEWISE ? LANES<T> : 1;
     if (!factors.depth && !add) std::fill_n(sums, count * WIDTH, T(0));
+    const Int step = even_share(factors.depth, DEPTH), tile = even_share(count, MOST);
     for (Int k = 0; k < factors.depth; k += step)
-        for (Int r = 0; r < count; r += R) {
-            const T *rows[R], *panel = factors.panel + k * WIDTH;
-            for (int i = 0; i < R; i++)
-                rows[i] = factors.source + factors.rows[std::min(first + r + i, factors.row_count - 1)] * SOURCES;
-            const Int depth = std::min(step, factors.depth - k);
-            const int32_t *shifts = factors.shifts + k;
-            if constexpr (kind == LANEWISE)
-                multiply_lanes<T, R>(rows, shifts, depth, panel, sums + r * WIDTH, add || k > 0);
-            else
-                multiply_tile<T, R, VECTORS>(rows, shifts, depth, panel, sums + r * WIDTH, add || k > 0);
+        for (Int r = 0; r < count; r += tile) {
+            const Int some = std::min(tile, count - r), depth = std::min(step, factors.depth - k);
+            const T *rows[MOST];
+            for (Int i = 0; i < some; i++) rows[i] = factors.source + factors.rows[first + r + i] * SOURCES;
+            const auto multiply = tile_function<T, kind>(some, std::make_integer_sequence<int, MOST>());
+            multiply(rows, factors.shifts + k, depth, factors.panel + k * WIDTH, sums + r * WIDTH, add || k > 0);
         }
 }
 
@@ -109,7 +129,7 @@ void multiply(const Factors<T> &factors, T *sums, Int columns, const Target<T> &
 template <class T, int COLUMNS>
 void multiply_few(const Factors<T> &factors, const Piece *pieces, Int count, T *sums, const Target<T> &target) {
     constexpr Int L = LANES<T>;
-    constexpr int AT_ONCE = COLUMNS < 3 ? 8 / COLUMNS : 12 / COLUMNS;  // as registers permit
+    constexpr int AT_ONCE = COLUMNS < 3 ? 8 / COLUMNS : 2 * TILE_ROWS / COLUMNS;  // as registers permit
     for (Int first = 0; first < count; first += AT_ONCE) {
         const T *vectors[AT_ONCE];
         for (int v = 0; v < AT_ONCE; v++) vectors[v] = factors.source + pieces[std::min(first + v, count - 1)].place;
@@ -126,5 +146,17 @@ void multiply_few(const Factors<T> &factors, const Piece *pieces, Int count, T *
                     for (Int i = 0; i < piece.count; i++) to[target.places[piece.first + i]] = from[i];
             }
         }
+    }
+}
+
+// The same for few columns of a kernel, where pieces are added up.
+template <class T, int COLUMNS>
+void multiply_few_dots(const Factors<T> &factors, const Piece *pieces, Int count, T *sums, const Target<T> &target) {
+    constexpr int R = std::min(8, 2 * TILE_ROWS / COLUMNS);  // as registers permit
+    for (Int first = 0; first < factors.row_count; first += R) {
+        const T *rows[R];
+        for (int r = 0; r < R; r++) rows[r] = factors.source + factors.rows[std::min(first + r, factors.row_count - 1)];
+        multiply_dots<T, R, COLUMNS>(rows, pieces, count, factors.panel, sums);
+        write<T>(sums, first, std::min<Int>(R, factors.row_count - first), LANES<T>, COLUMNS, target);
     }
 }

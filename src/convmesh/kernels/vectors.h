@@ -6,7 +6,12 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <utility>
+
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 #define INLINE inline __attribute__((always_inline))
 #define APART __attribute__((noinline))  // so that all registers are there for one loop
@@ -20,7 +25,9 @@ constexpr int VECTOR_BYTES = 32, TILE_ROWS = 6, NARROW_ROWS = 8;
 #endif
 
 template <class T> struct OfMachine {
+    typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> Integer;
     typedef T Vector __attribute__((vector_size(VECTOR_BYTES)));
+    typedef Integer Bits __attribute__((vector_size(VECTOR_BYTES)));
 };
 template <class T> using Vector = typename OfMachine<T>::Vector;
 template <class T> constexpr Int LANES = VECTOR_BYTES / sizeof(T);
@@ -32,6 +39,26 @@ template <class T> INLINE Vector<T> load(const T *from) {
 }
 
 template <class T> INLINE void store(T *to, Vector<T> vector) { std::memcpy(to, &vector, VECTOR_BYTES); }
+
+// To where a vector may begin, without reading memory into caches that it would leave again before it is asked for.
+template <class T> INLINE void store_past_caches(T *to, Vector<T> vector) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512((__m512i *)to, (__m512i)vector);
+#elif defined(__AVX__)
+    _mm256_stream_si256((__m256i *)to, (__m256i)vector);
+#else
+    store(to, vector);
+#endif
+}
+
+// What a thread has written past the caches is there for others after this.
+INLINE void finish_writing() {
+#ifdef __AVX__
+    _mm_sfence();
+#endif
+}
+
+template <class T> INLINE bool may_begin(const T *vector) { return uintptr_t(vector) % VECTOR_BYTES == 0; }
 
 // Memory that begins where a line of the cache does, so that its vectors do not straddle two of them.
 template <class T> class Buffer {
@@ -113,6 +140,46 @@ APART void multiply_runs(const T *factors, const T *const *columns, const int32_
     }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) store(sums + (r * C + c) * L, tile[r][c]);
+}
+
+// Places of an image side by side, as many as a vector has lanes at most, and the first of them in a result.
+struct Piece {
+    int32_t place, image, first, count;
+};
+
+// sums[r][c] = sum over pieces of rows[r][place...] * columns[c], a vector of each, and of its lanes.
+//
+// What lies side by side in an image is added up: for few columns. They have zeros behind the lanes that are in use; rows
+// have other numbers there, which need not be finite.
+template <class T, int R, int C>
+APART void multiply_dots(const T *const *rows, const Piece *pieces, Int depth, const T *columns, T *sums) {
+    constexpr Int L = LANES<T>;
+    typedef typename OfMachine<T>::Bits Bits;
+    Vector<T> tile[R][C];
+    const T *row[R];
+    for (int r = 0; r < R; r++) {
+        row[r] = rows[r];
+        for (int c = 0; c < C; c++) tile[r][c] = Vector<T>{};
+    }
+    Bits lane;
+    for (Int i = 0; i < L; i++) lane[i] = i;
+    for (Int k = 0; k < depth; k++, columns += C * L) {
+        const Bits used = lane < pieces[k].count;
+        Vector<T> read[R];
+        for (int r = 0; r < R; r++) read[r] = (Vector<T>)((Bits)load(row[r] + pieces[k].place) & used);
+#pragma GCC unroll 16
+        for (int c = 0; c < C; c++) {
+            const Vector<T> column = load(columns + c * L);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) tile[r][c] += read[r] * column;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            T sum = 0;
+            for (Int i = 0; i < L; i++) sum += tile[r][c][i];
+            sums[r * L + c] = sum;
+        }
 }
 
 // sums[r] = sum over k of rows[r][shifts[k]] * panel[k], where all of these are vectors: every lane by itself.

@@ -160,9 +160,9 @@ template <class T> class Winograd {
         const T *bias = (const T *)problem.bias;
         if (bias) bias += part.sample * problem.bias_step + part.group * columns + column;
         T *start = (wanted == IMAGE ? image(part) : response(part)) + column * steps[2];
-        const Target<T> target{start, steps[1], steps[2], volume(grid.result), nullptr, bias, false};
+        const Target<T> target{start, steps[1], steps[2], volume(grid.result), nullptr, bias, false, false};
         const Int lines = part.images * grid.result[0] * grid.lines(), some = std::max<Int>(1, TILES / across);
-        const Int apart = spread<T>((some * across + NARROW_ROWS) * width);
+        const Int apart = spread<T>(some * across * width);
         T *sums = scratch.sums.reserve(FREQUENCIES * apart);
         for (Int first = 0; first < lines; first += some) {
             const Int count = std::min(some, lines - first);
@@ -223,7 +223,7 @@ template <class T> class Winograd {
     // Sums of a kernel are kept by column until the last image, unless there is nothing to wait for.
     void add_to_kernel(const Part &part, Int column, Scratch<T> &scratch) const {
         const Int wide = std::min(width, columns - column), rows = taps.size();
-        const Int apart = spread<T>((rows + NARROW_ROWS) * width);
+        const Int apart = spread<T>(rows * width);
         const bool alone = at_once >= problem.images;
         const Int held = alone ? 1 : (part.last_column - part.first_column + width - 1) / width;
         T *sums = scratch.sums.reserve(held * FREQUENCIES * apart);
@@ -271,7 +271,8 @@ template <class T> class Winograd {
     void write_kernel(const Part &part, Int column, Int wide, const T *sums, Int apart, Scratch<T> &scratch) const {
         constexpr Int L = LANES<T>, PLANE = TAPS * TAPS, AT_ONCE = 32;
         const Int step = problem.kernel_steps[1], rows = taps.size();
-        const Target<T> target{kernel(part) + column * step, 0, step, rows * PLANE, nullptr, nullptr, false};
+        T *start = kernel(part) + column * step;
+        const Target<T> target{start, 0, step, rows * PLANE, nullptr, nullptr, false, past_caches<T>(problem)};
         T *results = scratch.results.reserve(AT_ONCE * PLANE * width);
         for (Int first = 0; first < rows; first += AT_ONCE) {
             const Int count = std::min(AT_ONCE, rows - first);
@@ -294,6 +295,7 @@ template <class T> void compute(const Problem &problem, Int threads) {
     {
         Scratch<T> scratch;
         for (Int item; (item = next++) < product.items();) product.compute(item, scratch);
+        finish_writing();
     }
 }
 
