@@ -16,7 +16,7 @@ constexpr Int FEW = 8;                 // columns, for which vectors are made of
 
 // What a thread works in.
 template <class T> struct Scratch {
-    Buffer<T> images, panel, sums;
+    Buffer<T> images, plane, panel, sums;
     bool padded = false;
 };
 
@@ -179,22 +179,23 @@ template <class T> class Product {
         T *to = scratch.images.get() + reading.inside() * lanes;
         for (Int n = 0; n < part.images; n++)
             for (Int channel = 0; channel < reading.channels; channel++, to += plane * lanes)
-                read_plane(reading, part, from + n * steps[1] + channel * steps[2], steps[2], to);
+                read_plane(reading, part, from + n * steps[1] + channel * steps[2], steps[2], to, scratch);
     }
 
     // One channel; or, side by side, as many groups as a vector has lanes.
-    void read_plane(const Reading &reading, const Part &part, const T *from, Int group_step, T *to) const {
+    void read_plane(
+        const Reading &reading, const Part &part, const T *from, Int group_step, T *to, Scratch<T> &scratch) const {
         const Int *size = wanted == IMAGE ? problem.response : problem.image, *padded = reading.padded;
         const Int lanes = lanewise ? width : 1;
-        for (Int d = 0; d < size[0]; d++)
-            for (Int h = 0; h < size[1]; h++) {
-                const T *line = from + (d * size[1] + h) * size[2];
-                T *padded_line = to + (d * padded[1] + h) * padded[2] * lanes;
-                if (lanewise)
-                    transpose_into(padded_line, size[2], width, line, group_step, part.last_column - part.first_column);
-                else
-                    copy(padded_line, line, size[2]);
-            }
+        if (lanewise) {
+            T *side_by_side = scratch.plane.reserve(volume(size) * lanes);
+            transpose_into(side_by_side, volume(size), lanes, from, group_step, part.last_column - part.first_column);
+            from = side_by_side;
+        }
+        for (Int line = 0; line < size[0] * size[1]; line++) {
+            const Int at = (line / size[1] * padded[1] + line % size[1]) * padded[2];
+            copy(to + at * lanes, from + line * size[2] * lanes, size[2] * lanes);
+        }
     }
 };
 

@@ -118,8 +118,9 @@ void multiply_rows(const Factors<T> &factors, Int first, Int count, T *sums, boo
 template <class T, Kind kind>
 void multiply(const Factors<T> &factors, T *sums, Int columns, const Target<T> &target) {
     constexpr Int WIDTH = (kind == WIDE ? 2 : 1) * LANES<T>;
-    for (Int first = 0; first < factors.row_count; first += ROWS) {
-        const Int count = std::min(ROWS, factors.row_count - first);
+    const Int some = even_share(factors.row_count, ROWS);
+    for (Int first = 0; first < factors.row_count; first += some) {
+        const Int count = std::min(some, factors.row_count - first);
         multiply_rows<T, kind>(factors, first, count, sums);
         write<T>(sums, first, count, WIDTH, columns, target);
     }
