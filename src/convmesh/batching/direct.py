@@ -76,7 +76,7 @@ class Winograd(Direct):
     name = "winograd"
 
     def applies(self, task: Task) -> bool:
-        return super().applies(task) and _is_winograds(task) and self._numbers(task) <= NUMBERS_LIMIT
+        return _is_winograds(task) and super().applies(task) and self._numbers(task) <= NUMBERS_LIMIT
 
     def _numbers(self, task: Task) -> int:
         """Bytes of what one image is transformed into."""
