@@ -89,6 +89,9 @@ def key_of(algorithm: Algorithm, task: Task, measured: str | None = None) -> str
     return "/".join((measured or circumstances(task), wanted, _kind(task), algorithm.name))
 
 
+FEW = 8  # channels, which leave vectors unfilled
+
+
 def _kind(task: Task) -> str:
     """Layers for which libraries take code of its own: by how channels fill vectors, and by the kernel."""
     (outputs, c, *size), geometry = task.contraction.kernel, task.contraction.geometry
@@ -98,8 +101,10 @@ def _kind(task: Task) -> str:
         return "depthwise" if max(size) <= 3 else "depthwise-large"
     if max(size) == 1:
         return "pointwise" if max(geometry.stride) == 1 else "pointwise-strided"
-    if min(o, c) < 8:
-        return "narrow-groups" if groups > 1 else "one-channel" if c == 1 else "few-inputs" if c < 8 else "few-outputs"
+    if min(o, c) <= FEW and groups > 1:
+        return "narrow-groups"
+    if min(o, c) <= FEW:
+        return "one-channel" if c == 1 else "few" if max(o, c) <= FEW else "few-inputs" if c <= FEW else "few-outputs"
     if groups > 1:
         return "groups"
     return "wide" if len(size) < 3 else "wide-volumes"
@@ -136,7 +141,9 @@ def first_touch(fold: Algorithm, task: Task) -> int:
     """
     if task.device != "cpu" or not task.may_write or not returns_large_blocks():
         return 0
-    numbers = [prod(task.contraction.shape(role)) for role in Role]
+    wanted = task.contraction.wanted
+    mapped = [role for role, mapped in zip(FACTORS[wanted], task.mapped, strict=True) if mapped]
+    numbers = [prod(task.contraction.shape(role)) for role in (wanted, *mapped)]
     blocks = [task.batch * task.itemsize * number for number in numbers] + [fold.workspace(task)]
     return sum(block for block in blocks if block >= GIVEN_BACK)
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from .. import kernels
 from ._functorch import Nature
 from .algorithms import Algorithm, Task, spread
-from .contraction import Role
+from .contraction import Contraction, Role
 from .folding import Mapped, Operand
 from .memory import contiguous, new_empty
 from .patches import WORKSPACE_LIMIT
 
-# Numbers in a vector, as a rule, and so few columns that rows are made into vectors instead.
-LANES, FEW = 8, 4
+# So few columns that rows are made into vectors instead, where these are long enough: half a vector, both at most.
+FEW = 8
 # Bytes that one image may be transformed into.
 NUMBERS_LIMIT = 16 * 2**20
 
@@ -49,12 +49,12 @@ class Direct(Algorithm):
     def multiplications(self, task: Task) -> float:
         """Columns of a product are channels of the result, and fill vectors."""
         product = task.contraction
-        groups, (outputs, inputs, *_) = product.geometry.groups, product.kernel
-        columns = inputs if product.wanted is Role.IMAGE else outputs // groups
-        if columns == 1 and inputs == 1 and groups > 1:
-            columns = groups
-        filled = columns if columns <= FEW and product.wanted is not Role.KERNEL else -(-columns // LANES) * LANES
-        return task.batch * product.multiplications * filled / columns
+        columns, lanes = _columns(product), kernels.lanes(task.itemsize)
+        stride, depthwise = product.geometry.stride[-1], product.kernel[1] == 1 and columns == 1
+        across = product.image[-1] // stride if product.wanted is Role.IMAGE else product.response[-1] // stride**2
+        if columns <= min(FEW, lanes // 2) and across >= lanes // 2 and not depthwise:
+            return task.batch * product.multiplications
+        return task.batch * product.multiplications * _filling(product.geometry.groups if depthwise else columns, lanes)
 
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
         wanted = task.contraction.wanted
@@ -62,7 +62,9 @@ class Direct(Algorithm):
         tensors = {each.role: _readable(each, task.batch) for each in (first, second)} | {wanted: result}
         biases = None if bias is None else contiguous(spread(bias, task.batch).value)
         steps = kernels.Steps(tensors[Role.IMAGE], tensors[Role.KERNEL], tensors[Role.RESPONSE], biases)
-        product = kernels.Product(wanted.name.lower(), task.batch, task.contraction.geometry, self.name)
+        if not second.is_mapped and second.role is Role.KERNEL and (bias is None or bias.dim is None):
+            steps = _as_one_sample(steps)
+        product = kernels.Product(wanted.name.lower(), len(steps.image), task.contraction.geometry, self.name)
         kernels.compute(product, steps, task.threads)
         return Mapped(result, 0)
 
@@ -96,21 +98,21 @@ class Winograd(Direct):
         *depth, h, w = task.contraction.response[2:]
         if task.contraction.wanted is Role.IMAGE:
             *depth, h, w = task.contraction.image[2:]
-        tiles = (h + 1) // 2 * ((w + 1) // 2)
-        groups, (outputs, inputs, *taps) = task.contraction.geometry.groups, task.contraction.kernel
-        columns = inputs if task.contraction.wanted is Role.IMAGE else outputs // groups
-        filled = -(-columns // LANES) * LANES / columns
-        return (
-            16
-            * task.batch
-            * task.contraction.image[0]
-            * prod(depth)
-            * tiles
-            * prod(taps[:-2])
-            * outputs
-            * inputs
-            * filled
-        )
+        outputs, inputs, *taps = task.contraction.kernel
+        planes = task.batch * task.contraction.image[0] * prod(depth) * prod(taps[:-2])
+        tiles = planes * ((h + 1) // 2) * ((w + 1) // 2)
+        return 16 * tiles * outputs * inputs * _filling(_columns(task.contraction), kernels.lanes(task.itemsize))
+
+
+def _columns(product: Contraction) -> int:
+    """Channels of the result, of one group."""
+    outputs, inputs, *_ = product.kernel
+    return inputs if product.wanted is Role.IMAGE else outputs // product.geometry.groups
+
+
+def _filling(columns: int, lanes: int) -> float:
+    """By how much vectors are longer than the columns in them."""
+    return -(-columns // lanes) * lanes / columns
 
 
 def _is_winograds(task: Task) -> bool:
@@ -122,6 +124,16 @@ def _is_winograds(task: Task) -> bool:
         and {*geometry.stride, *geometry.dilation} == {1}
         and all(padding < size for padding, size in zip(geometry.padding, taps, strict=True))
     )
+
+
+def _as_one_sample(steps: kernels.Steps) -> kernels.Steps:
+    """[B N ...] -> [1 (B N) ...], where kernels are the same and images lie evenly: they are read once for all then."""
+    image, kernel, response, bias = steps
+    even = all(each.shape[1] == 1 or each.stride(0) == each.shape[1] * each.stride(1) for each in (image, response))
+    if not even:
+        return steps
+    images, responses = (each.flatten(0, 1).unsqueeze(0) for each in (image, response))
+    return kernels.Steps(images, kernel[:1], responses, None if bias is None else bias[:1])
 
 
 def _readable(operand: Operand, batch: int) -> Tensor:

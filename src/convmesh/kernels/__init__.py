@@ -7,6 +7,7 @@ operands of small ones anew, copy them together, or wait between them. And the p
 from .library import available as available
 from .library import combined as combined
 from .library import compute as compute
+from .library import lanes as lanes
 from .library import moments as moments
 from .library import sums as sums
 from .library import takes as takes

@@ -5,8 +5,7 @@
 // is taken at a time. Threads share the samples, their groups, and columns where there are few of these.
 //
 // Columns are the channels of the result. Where a group has but one, they are groups, each with a source of its own.
-#include <atomic>
-
+#include "parts.h"
 #include "tiles.h"
 
 namespace {
@@ -14,42 +13,27 @@ namespace {
 constexpr Int IMAGES_BYTES = 1 << 20;  // of padded images at a time: a second-level cache
 constexpr Int FEW = 8;                 // columns, for which vectors are made of rows
 
-// What a thread works in.
-template <class T> struct Scratch {
-    Buffer<T> images, plane, panel, sums;
-    bool padded = false;
-};
-
-// Some columns of one group of one sample, and some images.
-struct Part {
-    Int sample, group, first_column, last_column, first_image, images;
-};
-
 template <class T> class Product {
   public:
+    struct Scratch {
+        Buffer<T> images, plane, panel, sums;
+        bool padded = false;
+    };
+
     Product(const Problem &problem, Int threads)
-        : problem(problem), wanted(Wanted(problem.wanted)), lanewise(problem.inputs == 1 && problem.outputs == 1) {
-        const bool to_image = wanted == IMAGE;
-        columns = lanewise ? problem.groups : to_image ? problem.inputs : problem.outputs;
-        groups = lanewise ? 1 : problem.groups;
-        width = !lanewise && columns > LANES<T> ? 2 * LANES<T> : LANES<T>;
-        blocks = (columns + width - 1) / width;
-        const Int sets = problem.samples * groups;
-        parts = lanewise ? blocks : std::min(blocks, (2 * threads + sets - 1) / sets);
-        const Int channels = lanewise ? width : to_image ? problem.outputs : problem.inputs;
-        const Int bytes = volume(to_image ? problem.response : problem.image) * channels * sizeof(T);
-        at_once = std::clamp<Int>(IMAGES_BYTES / bytes, 1, problem.images);
-        for (Int phase = 0; phase < (to_image ? volume(problem.stride) : 1); phase++)
+        : problem(problem), wanted(Wanted(problem.wanted)), lanewise(problem.inputs == 1 && problem.outputs == 1),
+          columns(lanewise ? problem.groups : wanted == IMAGE ? problem.inputs : problem.outputs),
+          width(!lanewise && columns > LANES<T> ? 2 * LANES<T> : LANES<T>),
+          shares(problem, lanewise ? 1 : problem.groups, columns, width, lanewise, threads) {
+        const Int channels = lanewise ? width : wanted == IMAGE ? problem.outputs : problem.inputs;
+        const Int bytes = volume(wanted == IMAGE ? problem.response : problem.image) * channels * sizeof(T);
+        at_once = std::clamp<Int>(IMAGES_BYTES / bytes, 1, shares.images());
+        for (Int phase = 0; phase < (wanted == IMAGE ? volume(problem.stride) : 1); phase++)
             readings.emplace_back(problem, at_once, phase, LANES<T>);
     }
 
-    Int items() const { return problem.samples * groups * parts; }
-
-    void compute(Int item, Scratch<T> &scratch) const {
-        const Int number = item % parts, first = blocks * number / parts, last = blocks * (number + 1) / parts;
-        Part part{item / parts / groups, item / parts % groups, first * width, std::min(last * width, columns), 0, 0};
-        for (; part.first_image < problem.images; part.first_image += at_once) {
-            part.images = std::min(at_once, problem.images - part.first_image);
+    void compute(Int item, Scratch &scratch) const {
+        for (Part part = shares.part(item, at_once); part.images > 0; shares.next(part, item, at_once)) {
             read_images(readings[0], part, scratch);
             for (const Reading &reading : readings) compute(reading, part, scratch);
         }
@@ -59,24 +43,20 @@ template <class T> class Product {
     const Problem &problem;
     const Wanted wanted;
     const bool lanewise;
-    Int columns, groups, width, blocks, parts, at_once;
+    const Int columns, width;
+    Int at_once;
     std::vector<Reading> readings;  // one for each phase, all of the same padded images
 
-    T *image(const Part &part) const {
-        const Int *steps = problem.image_steps, channel = part.group * problem.inputs;
-        return (T *)problem.x + part.sample * steps[0] + part.first_image * steps[1] + channel * steps[2];
-    }
-    T *response(const Part &part) const {
-        const Int *steps = problem.response_steps, channel = part.group * problem.outputs;
-        return (T *)problem.y + part.sample * steps[0] + part.first_image * steps[1] + channel * steps[2];
-    }
-    T *kernel(const Part &part) const {
-        const Int *steps = problem.kernel_steps;
-        return (T *)problem.w + part.sample * steps[0] + part.group * problem.outputs * steps[1];
-    }
+  public:
+    const Shares shares;
+
+  private:
+    T *image(const Part &part) const { return image_of<T>(problem, part); }
+    T *response(const Part &part) const { return response_of<T>(problem, part); }
+    T *kernel(const Part &part) const { return kernel_of<T>(problem, part); }
     Int places_of_image(const Reading &reading) const { return reading.places.size() / at_once; }
 
-    void compute(const Reading &reading, const Part &part, Scratch<T> &scratch) const {
+    void compute(const Reading &reading, const Part &part, Scratch &scratch) const {
         const Int places = places_of_image(reading) * part.images, shifts = reading.shifts.size();
         const bool few = is_few(reading);
         T *sums = scratch.sums.reserve(ROWS * width);
@@ -166,7 +146,7 @@ template <class T> class Product {
         }
     }
 
-    void read_images(const Reading &reading, const Part &part, Scratch<T> &scratch) const {
+    void read_images(const Reading &reading, const Part &part, Scratch &scratch) const {
         const Int plane = reading.plane(), lanes = lanewise ? width : 1;
         if (!scratch.padded) {  // what is around the images stays zero from one item to the next
             const Int count = at_once * reading.channels * plane * lanes + LANES<T>;  // a vector may end behind them
@@ -184,7 +164,7 @@ template <class T> class Product {
 
     // One channel; or, side by side, as many groups as a vector has lanes.
     void read_plane(
-        const Reading &reading, const Part &part, const T *from, Int group_step, T *to, Scratch<T> &scratch) const {
+        const Reading &reading, const Part &part, const T *from, Int group_step, T *to, Scratch &scratch) const {
         const Int *size = wanted == IMAGE ? problem.response : problem.image, *padded = reading.padded;
         const Int lanes = lanewise ? width : 1;
         if (lanewise) {
@@ -199,18 +179,12 @@ template <class T> class Product {
     }
 };
 
-template <class T> void compute(const Problem &problem, Int threads) {
-    const Product<T> product(problem, threads);
-    std::atomic<Int> next{0};
-#pragma omp parallel num_threads(threads)
-    {
-        Scratch<T> scratch;
-        for (Int item; (item = next++) < product.items();) product.compute(item, scratch);
-        finish_writing();
-    }
-}
-
 }  // namespace
 
-extern "C" void convmesh_direct_float32(const Problem *problem, Int threads) { compute<float>(*problem, threads); }
-extern "C" void convmesh_direct_float64(const Problem *problem, Int threads) { compute<double>(*problem, threads); }
+extern "C" void convmesh_direct_float32(const Problem *problem, Int threads) {
+    compute_all(Product<float>(*problem, threads), threads);
+}
+extern "C" void convmesh_direct_float64(const Problem *problem, Int threads) {
+    compute_all(Product<double>(*problem, threads), threads);
+}
+extern "C" Int convmesh_vector_bytes() { return VECTOR_BYTES; }

@@ -27,6 +27,11 @@ def takes(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in DTYPES and available()
 
 
+def lanes(itemsize: int) -> int:
+    """How many numbers of so many bytes the library takes at a time."""
+    return int(_existing().convmesh_vector_bytes()) // itemsize
+
+
 def compute(product: products.Product, tensors: products.Steps, threads: int) -> None:
     """Write one of an image, a kernel and a response, the one that is wanted, from the others."""
     products.run(_existing(), product, tensors, threads)

@@ -3,8 +3,7 @@
 //
 // Numbers are laid out by frequency, channel and tile, and the other operand as panels of columns, a frequency after the
 // other. A third dimension, in front, is left to the products, which add up its taps.
-#include <atomic>
-
+#include "parts.h"
 #include "tile_transforms.h"
 #include "tiles.h"
 
@@ -43,25 +42,20 @@ template <class T> Int spread(Int numbers) {
     return (numbers + PAGE - 1) / PAGE * PAGE + 2 * LANES<T>;
 }
 
-template <class T> struct Scratch {
-    Buffer<T> plane, numbers, raw, panel, sums, results;
-    bool padded = false;
-};
-
-struct Part {
-    Int sample, group, first_column, last_column, first_image, images;
-};
-
 template <class T> class Winograd {
   public:
-    Winograd(const Problem &problem, Int threads) : problem(problem), wanted(Wanted(problem.wanted)), grid(problem) {
-        columns = wanted == IMAGE ? problem.inputs : problem.outputs;
-        width = columns > LANES<T> ? 2 * LANES<T> : LANES<T>;
-        blocks = (columns + width - 1) / width;
-        const Int sets = problem.samples * problem.groups;
-        parts = std::min(blocks, (2 * threads + sets - 1) / sets);
+    struct Scratch {
+        Buffer<T> plane, numbers, raw, panel, sums, results;
+        bool padded = false;
+    };
+
+    Winograd(const Problem &problem, Int threads)
+        : problem(problem), wanted(Wanted(problem.wanted)), grid(problem),
+          columns(wanted == IMAGE ? problem.inputs : problem.outputs),
+          width(columns > LANES<T> ? 2 * LANES<T> : LANES<T>),
+          shares(problem, problem.groups, columns, width, false, threads) {
         const Int bytes = FREQUENCIES * grid.channels * grid.planes() * grid.tiles() * sizeof(T);
-        at_once = std::clamp<Int>(NUMBERS_BYTES / bytes, 1, problem.images);
+        at_once = std::clamp<Int>(NUMBERS_BYTES / bytes, 1, shares.images());
         pitch = at_once * grid.planes() * grid.tiles() + LANES<T>;  // a vector may end behind the last tile
         frequency = spread<T>(grid.channels * pitch);
         for (Int channel = 0; channel < grid.channels; channel++)
@@ -73,14 +67,8 @@ template <class T> class Winograd {
                     tiles.push_back(grid.plane_offset(image, plane) + tile);
     }
 
-    Int items() const { return problem.samples * problem.groups * parts; }
-
-    void compute(Int item, Scratch<T> &scratch) const {
-        const Int number = item % parts, first = blocks * number / parts, last = blocks * (number + 1) / parts;
-        const Int set = item / parts, sample = set / problem.groups, group = set % problem.groups;
-        Part part{sample, group, first * width, std::min(last * width, columns), 0, 0};
-        for (; part.first_image < problem.images; part.first_image += at_once) {
-            part.images = std::min(at_once, problem.images - part.first_image);
+    void compute(Int item, Scratch &scratch) const {
+        for (Part part = shares.part(item, at_once); part.images > 0; shares.next(part, item, at_once)) {
             read_numbers(part, scratch);
             for (Int column = part.first_column; column < part.last_column; column += width)
                 if (wanted == KERNEL)
@@ -94,24 +82,19 @@ template <class T> class Winograd {
     const Problem &problem;
     const Wanted wanted;
     const Grid grid;
-    Int columns, width, blocks, parts, at_once;
-    Int pitch, frequency;              // how far channels, and frequencies, of transformed numbers are apart
+    const Int columns, width;
+    Int at_once, pitch, frequency;     // how far channels, and frequencies, of transformed numbers are apart
     std::vector<int32_t> taps, tiles;  // offsets into transformed numbers, by channel and tap of the depth, and by tile
 
-    T *image(const Part &part) const {
-        const Int *steps = problem.image_steps, channel = part.group * problem.inputs;
-        return (T *)problem.x + part.sample * steps[0] + part.first_image * steps[1] + channel * steps[2];
-    }
-    T *response(const Part &part) const {
-        const Int *steps = problem.response_steps, channel = part.group * problem.outputs;
-        return (T *)problem.y + part.sample * steps[0] + part.first_image * steps[1] + channel * steps[2];
-    }
-    T *kernel(const Part &part) const {
-        const Int *steps = problem.kernel_steps;
-        return (T *)problem.w + part.sample * steps[0] + part.group * problem.outputs * steps[1];
-    }
+  public:
+    const Shares shares;
 
-    void read_numbers(const Part &part, Scratch<T> &scratch) const {
+  private:
+    T *image(const Part &part) const { return image_of<T>(problem, part); }
+    T *response(const Part &part) const { return response_of<T>(problem, part); }
+    T *kernel(const Part &part) const { return kernel_of<T>(problem, part); }
+
+    void read_numbers(const Part &part, Scratch &scratch) const {
         const Int *steps = wanted == IMAGE ? problem.response_steps : problem.image_steps;
         const T *from = wanted == IMAGE ? response(part) : image(part);
         const Int line = grid.padded_line();
@@ -153,7 +136,7 @@ template <class T> class Winograd {
         }
     }
 
-    void compute_results(const Part &part, Int column, Scratch<T> &scratch) const {
+    void compute_results(const Part &part, Int column, Scratch &scratch) const {
         const Int wide = std::min(width, columns - column), depth = taps.size(), across = grid.across();
         const T *panel = pack_taps(part, column, wide, scratch);
         const Int *steps = wanted == IMAGE ? problem.image_steps : problem.response_steps;
@@ -175,7 +158,7 @@ template <class T> class Winograd {
     }
 
     // The results of a line of tiles, one or two lines of a plane.
-    void write_line(const T *sums, Int apart, Int line, Int wide, const Target<T> &target, Scratch<T> &scratch) const {
+    void write_line(const T *sums, Int apart, Int line, Int wide, const Target<T> &target, Scratch &scratch) const {
         constexpr Int L = LANES<T>;
         const Int plane = line / grid.lines(), first = line % grid.lines() * RESULTS, across = grid.result[2];
         T *results = scratch.results.reserve(2 * RESULTS * grid.across() * width);
@@ -194,7 +177,7 @@ template <class T> class Winograd {
     }
 
     // A panel [f][channel and tap of the depth][column] of transformed taps.
-    const T *pack_taps(const Part &part, Int column, Int wide, Scratch<T> &scratch) const {
+    const T *pack_taps(const Part &part, Int column, Int wide, Scratch &scratch) const {
         constexpr Int L = LANES<T>, PLANE = TAPS * TAPS;
         const Int step = problem.kernel_steps[1], all = volume(problem.kernel), depth = taps.size();
         const Int apart = spread<T>(depth * width);
@@ -221,7 +204,7 @@ template <class T> class Winograd {
     }
 
     // Sums of a kernel are kept by column until the last image, unless there is nothing to wait for.
-    void add_to_kernel(const Part &part, Int column, Scratch<T> &scratch) const {
+    void add_to_kernel(const Part &part, Int column, Scratch &scratch) const {
         const Int wide = std::min(width, columns - column), rows = taps.size();
         const Int apart = spread<T>(rows * width);
         const bool alone = at_once >= problem.images;
@@ -240,7 +223,7 @@ template <class T> class Winograd {
     }
 
     // A panel [f][tile][column] of the transformed response, of some planes.
-    const T *pack_gradient(const Part &part, Int first, Int count, Int column, Int wide, Scratch<T> &scratch) const {
+    const T *pack_gradient(const Part &part, Int first, Int count, Int column, Int wide, Scratch &scratch) const {
         constexpr Int L = LANES<T>;
         const Int *steps = problem.response_steps, size = grid.result[1] * grid.result[2];
         const Int apart = spread<T>(count * grid.tiles() * width);
@@ -268,7 +251,7 @@ template <class T> class Winograd {
         return panel;
     }
 
-    void write_kernel(const Part &part, Int column, Int wide, const T *sums, Int apart, Scratch<T> &scratch) const {
+    void write_kernel(const Part &part, Int column, Int wide, const T *sums, Int apart, Scratch &scratch) const {
         constexpr Int L = LANES<T>, PLANE = TAPS * TAPS, AT_ONCE = 32;
         const Int step = problem.kernel_steps[1], rows = taps.size();
         T *start = kernel(part) + column * step;
@@ -288,18 +271,11 @@ template <class T> class Winograd {
     }
 };
 
-template <class T> void compute(const Problem &problem, Int threads) {
-    const Winograd<T> product(problem, threads);
-    std::atomic<Int> next{0};
-#pragma omp parallel num_threads(threads)
-    {
-        Scratch<T> scratch;
-        for (Int item; (item = next++) < product.items();) product.compute(item, scratch);
-        finish_writing();
-    }
-}
-
 }  // namespace
 
-extern "C" void convmesh_winograd_float32(const Problem *problem, Int threads) { compute<float>(*problem, threads); }
-extern "C" void convmesh_winograd_float64(const Problem *problem, Int threads) { compute<double>(*problem, threads); }
+extern "C" void convmesh_winograd_float32(const Problem *problem, Int threads) {
+    compute_all(Winograd<float>(*problem, threads), threads);
+}
+extern "C" void convmesh_winograd_float64(const Problem *problem, Int threads) {
+    compute_all(Winograd<double>(*problem, threads), threads);
+}

@@ -1,0 +1,72 @@
+// How threads share a product: what is computed at a time, and where that lies.
+#pragma once
+
+#include <atomic>
+
+#include "reading.h"
+
+// Some columns of one group of one sample, and some images.
+struct Part {
+    Int sample, group, first_column, last_column, first_image, images;
+};
+
+// Samples and their groups, of which each is a set; columns where these are few; and images where columns are few, too,
+// and nothing is added up over them.
+class Shares {
+  public:
+    // Of so many columns in a group, which are computed `width` at a time; `apart` if no item may have more of them.
+    Shares(const Problem &problem, Int groups, Int columns, Int width, bool apart, Int threads)
+        : problem(problem), groups(groups), columns(columns), width(width), blocks((columns + width - 1) / width) {
+        const Int sets = problem.samples * groups, wanted = 2 * threads;
+        parts = apart ? blocks : std::min(blocks, (wanted + sets - 1) / sets);
+        chunks = problem.wanted == KERNEL ? 1 : std::min(problem.images, (wanted + sets * parts - 1) / (sets * parts));
+    }
+
+    Int items() const { return problem.samples * groups * parts * chunks; }
+    Int images() const { return (problem.images + chunks - 1) / chunks; }  // of an item, at most
+
+    // The first images of an item.
+    Part part(Int item, Int at_once) const {
+        const Int chunk = item % chunks, number = item / chunks % parts, set = item / chunks / parts;
+        const Int first = blocks * number / parts * width, last = blocks * (number + 1) / parts * width;
+        const Int image = problem.images * chunk / chunks, stop = problem.images * (chunk + 1) / chunks;
+        return {set / groups, set % groups, first, std::min(last, columns), image, std::min(at_once, stop - image)};
+    }
+
+    // Those that follow; none after the last of its chunk.
+    void next(Part &part, Int item, Int at_once) const {
+        part.first_image += part.images;
+        part.images = std::min(at_once, problem.images * (item % chunks + 1) / chunks - part.first_image);
+    }
+
+  private:
+    const Problem &problem;
+    const Int groups, columns, width, blocks;
+    Int parts, chunks;
+};
+
+template <class T> T *image_of(const Problem &problem, const Part &part) {
+    const Int *steps = problem.image_steps, channel = part.group * problem.inputs;
+    return (T *)problem.x + part.sample * steps[0] + part.first_image * steps[1] + channel * steps[2];
+}
+
+template <class T> T *response_of(const Problem &problem, const Part &part) {
+    const Int *steps = problem.response_steps, channel = part.group * problem.outputs;
+    return (T *)problem.y + part.sample * steps[0] + part.first_image * steps[1] + channel * steps[2];
+}
+
+template <class T> T *kernel_of(const Problem &problem, const Part &part) {
+    const Int *steps = problem.kernel_steps;
+    return (T *)problem.w + part.sample * steps[0] + part.group * problem.outputs * steps[1];
+}
+
+// Every item by whoever is free. `Product::Scratch` is what a thread works in.
+template <class Product> void compute_all(const Product &product, Int threads) {
+    std::atomic<Int> next{0};
+#pragma omp parallel num_threads(threads)
+    {
+        typename Product::Scratch scratch;
+        for (Int item; (item = next++) < product.shares.items();) product.compute(item, scratch);
+        finish_writing();
+    }
+}
