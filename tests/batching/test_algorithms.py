@@ -14,9 +14,11 @@ from tests.batching.oracle import assert_same, loop_and_stack
 
 aten = torch.ops.aten
 
-# name -> (C, O, groups, kernel, padding)
+# name -> (C, O, groups, kernel, padding); those with 3 x 3 taps take no steps
 LAYERS = {
     "dense": (4, 6, 1, (3, 2), (1, 0)),
+    "nine taps": (4, 6, 1, (3, 3), (1, 0)),
+    "nine taps, grouped": (4, 6, 2, (3, 3), (0, 2)),
     "grouped": (4, 6, 2, (3, 2), (1, 0)),
     "depthwise": (4, 4, 4, (3, 2), (1, 0)),
     "pointwise": (4, 6, 1, (1, 1), (0, 0)),
@@ -28,8 +30,9 @@ LAYERS = {
 def layer(name: str, transposed: bool, N: int) -> tuple[tuple[object, ...], Tensor, Tensor, Tensor, Tensor]:
     """Geometry, x, w, b and y of three samples."""
     C, outputs, groups, kernel, padding = LAYERS[name]
-    extra = [1, 0] if transposed else [0, 0]
-    geometry = ([2, 1], padding, [1, 2], transposed, extra, groups)
+    stride, dilation = ([1, 1], [1, 1]) if kernel == (3, 3) else ([2, 1], [1, 2])
+    extra = [1, 0] if transposed and kernel != (3, 3) else [0, 0]
+    geometry = (stride, padding, dilation, transposed, extra, groups)
     w = torch.randn(3, C, outputs // groups, *kernel) if transposed else torch.randn(3, outputs, C // groups, *kernel)
     x, b = torch.randn(3, N, C, 8, 7), torch.randn(3, outputs)
     y = torch.stack([aten.convolution(x[0], w[0], None, *geometry)] * 3)

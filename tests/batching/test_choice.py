@@ -42,16 +42,20 @@ def cheap(name: str, task: Task = TASK) -> dict[str, cost.Features]:
     return {cost.key_of(each, task): cost.Features(0, price, 0, 0, 0) for each, price in flops.items()}
 
 
-@pytest.mark.parametrize("name", ["fold-groups", "unfold", "taps", "loop"])
+def alike(loop: float) -> dict[str, cost.Features]:
+    """All cost the same but for the loop; Winograd's multiplications are fewer, and cost more."""
+    flops = {"loop": loop, "winograd": 300.0}
+    return {key: cost.Features(0, flops.get(key.split("/")[-1], 100.0), 0, 0, 0) for key in cheap("loop")}
+
+
+@pytest.mark.parametrize("name", ["fold-groups", "unfold", "taps", "direct", "winograd", "loop"])
 def test_the_cheapest_is_taken(name: str, cache: Path) -> None:
     cost.save(cheap(name), cache)
     assert choice.choose(TASK).algorithm.name == name
 
 
 def test_a_small_gain_is_not_worth_a_guess(cache: Path) -> None:
-    prices = cheap("fold-groups")
-    for key in prices:
-        prices[key] = cost.Features(0, 97.0 if key.endswith("loop") else 100.0, 0, 0, 0)
+    prices = alike(loop=97.0)
     cost.save(prices, cache)
     assert choice.choose(TASK).algorithm.name == "fold-groups"
 
@@ -62,9 +66,7 @@ def test_a_gain_of_microseconds_is_not_worth_a_call_from_python(cache: Path) -> 
 
 
 def test_what_a_fold_left_is_folded_again_unless_much_is_to_be_gained(cache: Path) -> None:
-    prices = cheap("fold-groups")
-    for key in prices:
-        prices[key] = cost.Features(0, 83.0 if key.endswith("loop") else 100.0, 0, 0, 0)
+    prices = alike(loop=83.0)
     others = {key.replace("/1/", "/n/"): price for key, price in prices.items()}  # with however many threads this runs
     cost.save({**prices, **others}, cache)
     taken = []
@@ -148,7 +150,7 @@ def test_the_first_call_can_try_all_algorithms() -> None:
 @pytest.mark.parametrize("nature", [nature for nature in Nature if nature is not Nature.SHARDED])
 def test_what_lies_beneath_limits_the_choice(nature: Nature, cache: Path) -> None:
     allowed = {
-        Nature.PLAIN: {"fold-groups", "unfold", "taps", "direct", "loop"},
+        Nature.PLAIN: {"fold-groups", "unfold", "taps", "direct", "winograd", "loop"},
         Nature.TRACED: {"fold-groups", "unfold", "taps", "loop"},
         Nature.TRACKED: {"fold-groups", "loop"},
         Nature.OPAQUE: {"fold-groups"},

@@ -52,8 +52,8 @@ template <class T> class Winograd {
     Winograd(const Problem &problem, Int threads)
         : problem(problem), wanted(Wanted(problem.wanted)), grid(problem),
           columns(wanted == IMAGE ? problem.inputs : problem.outputs),
-          width(columns > LANES<T> ? 2 * LANES<T> : LANES<T>),
-          shares(problem, problem.groups, columns, width, false, threads) {
+          widest(columns > LANES<T> ? 2 * LANES<T> : LANES<T>),
+          shares(problem, problem.groups, columns, widest, false, threads) {
         const Int bytes = FREQUENCIES * grid.channels * grid.planes() * grid.tiles() * sizeof(T);
         at_once = std::clamp<Int>(NUMBERS_BYTES / bytes, 1, shares.images());
         pitch = at_once * grid.planes() * grid.tiles() + LANES<T>;  // a vector may end behind the last tile
@@ -70,7 +70,7 @@ template <class T> class Winograd {
     void compute(Int item, Scratch &scratch) const {
         for (Part part = shares.part(item, at_once); part.images > 0; shares.next(part, item, at_once)) {
             read_numbers(part, scratch);
-            for (Int column = part.first_column; column < part.last_column; column += width)
+            for (Int column = part.first_column; column < part.last_column; column += widest)
                 if (wanted == KERNEL)
                     add_to_kernel(part, column, scratch);
                 else
@@ -82,7 +82,7 @@ template <class T> class Winograd {
     const Problem &problem;
     const Wanted wanted;
     const Grid grid;
-    const Int columns, width;
+    const Int columns, widest;  // of a panel
     Int at_once, pitch, frequency;     // how far channels, and frequencies, of transformed numbers are apart
     std::vector<int32_t> taps, tiles;  // offsets into transformed numbers, by channel and tap of the depth, and by tile
 
@@ -123,21 +123,25 @@ template <class T> class Winograd {
                 }
     }
 
+    // As many as it takes for so many columns.
+    Int width_of(Int wide) const { return wide <= LANES<T> ? LANES<T> : widest; }
+
     // sums[f][row][...] of products of some rows of transformed numbers and a panel.
-    void multiply_all(const Factors<T> &factors, Int count, T *sums, Int sums_apart, bool add) const {
+    void multiply_all(const Factors<T> &factors, Int width, T *sums, Int sums_apart, bool add) const {
         const Int panel_apart = spread<T>(factors.depth * width);
         for (int f = 0; f < FREQUENCIES; f++) {
             Factors<T> one = factors;
             one.source += f * frequency, one.panel += f * panel_apart;
             if (width == LANES<T>)
-                multiply_rows<T, NARROW>(one, 0, count, sums + f * sums_apart, add);
+                multiply_rows<T, NARROW>(one, 0, one.row_count, sums + f * sums_apart, add);
             else
-                multiply_rows<T, WIDE>(one, 0, count, sums + f * sums_apart, add);
+                multiply_rows<T, WIDE>(one, 0, one.row_count, sums + f * sums_apart, add);
         }
     }
 
     void compute_results(const Part &part, Int column, Scratch &scratch) const {
-        const Int wide = std::min(width, columns - column), depth = taps.size(), across = grid.across();
+        const Int wide = std::min(widest, columns - column), width = width_of(wide);
+        const Int depth = taps.size(), across = grid.across();
         const T *panel = pack_taps(part, column, wide, scratch);
         const Int *steps = wanted == IMAGE ? problem.image_steps : problem.response_steps;
         const T *bias = (const T *)problem.bias;
@@ -150,7 +154,7 @@ template <class T> class Winograd {
         for (Int first = 0; first < lines; first += some) {
             const Int count = std::min(some, lines - first);
             const int32_t *rows = tiles.data() + first * across;
-            multiply_all({scratch.numbers.get(), rows, count * across, taps.data(), depth, panel}, count * across, sums,
+            multiply_all({scratch.numbers.get(), rows, count * across, taps.data(), depth, panel}, width, sums,
                          apart, false);
             for (Int line = first; line < first + count; line++)
                 write_line(sums + (line - first) * across * width, apart, line, wide, target, scratch);
@@ -161,6 +165,7 @@ template <class T> class Winograd {
     void write_line(const T *sums, Int apart, Int line, Int wide, const Target<T> &target, Scratch &scratch) const {
         constexpr Int L = LANES<T>;
         const Int plane = line / grid.lines(), first = line % grid.lines() * RESULTS, across = grid.result[2];
+        const Int width = width_of(wide);
         T *results = scratch.results.reserve(2 * RESULTS * grid.across() * width);
         for (Int tile = 0; tile < grid.across(); tile++, sums += width)
             for (Int left = 0; left < width; left += L) {
@@ -180,6 +185,7 @@ template <class T> class Winograd {
     const T *pack_taps(const Part &part, Int column, Int wide, Scratch &scratch) const {
         constexpr Int L = LANES<T>, PLANE = TAPS * TAPS;
         const Int step = problem.kernel_steps[1], all = volume(problem.kernel), depth = taps.size();
+        const Int width = width_of(wide);
         const Int apart = spread<T>(depth * width);
         T *panel = scratch.panel.reserve(FREQUENCIES * apart), *raw = scratch.raw.reserve(depth * PLANE * width);
         if (wanted == RESPONSE)
@@ -205,18 +211,17 @@ template <class T> class Winograd {
 
     // Sums of a kernel are kept by column until the last image, unless there is nothing to wait for.
     void add_to_kernel(const Part &part, Int column, Scratch &scratch) const {
-        const Int wide = std::min(width, columns - column), rows = taps.size();
-        const Int apart = spread<T>(rows * width);
+        const Int wide = std::min(widest, columns - column), rows = taps.size(), apart = spread<T>(rows * widest);
         const bool alone = at_once >= problem.images;
-        const Int held = alone ? 1 : (part.last_column - part.first_column + width - 1) / width;
+        const Int held = alone ? 1 : (part.last_column - part.first_column + widest - 1) / widest;
         T *sums = scratch.sums.reserve(held * FREQUENCIES * apart);
-        if (!alone) sums += (column - part.first_column) / width * FREQUENCIES * apart;
+        if (!alone) sums += (column - part.first_column) / widest * FREQUENCIES * apart;
         const Int planes = part.images * grid.result[0], some = std::max<Int>(1, DEEP_TILES / grid.tiles());
         for (Int first = 0; first < planes; first += some) {
             const Int count = std::min(some, planes - first), depth = count * grid.tiles();
             const T *panel = pack_gradient(part, first, count, column, wide, scratch);
             const int32_t *shifts = tiles.data() + first * grid.tiles();
-            multiply_all({scratch.numbers.get(), taps.data(), rows, shifts, depth, panel}, rows, sums, apart,
+            multiply_all({scratch.numbers.get(), taps.data(), rows, shifts, depth, panel}, width_of(wide), sums, apart,
                          first + part.first_image > 0);
         }
         if (part.first_image + part.images == problem.images) write_kernel(part, column, wide, sums, apart, scratch);
@@ -225,7 +230,7 @@ template <class T> class Winograd {
     // A panel [f][tile][column] of the transformed response, of some planes.
     const T *pack_gradient(const Part &part, Int first, Int count, Int column, Int wide, Scratch &scratch) const {
         constexpr Int L = LANES<T>;
-        const Int *steps = problem.response_steps, size = grid.result[1] * grid.result[2];
+        const Int *steps = problem.response_steps, size = grid.result[1] * grid.result[2], width = width_of(wide);
         const Int apart = spread<T>(count * grid.tiles() * width);
         T *panel = scratch.panel.reserve(FREQUENCIES * apart), *raw = scratch.raw.reserve(size * width);
         for (Int number = 0; number < count; number++) {
@@ -253,7 +258,7 @@ template <class T> class Winograd {
 
     void write_kernel(const Part &part, Int column, Int wide, const T *sums, Int apart, Scratch &scratch) const {
         constexpr Int L = LANES<T>, PLANE = TAPS * TAPS, AT_ONCE = 32;
-        const Int step = problem.kernel_steps[1], rows = taps.size();
+        const Int step = problem.kernel_steps[1], rows = taps.size(), width = width_of(wide);
         T *start = kernel(part) + column * step;
         const Target<T> target{start, 0, step, rows * PLANE, nullptr, nullptr, false, past_caches<T>(problem)};
         T *results = scratch.results.reserve(AT_ONCE * PLANE * width);
