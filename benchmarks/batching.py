@@ -1,5 +1,7 @@
 """vmap over convolutions: stock torch.func, a Python loop, Opacus where there is one, and convmesh.
 
+What a layer's output is multiplied by, to have a gradient, lies in memory as that output does, with either rule.
+
 The candidates take turns, and each runs once before it is timed, as in the steps of a training; times are medians in
 milliseconds. The ratio is stock / convmesh: above 1 convmesh is faster. "Least" is what `benchmarks.roofline` says that
 the arithmetic of the definition takes at least on this machine, and stock / least the gain of a perfect library.

@@ -6,7 +6,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,8 @@ class Comparison:
 
 def per_sample(layer: Layer) -> Comparison:
     x, w = layer.inputs(layer.batch or PER_SAMPLE_BATCH), layer.weights()
-    y = torch.randn_like(layer.convolve(w, x))
+    y = torch.randn(layer.convolve(w, x).shape, dtype=layer.dtype)
+    y_as_laid = as_laid(y, lambda: vmap(layer.convolve, (None, 0))(w, x))
 
     def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return (layer.convolve(w, x) * y).sum()
@@ -46,13 +47,24 @@ def per_sample(layer: Layer) -> Comparison:
     one, mapped = grad(loss), vmap(grad(loss), (None, 0, 0))
     return Comparison(
         f"per-sample gradients, {layer.name}",
-        lambda: mapped(w, x, y),
+        lambda: mapped(w, x, y_as_laid()),
         lambda: stacked([one(w, *sample) for sample in zip(x, y, strict=True)]),
         None if layer.transposed else opacus_run(layer.module(), lambda module: (module(x) * y).sum()),
         loss_alone(y),
         layer.threads,
         layer.dtype,
     )
+
+
+def as_laid(y: Tensor, output: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same numbers, lying in memory as the output does of whoever runs, stock or convmesh: so does what a network
+    has beside it."""
+
+    @cache
+    def laid(ours: bool) -> Tensor:
+        return torch.empty_like(output()).copy_(y)
+
+    return lambda: laid(batching.installed())
 
 
 def stacked(results: Sequence[Tensor] | Sequence[tuple[Tensor, ...]]) -> object:
@@ -73,7 +85,8 @@ def ensemble(layer: Layer, shared: bool, backward: bool) -> Comparison:
     batch = layer.batch or MEMBER_BATCH
     x = layer.inputs(batch) if shared else layer.inputs(MEMBERS, batch)
     dim = None if shared else 0
-    y = torch.randn_like(vmap(layer.convolve, (0, dim))(w, x))
+    y = torch.randn(vmap(layer.convolve, (0, dim))(w, x).shape, dtype=layer.dtype)
+    y_as_laid = as_laid(y, lambda: vmap(layer.convolve, (0, dim))(w, x))
 
     def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return (layer.convolve(w, x) * y).sum()
@@ -85,11 +98,10 @@ def ensemble(layer: Layer, shared: bool, backward: bool) -> Comparison:
     # Members with inputs of their own are as a rule inside a network, and pass a gradient on to them.
     one = grad(loss, 0 if shared else (0, 1)) if backward else layer.convolve
     mapped = vmap(one, (0, dim, 0) if backward else (0, dim))
-    args = (w, x, y) if backward else (w, x)
     inputs, way = "shared inputs" if shared else "own inputs", "gradients" if backward else "forward"
     return Comparison(
         f"ensemble of {MEMBERS}, {inputs}, {way}, {layer.name}",
-        lambda: mapped(*args),
+        lambda: mapped(w, x, y_as_laid()) if backward else mapped(w, x),
         lambda: stacked([one(*member(i)) for i in range(MEMBERS)]),
         beside=loss_alone(y) if backward else None,
         threads=layer.threads,
