@@ -45,19 +45,18 @@ def counter(*anew: int) -> Iterator[int]:
         yield so_far
 
 
-@pytest.mark.parametrize(("anew", "taken"), [(0, "fold-groups"), (2**30, "loop")])
+@pytest.mark.parametrize("anew", [0, 2**30])
 def test_torch_is_left_where_it_gets_its_memory_anew_again_and_again(
-    anew: int, taken: str, monkeypatch: pytest.MonkeyPatch
+    anew: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shortcut, "gotten_anew", counter(anew).__next__)
     forward = vmap(torch.conv2d)
     results = [forward(*LARGE) for _ in range(shortcut.IN_A_ROW + 1)]
     for each in results:
-        torch.testing.assert_close(each, results[0])
+        torch.testing.assert_close(each, results[0], rtol=1e-5, atol=1e-4)  # two of torch's kernels, in float32
     (decision,) = batching.explain(forward, *LARGE)
-    assert decision.algorithm.name == taken
-    assert ("gotten anew" in decision.reason) == (anew > 0)
-    assert left_to_torch() == (taken == "fold-groups")
+    assert decision.algorithm.keeps_memory == ("gotten anew" in decision.reason) == (anew > 0)
+    assert left_to_torch() == (decision.algorithm.name == "fold-groups") == (anew == 0)
 
 
 def test_torch_is_not_left_where_it_gets_memory_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

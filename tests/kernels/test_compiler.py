@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,22 @@ def test_it_is_done_once(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: p
     assert [path.suffix for path in cache.iterdir()] == [".so"]
     monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
     assert compiler.load() is not None
+
+
+def test_who_wants_it_at_the_same_time_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Path] = []
+
+    def slowly(_compiler: str, _threading: Path, path: Path) -> None:
+        compiled.append(path)
+        time.sleep(0.3)
+        path.write_bytes(b"")
+
+    monkeypatch.setattr(compiler, "_compile", slowly)
+    monkeypatch.setattr(compiler.ctypes, "CDLL", str)
+    with ThreadPoolExecutor(3) as ranks:
+        found = list(ranks.map(lambda _: compiler.load(), range(3)))
+    assert len(compiled) == 1
+    assert found == [str(compiled[0])] * 3
 
 
 def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from convmesh import kernels as compiled
 from convmesh.ops import norm_kernels as kernels
@@ -119,3 +120,19 @@ def in_pieces(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
 def test_norms_whose_moments_are_found_in_pieces(pool: Pool) -> None:
     for mesh, places in {(4,): [(0,), (1,), (2,), (3,)], (2, 2): [(0, 2), (2, 3), (3, 3), (1, 2)]}.items():
         pool.run_cases(in_pieces, [(name, at) for name in NORMS for at in places], mesh=mesh)
+
+
+def too_large(mesh: DeviceMesh, case: tuple[str, int]) -> None:
+    """A variance that float32 has no number for: nothing is left of values then, or they are no numbers."""
+    name, dim = case
+    x, w, b = (numbers(*shape, seed=len(shape)).float() for shape in ((2, 6, 8, 16), (6,), (6,)))
+    x *= 1e30
+    expected = NORMS[name](x, w, b)
+    found = NORMS[name](
+        distribute_tensor(x, mesh, [Shard(dim)]), *(distribute_tensor(each, mesh, [Replicate()]) for each in (w, b))
+    )
+    torch.testing.assert_close(found.full_tensor(), expected, equal_nan=True)
+
+
+def test_values_whose_squares_are_too_large(pool: Pool) -> None:
+    pool.run_cases(too_large, [(name, dim) for name in NORMS for dim in (2, 3)], mesh=(2,))

@@ -11,8 +11,9 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..user_cache import cache_directory
@@ -32,15 +33,32 @@ def load() -> ctypes.CDLL | None:
             raise RuntimeError("CONVMESH_KERNELS is 0")
         compiler, threading = _compiler(), _openmp()
         path = cache_directory() / f"kernels-{_identity(compiler, threading)}.so"
-        if not path.is_file():
-            log.info("compiling kernels with %s, once for this machine", compiler)
-            _compile(compiler, threading, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(path.parent):
+            if not path.is_file():
+                log.info("compiling kernels with %s, once for this machine", compiler)
+                _compile(compiler, threading, path)
         return ctypes.CDLL(str(path))
     except subprocess.CalledProcessError as error:
         log.warning("no kernels for CPUs: %s says %s", error.cmd[0], error.stderr)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.info("no kernels for CPUs: %s", error)
     return None
+
+
+@contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """All ranks of a machine want the library at once: the first one makes it, and the others wait. Where a file system
+    knows no locks, each makes its own."""
+    import fcntl
+
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _compiler() -> str:
@@ -79,8 +97,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, threading: Path, path: Path) -> None:
-    """Whole or not at all: another process may be doing the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Whole or not at all: another process may be about to load it."""
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         sources = {source: f"{directory}/{source.stem}.o" for source in SOURCES.glob("*.cpp")}
         commands = [[compiler, *FLAGS, "-fopenmp", "-c", str(source), "-o", made] for source, made in sources.items()]

@@ -1,5 +1,5 @@
-// What a norm and its gradient are made of, where each set that is normalised lies one number behind the other: moments,
-// the sums of backward, and the linear function of a set that applies them. Memory is read once for each.
+// What a norm and its gradient are made of, where the numbers of a set lie one behind the other: moments, the sums of
+// backward, and the linear function of a set that applies them. Memory is read once for each.
 #include <vector>
 
 #include "runs.h"
@@ -71,7 +71,7 @@ template <class T> struct Linear {
     const T *mean, *by_input, *by_gradient, *added;
 };
 
-// to = (x - mean) * by_input + gradient * by_gradient + added, or without a gradient. Sets take turns with coefficients.
+// to = (x - mean) * by_input + gradient * by_gradient + added, or without a gradient. Sets take turns with numbers.
 template <class T>
 void combine(const T *x, const T *gradient, Int sets, Int count, Linear<T> linear, Int means, T *to, Int threads) {
     const Pieces pieces = Pieces::of<T>(sets, count);
@@ -96,19 +96,19 @@ void combine(const T *x, const T *gradient, Int sets, Int count, Linear<T> linea
 
 }  // namespace
 
-#define FOR_NUMBERS(T, NAME)                                                                                            \
-    extern "C" void convmesh_moments_##NAME(const T *x, Int sets, Int count, T *mean, T *variance, Int threads) {       \
-        moments(x, sets, count, mean, variance, threads);                                                               \
-    }                                                                                                                   \
-    extern "C" void convmesh_sums_##NAME(                                                                               \
-        const T *gradient, const T *x, Int sets, Int count, const T *mean, const T *rstd, T *plain, T *products,        \
-        Int threads) {                                                                                                  \
-        sums(gradient, x, sets, count, mean, rstd, plain, products, threads);                                           \
-    }                                                                                                                   \
-    extern "C" void convmesh_combine_##NAME(                                                                            \
-        const T *x, const T *gradient, Int sets, Int count, Int means, const T *mean, const T *by_input,                \
-        const T *by_gradient, const T *added, T *to, Int threads) {                                                     \
-        combine(x, gradient, sets, count, Linear<T>{mean, by_input, by_gradient, added}, means, to, threads);           \
+#define FOR_NUMBERS(T, NAME)                                                                                           \
+    extern "C" void convmesh_moments_##NAME(const T *x, Int sets, Int count, T *mean, T *variance, Int threads) {      \
+        moments(x, sets, count, mean, variance, threads);                                                              \
+    }                                                                                                                  \
+    extern "C" void convmesh_sums_##NAME(                                                                              \
+        const T *gradient, const T *x, Int sets, Int count, const T *mean, const T *rstd, T *plain, T *products,       \
+        Int threads) {                                                                                                 \
+        sums(gradient, x, sets, count, mean, rstd, plain, products, threads);                                          \
+    }                                                                                                                  \
+    extern "C" void convmesh_combine_##NAME(                                                                           \
+        const T *x, const T *gradient, Int sets, Int count, Int means, const T *mean, const T *by_input,               \
+        const T *by_gradient, const T *added, T *to, Int threads) {                                                    \
+        combine(x, gradient, sets, count, Linear<T>{mean, by_input, by_gradient, added}, means, to, threads);          \
     }
 FOR_NUMBERS(float, float32)
 FOR_NUMBERS(double, float64)

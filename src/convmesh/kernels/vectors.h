@@ -149,8 +149,8 @@ struct Piece {
 
 // sums[r][c] = sum over pieces of rows[r][place...] * columns[c], a vector of each, and of its lanes.
 //
-// What lies side by side in an image is added up: for few columns. They have zeros behind the lanes that are in use; rows
-// have other numbers there, which need not be finite.
+// What lies side by side in an image is added up: for few columns. They have zeros behind the lanes that are in use;
+// rows have other numbers there, which need not be finite.
 template <class T, int R, int C>
 APART void multiply_dots(const T *const *rows, const Piece *pieces, Int depth, const T *columns, T *sums) {
     constexpr Int L = LANES<T>;

@@ -1,8 +1,8 @@
 // The three products of a convolution with 3 x 3 taps that takes no steps, by Winograd's algorithm (tile_transforms.h):
 // 16 products of matrices, one for each frequency, in place of the 36 numbers by taps that a tile of results has.
 //
-// Numbers are laid out by frequency, channel and tile, and the other operand as panels of columns, a frequency after the
-// other. A third dimension, in front, is left to the products, which add up its taps.
+// Numbers are laid out by frequency, channel and tile, and the other operand as panels of columns, one frequency after
+// another. A third dimension, in front, is left to the products, which add up its taps.
 #include "parts.h"
 #include "tile_transforms.h"
 #include "tiles.h"
@@ -29,8 +29,8 @@ struct Grid {
     }
     Int lines() const { return (result[1] + 1) / RESULTS; }
     Int across() const { return (result[2] + 1) / RESULTS; }
-    Int tiles() const { return lines() * across(); }             // of a plane
-    Int planes() const { return result[0] + depth_taps - 1; }    // that are read of an image
+    Int tiles() const { return lines() * across(); }           // of a plane
+    Int planes() const { return result[0] + depth_taps - 1; }  // that are read of an image
     Int padded_line() const { return RESULTS * across() + RESULTS; }
     Int plane_offset(Int image, Int plane) const { return (image * planes() + plane) * tiles(); }
 };
@@ -82,8 +82,9 @@ template <class T> class Winograd {
     const Problem &problem;
     const Wanted wanted;
     const Grid grid;
-    const Int columns, widest;  // of a panel
-    Int at_once, pitch, frequency;     // how far channels, and frequencies, of transformed numbers are apart
+    const Int columns, widest;         // of a group, and of a panel
+    Int at_once;                       // images
+    Int pitch, frequency;              // how far channels, and frequencies, of transformed numbers are apart
     std::vector<int32_t> taps, tiles;  // offsets into transformed numbers, by channel and tap of the depth, and by tile
 
   public:
@@ -267,7 +268,8 @@ template <class T> class Winograd {
             for (Int row = 0; row < count; row++)
                 for (Int left = 0; left < width; left += L) {
                     Vector<T> square[FREQUENCIES], result[PLANE];
-                    for (int f = 0; f < FREQUENCIES; f++) square[f] = load(sums + f * apart + (first + row) * width + left);
+                    const T *from = sums + (first + row) * width + left;
+                    for (int f = 0; f < FREQUENCIES; f++) square[f] = load(from + f * apart);
                     transform<TapsOut>(square, result);
                     for (int i = 0; i < PLANE; i++) store(results + (row * PLANE + i) * width + left, result[i]);
                 }

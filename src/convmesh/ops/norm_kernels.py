@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import takewhile
-from math import prod
+from math import nan, prod
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ def moments_of_sets(x: torch.Tensor, sets: int) -> Pair:
         mean, rstd = _kernel_moments(x.view(sets, 1, count), 1)
         return mean.view(sets), _variance(rstd).view(sets)
     if _compiled_for(x):
-        return kernels.moments(x, sets)
+        mean, var = kernels.moments(x, sets)
+        return mean, var.masked_fill_(var.isinf(), nan)  # too large a number: torch's kernels return none
     row = _row(count, ROW)
     # Some rows at a time, as samples of one group: what the kernel writes stays in the cache, and so does the row that
     # it reads twice.
@@ -103,7 +104,9 @@ def moments_of_channels(x: torch.Tensor) -> Pair:
         mean, var = aten.batch_norm_update_stats.default(x, None, None, 0.0)
         return mean, var
     # The kernel of batch norm takes four times as long as that of group norm, which has its moments by sample.
-    return _moments_of_equals(*moments_of_groups(x, x.shape[1]), 0)
+    by_sample = kernels.moments(x, x.shape[0] * x.shape[1]) if _compiled_for(x) else moments_of_groups(x, x.shape[1])
+    mean, var = (t.view(x.shape[:2]) for t in by_sample)
+    return _moments_of_equals(mean, var, 0)
 
 
 def normalised(
