@@ -1,7 +1,7 @@
 """Weight gradients in other ways than the operator's own, where these are faster on CPUs.
 
 The one of a depthwise convolution is a convolution itself (`correlation.py`). In 3-d that of every tap along the first
-spatial dimension is a sum over planes, as a convolution in 2-d computes it of a batch; with short vectors, libraries are
+spatial dimension is a sum over planes, as a convolution in 2-d computes it of a batch; with short vectors libraries are
 better at that.
 """
 
