@@ -47,14 +47,14 @@ class Direct(Algorithm):
         return 0
 
     def multiplications(self, task: Task) -> float:
-        """Columns of a product are channels of the result, and fill vectors."""
+        """Columns of a product are channels of the result, and fill vectors; or its rows do."""
         product = task.contraction
         columns, lanes = _columns(product), kernels.lanes(task.itemsize)
         stride, depthwise = product.geometry.stride[-1], product.kernel[1] == 1 and columns == 1
         across = product.image[-1] // stride if product.wanted is Role.IMAGE else product.response[-1] // stride**2
-        if columns <= min(FEW, lanes // 2) and across >= lanes // 2 and not depthwise:
-            return task.batch * product.multiplications
-        return task.batch * product.multiplications * _filling(product.geometry.groups if depthwise else columns, lanes)
+        by_rows = columns <= min(FEW, lanes // 2) and across >= lanes // 2 and not depthwise
+        side_by_side = across if by_rows else product.geometry.groups if depthwise else columns
+        return task.batch * product.multiplications * _filling(side_by_side, lanes)
 
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
         wanted = task.contraction.wanted

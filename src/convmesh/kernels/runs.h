@@ -54,7 +54,7 @@ template <class T, class F> INLINE Sums sums_of(Int count, const F &f) {
 
 // A result this large is written past the caches: memory would be read into them first, only to be overwritten, and
 // most of the result would have left them before anybody asked for it.
-constexpr Int PAST_CACHES = 4 << 20;
+constexpr Int PAST_CACHES = 12 << 20;
 
 // What `f` makes of the numbers at each place, as for sums.
 template <class T, class F> INLINE void fill(T *to, Int count, bool past_caches, const F &f) {
