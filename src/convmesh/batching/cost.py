@@ -89,7 +89,7 @@ def key_of(algorithm: Algorithm, task: Task, measured: str | None = None) -> str
     return "/".join((measured or circumstances(task), wanted, _kind(task), algorithm.name))
 
 
-FEW = 8  # channels, which leave vectors unfilled
+BLOCK = 8  # channels, which libraries lay side by side
 
 
 def _kind(task: Task) -> str:
@@ -101,10 +101,10 @@ def _kind(task: Task) -> str:
         return "depthwise" if max(size) <= 3 else "depthwise-large"
     if max(size) == 1:
         return "pointwise" if max(geometry.stride) == 1 else "pointwise-strided"
-    if min(o, c) <= FEW and groups > 1:
+    if min(o, c) < BLOCK and groups > 1:
         return "narrow-groups"
-    if min(o, c) <= FEW:
-        return "one-channel" if c == 1 else "few" if max(o, c) <= FEW else "few-inputs" if c <= FEW else "few-outputs"
+    if min(o, c) < BLOCK:
+        return "one-channel" if c == 1 else "few" if max(o, c) < BLOCK else "few-inputs" if c < BLOCK else "few-outputs"
     if groups > 1:
         return "groups"
     return "wide" if len(size) < 3 else "wide-volumes"
