@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import cycle
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from convmesh import batching, kernels
-from convmesh.batching import choice, shortcut
+from convmesh.batching import choice, cost, shortcut
 from tests.batching.oracle import assert_same, loop_and_stack
 
 # torch's own, at the first jvp of a process
@@ -31,6 +32,12 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choice.forget()
     yield
     choice.forget()
+
+
+@pytest.fixture
+def _no_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them everything is left to torch."""
+    monkeypatch.setattr(cost, "price_table", lru_cache(lambda: cost.PriceTable("an empty table", {})))
 
 
 LARGE = (torch.randn(4, 8, 8, 64, 64), torch.randn(4, 8, 8, 3, 3))
@@ -81,6 +88,7 @@ def left_to_torch() -> int:
     return len(shortcut._left_to_torch)
 
 
+@pytest.mark.usefixtures("_no_prices")
 def test_a_call_like_the_one_before_goes_straight_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     mapped = vmap(grad(loss, (0, 1)))
     first = mapped(W, X, Y)
@@ -90,6 +98,7 @@ def test_a_call_like_the_one_before_goes_straight_to_torch(monkeypatch: pytest.M
     assert_same(first, loop_and_stack(grad(loss, (0, 1)), (0, 0, 0), W, X, Y))
 
 
+@pytest.mark.usefixtures("_no_prices")
 def test_what_lies_otherwise_is_another_call() -> None:
     forward = vmap(torch.conv2d)
     forward(X, W)
@@ -105,6 +114,7 @@ def test_what_lies_otherwise_is_another_call() -> None:
     assert left_to_torch() == 5
 
 
+@pytest.mark.usefixtures("_no_prices")
 def test_those_who_force_or_ask_are_heard() -> None:
     forward = vmap(torch.conv2d)
     forward(X, W)
@@ -123,6 +133,7 @@ def test_derivatives_are_not_passed_over() -> None:
     assert_same(gradient, loop_and_stack(grad(lambda x, w: torch.conv2d(x, w).sum()), (0, 0), X, W))
 
 
+@pytest.mark.usefixtures("_no_prices")
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shortcut, "LONGEST", 2)
     for size in range(5, 9):
