@@ -51,7 +51,10 @@ class Direct(Algorithm):
         product = task.contraction
         columns, lanes = _columns(product), kernels.lanes(task.itemsize)
         stride, depthwise = product.geometry.stride[-1], product.kernel[1] == 1 and columns == 1
-        across = product.image[-1] // stride if product.wanted is Role.IMAGE else product.response[-1] // stride**2
+        if product.wanted is Role.IMAGE:
+            across = product.image[-1] // stride
+        else:
+            across = product.response[-1] if stride == 1 else 1  # else what is read does not lie side by side
         by_rows = columns <= min(FEW, lanes // 2) and across >= lanes // 2 and not depthwise
         side_by_side = across if by_rows else product.geometry.groups if depthwise else columns
         return task.batch * product.multiplications * _filling(side_by_side, lanes)
@@ -110,9 +113,9 @@ def _columns(product: Contraction) -> int:
     return inputs if product.wanted is Role.IMAGE else outputs // product.geometry.groups
 
 
-def _filling(columns: int, lanes: int) -> float:
-    """By how much vectors are longer than the columns in them."""
-    return -(-columns // lanes) * lanes / columns
+def _filling(numbers: int, lanes: int) -> float:
+    """By how much vectors are longer than the numbers side by side in them."""
+    return -(-numbers // lanes) * lanes / numbers
 
 
 def _is_winograds(task: Task) -> bool:

@@ -24,13 +24,15 @@ template <class T> class Product {
         : problem(problem), wanted(Wanted(problem.wanted)), lanewise(problem.inputs == 1 && problem.outputs == 1),
           columns(lanewise ? problem.groups : wanted == IMAGE ? problem.inputs : problem.outputs),
           width(!lanewise && columns > LANES<T> ? 2 * LANES<T> : LANES<T>),
-          shares(problem, lanewise ? 1 : problem.groups, columns, width, lanewise, threads) {
+          shares(problem, lanewise ? 1 : problem.groups, columns, width, lanewise, threads), operands{problem} {
         const Int channels = lanewise ? width : wanted == IMAGE ? problem.outputs : problem.inputs;
         const Int bytes = volume(wanted == IMAGE ? problem.response : problem.image) * channels * sizeof(T);
         at_once = std::clamp<Int>(IMAGES_BYTES / bytes, 1, shares.images());
         for (Int phase = 0; phase < (wanted == IMAGE ? volume(problem.stride) : 1); phase++)
             readings.emplace_back(problem, at_once, phase, LANES<T>);
     }
+
+    Int items() const { return shares.items(); }
 
     void compute(Int item, Scratch &scratch) const {
         for (Part part = shares.part(item, at_once); part.images > 0; shares.next(part, item, at_once)) {
@@ -44,16 +46,11 @@ template <class T> class Product {
     const Wanted wanted;
     const bool lanewise;
     const Int columns, width;
+    const Shares shares;
+    const Operands<T> operands;
     Int at_once;
     std::vector<Reading> readings;  // one for each phase, all of the same padded images
 
-  public:
-    const Shares shares;
-
-  private:
-    T *image(const Part &part) const { return image_of<T>(problem, part); }
-    T *response(const Part &part) const { return response_of<T>(problem, part); }
-    T *kernel(const Part &part) const { return kernel_of<T>(problem, part); }
     Int places_of_image(const Reading &reading) const { return reading.places.size() / at_once; }
 
     void compute(const Reading &reading, const Part &part, Scratch &scratch) const {
@@ -103,11 +100,11 @@ template <class T> class Product {
         if (wanted == KERNEL) {
             const Int step = problem.kernel_steps[1], rows = reading.shifts.size();
             return {
-                kernel(part) + column * step, 0, step, rows, nullptr, nullptr, part.first_image > 0,
+                operands.kernel(part) + column * step, 0, step, rows, nullptr, nullptr, part.first_image > 0,
                 past_caches<T>(problem)};
         }
         const Int *steps = wanted == IMAGE ? problem.image_steps : problem.response_steps;
-        T *start = (wanted == IMAGE ? image(part) : response(part)) + column * steps[2];
+        T *start = (wanted == IMAGE ? operands.image(part) : operands.response(part)) + column * steps[2];
         const T *bias = (const T *)problem.bias;
         if (bias) bias += part.sample * problem.bias_step + (lanewise ? 0 : part.group * columns) + column;
         const Int *scattered = reading.targets.empty() ? nullptr : reading.targets.data();
@@ -118,7 +115,7 @@ template <class T> class Product {
     void pack(const Reading &reading, const Part &part, Int column, Int wide, Int across, T *panel) const {
         const Int taps = volume(problem.kernel), step = problem.kernel_steps[1], *steps = problem.response_steps;
         if (wanted == KERNEL && is_few(reading)) {
-            const T *from = response(part) + column * steps[2];
+            const T *from = operands.response(part) + column * steps[2];
             const Int count = reading.pieces.size() / at_once * part.images;
             for (const Piece *piece = reading.pieces.data(), *last = piece + count; piece < last; piece++)
                 for (Int c = 0; c < wide; c++, panel += LANES<T>) {
@@ -127,15 +124,15 @@ template <class T> class Product {
                 }
         } else if (wanted == KERNEL) {
             const Int places = places_of_image(reading);
-            const T *from = response(part) + column * steps[2];
+            const T *from = operands.response(part) + column * steps[2];
             for (Int n = 0; n < part.images; n++)
                 transpose_into(panel + n * places * across, places, across, from + n * steps[1], steps[2], wide);
         } else if (wanted == RESPONSE) {
-            transpose_into(panel, problem.inputs * taps, across, kernel(part) + column * step, step, wide);
+            transpose_into(panel, problem.inputs * taps, across, operands.kernel(part) + column * step, step, wide);
         } else {
             const Int some = reading.taps.size(), apart = lanewise ? step : taps;
             for (Int output = 0; output < problem.outputs; output++, panel += some * across) {
-                const T *from = kernel(part) + output * step + column * apart;
+                const T *from = operands.kernel(part) + output * step + column * apart;
                 if (some == taps)
                     transpose_into(panel, taps, across, from, apart, wide);
                 else
@@ -154,7 +151,7 @@ template <class T> class Product {
             scratch.padded = true;
         }
         const Int *steps = wanted == IMAGE ? problem.response_steps : problem.image_steps;
-        const T *from = wanted == IMAGE ? response(part) : image(part);
+        const T *from = wanted == IMAGE ? operands.response(part) : operands.image(part);
         if (lanewise) from += part.first_column * steps[2];
         T *to = scratch.images.get() + reading.inside() * lanes;
         for (Int n = 0; n < part.images; n++)

@@ -45,20 +45,22 @@ class Shares {
     Int parts, chunks;
 };
 
-template <class T> T *image_of(const Problem &problem, const Part &part) {
-    const Int *steps = problem.image_steps, channel = part.group * problem.inputs;
-    return (T *)problem.x + part.sample * steps[0] + part.first_image * steps[1] + channel * steps[2];
-}
+// Where a part of each operand begins.
+template <class T> struct Operands {
+    const Problem &problem;
 
-template <class T> T *response_of(const Problem &problem, const Part &part) {
-    const Int *steps = problem.response_steps, channel = part.group * problem.outputs;
-    return (T *)problem.y + part.sample * steps[0] + part.first_image * steps[1] + channel * steps[2];
-}
+    T *image(const Part &part) const { return within(problem.x, problem.image_steps, problem.inputs, part); }
+    T *response(const Part &part) const { return within(problem.y, problem.response_steps, problem.outputs, part); }
+    T *kernel(const Part &part) const {
+        const Int *steps = problem.kernel_steps;
+        return (T *)problem.w + part.sample * steps[0] + part.group * problem.outputs * steps[1];
+    }
 
-template <class T> T *kernel_of(const Problem &problem, const Part &part) {
-    const Int *steps = problem.kernel_steps;
-    return (T *)problem.w + part.sample * steps[0] + part.group * problem.outputs * steps[1];
-}
+  private:
+    static T *within(void *whole, const Int *steps, Int channels, const Part &part) {
+        return (T *)whole + part.sample * steps[0] + part.first_image * steps[1] + part.group * channels * steps[2];
+    }
+};
 
 // Every item by whoever is free. `Product::Scratch` is what a thread works in.
 template <class Product> void compute_all(const Product &product, Int threads) {
@@ -66,7 +68,7 @@ template <class Product> void compute_all(const Product &product, Int threads) {
 #pragma omp parallel num_threads(threads)
     {
         typename Product::Scratch scratch;
-        for (Int item; (item = next++) < product.shares.items();) product.compute(item, scratch);
+        for (Int item; (item = next++) < product.items();) product.compute(item, scratch);
         finish_writing();
     }
 }

@@ -53,7 +53,7 @@ template <class T> class Winograd {
         : problem(problem), wanted(Wanted(problem.wanted)), grid(problem),
           columns(wanted == IMAGE ? problem.inputs : problem.outputs),
           widest(columns > LANES<T> ? 2 * LANES<T> : LANES<T>),
-          shares(problem, problem.groups, columns, widest, false, threads) {
+          shares(problem, problem.groups, columns, widest, false, threads), operands{problem} {
         const Int bytes = FREQUENCIES * grid.channels * grid.planes() * grid.tiles() * sizeof(T);
         at_once = std::clamp<Int>(NUMBERS_BYTES / bytes, 1, shares.images());
         pitch = at_once * grid.planes() * grid.tiles() + LANES<T>;  // a vector may end behind the last tile
@@ -66,6 +66,8 @@ template <class T> class Winograd {
                 for (Int tile = 0; tile < grid.tiles(); tile++)
                     tiles.push_back(grid.plane_offset(image, plane) + tile);
     }
+
+    Int items() const { return shares.items(); }
 
     void compute(Int item, Scratch &scratch) const {
         for (Part part = shares.part(item, at_once); part.images > 0; shares.next(part, item, at_once)) {
@@ -83,21 +85,15 @@ template <class T> class Winograd {
     const Wanted wanted;
     const Grid grid;
     const Int columns, widest;         // of a group, and of a panel
+    const Shares shares;
+    const Operands<T> operands;
     Int at_once;                       // images
     Int pitch, frequency;              // how far channels, and frequencies, of transformed numbers are apart
     std::vector<int32_t> taps, tiles;  // offsets into transformed numbers, by channel and tap of the depth, and by tile
 
-  public:
-    const Shares shares;
-
-  private:
-    T *image(const Part &part) const { return image_of<T>(problem, part); }
-    T *response(const Part &part) const { return response_of<T>(problem, part); }
-    T *kernel(const Part &part) const { return kernel_of<T>(problem, part); }
-
     void read_numbers(const Part &part, Scratch &scratch) const {
         const Int *steps = wanted == IMAGE ? problem.response_steps : problem.image_steps;
-        const T *from = wanted == IMAGE ? response(part) : image(part);
+        const T *from = wanted == IMAGE ? operands.response(part) : operands.image(part);
         const Int line = grid.padded_line();
         const Int size = (RESULTS * grid.lines() + RESULTS) * line + 2 * LANES<T>;  // vectors may end behind it
         T *plane = scratch.plane.reserve(size);
@@ -147,7 +143,7 @@ template <class T> class Winograd {
         const Int *steps = wanted == IMAGE ? problem.image_steps : problem.response_steps;
         const T *bias = (const T *)problem.bias;
         if (bias) bias += part.sample * problem.bias_step + part.group * columns + column;
-        T *start = (wanted == IMAGE ? image(part) : response(part)) + column * steps[2];
+        T *start = (wanted == IMAGE ? operands.image(part) : operands.response(part)) + column * steps[2];
         const Target<T> target{start, steps[1], steps[2], volume(grid.result), nullptr, bias, false, false};
         const Int lines = part.images * grid.result[0] * grid.lines(), some = std::max<Int>(1, TILES / across);
         const Int apart = spread<T>(some * across * width);
@@ -190,11 +186,12 @@ template <class T> class Winograd {
         const Int apart = spread<T>(depth * width);
         T *panel = scratch.panel.reserve(FREQUENCIES * apart), *raw = scratch.raw.reserve(depth * PLANE * width);
         if (wanted == RESPONSE)
-            transpose_into(raw, depth * PLANE, width, kernel(part) + column * step, step, wide);
+            transpose_into(raw, depth * PLANE, width, operands.kernel(part) + column * step, step, wide);
         else
-            for (Int channel = 0; channel < grid.channels; channel++)
-                transpose_into(raw + channel * all * width, all, width, kernel(part) + channel * step + column * all,
-                               all, wide);
+            for (Int channel = 0; channel < grid.channels; channel++) {
+                const T *from = operands.kernel(part) + channel * step + column * all;
+                transpose_into(raw + channel * all * width, all, width, from, all, wide);
+            }
         for (Int k = 0; k < depth; k++) {
             // To an image they lead the other way round.
             const Int channel = k / grid.depth_taps, tap = k % grid.depth_taps;
@@ -236,8 +233,8 @@ template <class T> class Winograd {
         T *panel = scratch.panel.reserve(FREQUENCIES * apart), *raw = scratch.raw.reserve(size * width);
         for (Int number = 0; number < count; number++) {
             const Int n = (first + number) / grid.result[0], plane = (first + number) % grid.result[0];
-            transpose_into(raw, size, width, response(part) + n * steps[1] + column * steps[2] + plane * size, steps[2],
-                           wide);
+            const T *from = operands.response(part) + n * steps[1] + column * steps[2] + plane * size;
+            transpose_into(raw, size, width, from, steps[2], wide);
             for (Int tile = 0; tile < grid.tiles(); tile++) {
                 const Int h = tile / grid.across() * RESULTS, w = tile % grid.across() * RESULTS;
                 T *to = panel + (number * grid.tiles() + tile) * width;
@@ -260,7 +257,7 @@ template <class T> class Winograd {
     void write_kernel(const Part &part, Int column, Int wide, const T *sums, Int apart, Scratch &scratch) const {
         constexpr Int L = LANES<T>, PLANE = TAPS * TAPS, AT_ONCE = 32;
         const Int step = problem.kernel_steps[1], rows = taps.size(), width = width_of(wide);
-        T *start = kernel(part) + column * step;
+        T *start = operands.kernel(part) + column * step;
         const Target<T> target{start, 0, step, rows * PLANE, nullptr, nullptr, false, past_caches<T>(problem)};
         T *results = scratch.results.reserve(AT_ONCE * PLANE * width);
         for (Int first = 0; first < rows; first += AT_ONCE) {

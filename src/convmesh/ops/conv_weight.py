@@ -45,10 +45,8 @@ def _correlated(fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor, 
 def _planes_pay(fine: torch.Tensor, weight: torch.Tensor, conv: Convolution) -> bool:
     wide = min(weight.shape[:2]) >= FEWEST_CHANNELS and min(weight.shape[2:]) > 1
     simple = weight.dim() == 5 and conv.groups == 1 and conv.stride[0] == 1
-    here = (
-        fine.is_cpu and fine.dtype == torch.float32 and fine.is_contiguous() and not _torch.tracing() and _slow_in_3d()
-    )
-    return here and simple and wide and fine.numel() >= FEWEST_VALUES
+    here = fine.is_cpu and fine.dtype == torch.float32 and fine.is_contiguous() and not _torch.tracing()
+    return here and simple and wide and fine.numel() >= FEWEST_VALUES and _slow_in_3d()
 
 
 @cache

@@ -51,7 +51,7 @@ def moments_of_sets(x: torch.Tensor, sets: int) -> Pair:
         return mean.view(sets), _variance(rstd).view(sets)
     if _compiled_for(x):
         mean, var = kernels.moments(x, sets)
-        return mean, var.masked_fill_(var.isinf(), nan)  # too large a number: torch's kernels return none
+        return mean, var.masked_fill_(var.isinf(), nan)  # torch's kernels for these norms have no such number
     row = _row(count, ROW)
     # Some rows at a time, as samples of one group: what the kernel writes stays in the cache, and so does the row that
     # it reads twice.
@@ -142,9 +142,8 @@ def _combined(
 ) -> torch.Tensor:
     """(x - mean) * by + gy * by_gy + added, by a compiled kernel."""
     sets = prod(_by_set(x, mean).shape[:2])
-    mean, by, added = (_numbers(t).to(x.dtype) for t in (mean, by, added))
-    linear = kernels.Linear(mean, by, added, None if gy is None else _numbers(by_gy).to(x.dtype))
-    return kernels.combined(x, gy, linear, sets)
+    given = (mean, by, added) if gy is None else (mean, by, added, by_gy)
+    return kernels.combined(x, gy, kernels.Linear(*(_numbers(t).to(x.dtype) for t in given)), sets)
 
 
 def _numbers(by_set: torch.Tensor) -> torch.Tensor:
