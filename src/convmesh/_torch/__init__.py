@@ -23,6 +23,8 @@ from .dispatch import replicates_implicitly as replicates_implicitly
 from .dispatch import stock as stock
 from .dispatch import view_rule as view_rule
 from .dispatch import when_backward_ends as when_backward_ends
+from .fake import on_one_device as on_one_device
+from .fake import suggested_format as suggested_format
 from .gloo_threads import keep_listeners_from_interrupting as keep_listeners_from_interrupting
 from .gloo_threads import listeners as listeners
 from .groups import group_called as group_called

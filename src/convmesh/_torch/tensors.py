@@ -12,6 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from ..strides import usual
 from .arrivals import memory_of
 from .collectives import arrived
 from .order import in_order
@@ -19,9 +20,9 @@ from .tracing import compile_for_this_rank, no_modes, tracing
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
-    """This rank's part, without recording the access for autograd as `to_local` does."""
-    local: torch.Tensor = tensor._local_tensor
-    return arrived(local)
+    """This rank's part, without recording the access for autograd as `to_local` does; fit for any kernel."""
+    meta: Any = tensor._spec.tensor_meta
+    return usual(arrived(tensor._local_tensor), meta.stride)
 
 
 def noted(tensor: Any, name: str) -> Any:
@@ -107,9 +108,19 @@ def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor below autograd, where the public constructor would record itself."""
+    if 0 in local.stride():
+        local = _without_overlap(local, spec)
     # Past __init__, which does nothing but keep torch.compile out, and takes as long as the rest.
     tensor: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
     return tensor
+
+
+def _without_overlap(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """A part whose elements share memory, as those of an expanded tensor do, only where those of the whole do."""
+    meta = spec.tensor_meta
+    assert meta is not None, "a DTensor's spec knows its shape"
+    given = zip(local.shape, local.stride(), meta.stride, strict=False)
+    return local.clone() if any(size > 1 and not step and whole for size, step, whole in given) else local
 
 
 def relocate(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:

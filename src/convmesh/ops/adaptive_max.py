@@ -43,6 +43,7 @@ def adaptive_max(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
     if values.numel():
         width = [side.slots.width for side in plan.sides]
         laid = _laid_out(x, plan.sides)
+        laid = laid if plan.first > 1 else laid.contiguous()  # its kernels take channels and volume for an image
         values, indices = MAXIMUM[len(width)](laid, width, width)
         along = coordinates(indices, laid.shape[plan.first :])
         along = [_source_of(slot, side) for slot, side in zip(along, plan.sides, strict=True)]

@@ -76,6 +76,7 @@ def _fused(*tensors: torch.Tensor) -> bool:
         and query.shape[:2] == key.shape[:2]
         and query.shape[3] == key.shape[3]
         and key.shape == value.shape
+        and all(tensor.stride(-1) == 1 for tensor in tensors)
         and 0 not in (*query.shape, *key.shape)
     )
 

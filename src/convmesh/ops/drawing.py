@@ -13,6 +13,7 @@ It is known of the zeros and ones that a CPU draws for dropout (`bernoulli.py`):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -26,6 +27,7 @@ from ..geometry import Box, Interval, shards
 from ..sharding.cache import planned
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour
+from ..strides import Stride
 
 LARGEST_WHOLE = 1 << 26
 TILES = 8  # along each dimension that has at least `SMALLEST_CUT` indices
@@ -48,9 +50,11 @@ Draw = Callable[[torch.Tensor, torch.Generator | None], Any]
 
 
 @planned
-def where_drawn(spec: _torch.Spec, dtype: torch.dtype | None) -> Layout:
-    """Where numbers for a tensor are drawn: a pending sum is no place for them."""
+def where_drawn(spec: _torch.Spec, dtype: torch.dtype | None, stride: Stride | None = None) -> Layout:
+    """Where numbers for a tensor are drawn: a pending sum is no place for them. In the order of the strides, which are
+    those of one device."""
     layout = Layout.of(spec)
+    layout = layout if stride is None else replace(layout, stride=stride)
     placements: tuple[Placement, ...] = tuple(
         Replicate() if isinstance(placement, Partial) else placement for placement in layout.placements
     )

@@ -24,7 +24,6 @@ from .norm_core import (
     Spread,
     all_absent,
     arrange,
-    canonical,
     new,
     parameter_gradient,
     place_parameters,
@@ -146,7 +145,7 @@ def group_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     if not plan.present:
         return tuple(absent(input, layout) for layout in (plan.output, plan.statistics, plan.statistics))
     x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
-    x = canonical(x, plan.output.memory_format)
+    x = x.contiguous(memory_format=plan.output.memory_format)
     if not plan.spread.mesh_dims and x.numel():
         sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
         y, mean, rstd = operator(x, w, b, *sizes, plan.groups, eps)
@@ -192,7 +191,7 @@ def group_norm_backward(
     m, r = (move(t, plan.statistics.typed(t.dtype)) for t in (mean, rstd))
     if not plan.spread.mesh_dims and x.numel():
         sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
-        gy, x = (canonical(tensor, plan.output.memory_format) for tensor in (gy, x))
+        gy, x = (tensor.contiguous(memory_format=plan.output.memory_format) for tensor in (gy, x))
         gx, *gradients = operator(gy, x, m, r, w, *sizes, plan.groups, mask)
     else:
         gx, *gradients = _gradients(plan, gy, x, m, r, w)

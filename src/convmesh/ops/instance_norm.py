@@ -23,6 +23,7 @@ def instance_norm(
         rest = (weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled)
         result: torch.Tensor = _torch.composite(aten.instance_norm.default, (input, *rest), {})
         return result
+    input = input.contiguous()  # as on one device
     if not use_input_stats:
         return torch.batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, cudnn_enabled)
     if running_mean is not None or running_var is not None:

@@ -30,6 +30,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def _pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    input = input.contiguous()  # as one device makes it, so that gradients lie as they do there
     if input.dim() < 4:
         return _pointwise(input.unsqueeze(1), weight, bias).squeeze(1)
     spatial = input.dim() - 2

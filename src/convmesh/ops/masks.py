@@ -25,6 +25,7 @@ from ..sharding.dispatch import check_placed, layouts_of, move
 from ..sharding.errors import refuse
 from ..sharding.hints import remember
 from ..sharding.layout import Layout, dense_stride
+from ..sharding.one_device import restrided
 from ..sharding.registry import Behaviour, rule
 
 aten = torch.ops.aten
@@ -213,4 +214,5 @@ def nonzero(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     chosen = select_masked(local, plan)
     starts = torch.tensor([plan.mask.own(dim).start for dim in range(input.dim())], device=local.device)
     rows = gathered(local.nonzero() + starts, chosen, plan)
-    return _torch.wrap(rows, output_of(plan, (chosen.count, input.dim()), torch.int64).spec)
+    result = _torch.wrap(rows, output_of(plan, (chosen.count, input.dim()), torch.int64).spec)
+    return restrided(result, (1, max(1, chosen.count)))  # one device finds them dimension by dimension

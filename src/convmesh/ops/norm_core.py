@@ -19,8 +19,9 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from ..comm import start_reducing
 from ..sharding.dispatch import place
-from ..sharding.layout import Layout, dense_stride
+from ..sharding.layout import Layout
 from ..sharding.rows import Assignment, Row, Wanted, choose, input_placements
+from ..strides import dense_stride
 from .moments import merge
 from .norm_kernels import Pair
 from .numbers import Numbers
@@ -66,17 +67,6 @@ class Spread:
             return first, second
 
         return both
-
-
-def canonical(local: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """In this memory format, also by the strides of dimensions of size 1, which say nothing otherwise.
-
-    Kernels guess the format from all strides, and complain where the guess is wrong: a part with one sample may have
-    the strides of the view that it came from.
-    """
-    local = local.contiguous(memory_format=memory_format)
-    stride = dense_stride(tuple(local.shape), memory_format)
-    return local if local.stride() == stride else local.as_strided(local.shape, stride)
 
 
 @lru_cache(maxsize=256)

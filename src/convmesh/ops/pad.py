@@ -170,11 +170,11 @@ def pad_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwar
 
 
 def _circular(input: DTensor, pads: list[int]) -> torch.Tensor:
-    """Join the ends to the input."""
+    """Join the ends to the input. On one device, too, the result is contiguous, and a copy."""
     if len(pads) % 2 or (len(pads) // 2 + 2 != input.dim() and len(pads) // 2 + 1 != input.dim()):
         raise refuse("pad (circular)", "the padding must be pairs for all spatial dimensions",
                      (("input", input), ("pad", pads)), "give pairs")  # fmt: skip
-    result: torch.Tensor = input
+    result: torch.Tensor = input.clone(memory_format=torch.contiguous_format)
     for dim, (before, after) in _each(tuple(pads), input.dim()).items():
         size = result.shape[dim]
         left = size + min(0, before) + min(0, after)

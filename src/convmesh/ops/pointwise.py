@@ -79,7 +79,7 @@ def _key(operator: _torch.Operator, specs: tuple[_torch.Spec | None, ...], kwarg
 
 
 @rule(*WRITING, behaviour=IN_PLACE)
-@rule(*(operator for operator in OPERATORS if operator not in WRITING), behaviour=POINTWISE)
+@rule(*(operator for operator in OPERATORS if operator not in WRITING), behaviour=POINTWISE, knows_strides=True)
 def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     opened = _torch.opened(args)
     if opened is None:

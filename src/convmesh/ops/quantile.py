@@ -53,7 +53,8 @@ def quantile(
         return result
     if not q.dim():
         return _quantile(input, q, dim, keepdim, interpolation)
-    return torch.stack([_quantile(input, one, dim, keepdim, interpolation) for one in q.unbind()])
+    found = [_quantile(input, one, dim, keepdim, interpolation) for one in q.unbind()]
+    return torch.stack(found, -1).movedim(-1, 0)  # which is how it lies in memory on one device
 
 
 def _quantile(input: torch.Tensor, q: torch.Tensor, dim: int | None, keepdim: bool, interpolation: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ from .. import _torch
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout
 from ..sharding.pending import can_relocate, reduce_once
+from ..sharding.one_device import strides_of
 from ..sharding.registry import Behaviour, made_of_others, rule
 from .bernoulli import zeros_and_ones
 from .drawing import DRAWN, SHARED, cut_out, draw_own, where_drawn
@@ -54,7 +55,7 @@ def like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     values = dict(zip(known, _torch.arguments(operator, args, kwargs), strict=True))
     tensor = values["self"]
     check_placed(operator._schema.name, (("self", tensor),))
-    layout = where_drawn(_torch.spec_of(tensor), values["dtype"])
+    layout = where_drawn(_torch.spec_of(tensor), values["dtype"], *strides_of(operator, args, kwargs))
 
     def draw(empty: torch.Tensor, source: torch.Generator | None) -> torch.Tensor:
         if "high" in values:
@@ -78,7 +79,7 @@ def bernoulli_in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs:
 def bernoulli_like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     tensor, p, generator = _torch.arguments(operator, args, kwargs)
     check_placed(operator._schema.name, (("self", tensor),))
-    layout = where_drawn(_torch.spec_of(tensor), None)
+    layout = where_drawn(_torch.spec_of(tensor), None, *strides_of(operator, args, kwargs))
     return _torch.wrap(_zeros_and_ones(layout, tensor, p, generator), layout.spec)
 
 
@@ -88,7 +89,7 @@ def bernoulli(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     *tensors, generator = _torch.arguments(operator, args, kwargs)
     check_placed(operator._schema.name, tuple(zip(("self", "p"), tensors, strict=False)))
     given, probability = tensors[0], tensors[-1]
-    layout = where_drawn(_torch.spec_of(given), None)
+    layout = where_drawn(_torch.spec_of(given), None, *strides_of(operator, args, kwargs))
     chance = _beside(probability, layout)
     wide = layout.typed(torch.float64 if chance.dtype == torch.float64 else torch.float32)
     uniform = draw_own(wide, given, generator, lambda empty, source: empty.uniform_(generator=source))
@@ -103,7 +104,8 @@ def normal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     named = [(name, t) for name, t in (("mean", mean), ("std", std)) if isinstance(t, torch.Tensor)]
     check_placed("normal", named)
     model = named[0][1] if len(named) == 1 else aten.add.Tensor(mean, std)
-    drawn = fill(aten.normal_.default, (aten.empty_like.default(model), 0.0, 1.0), {"generator": generator})
+    empty = aten.empty_like.default(model, memory_format=torch.contiguous_format)
+    drawn = fill(aten.normal_.default, (empty, 0.0, 1.0), {"generator": generator})
     scaled = aten.mul.Tensor(drawn, std)
     return aten.add.Tensor(scaled, mean) if isinstance(mean, torch.Tensor) else aten.add.Scalar(scaled, mean)
 

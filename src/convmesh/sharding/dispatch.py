@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from .. import _torch
 from ..comm import Line, from_owner, line, owner_plan, rebox, swap
 from ..geometry import Box
+from ..strides import usual
 from .cache import planned
 from .errors import PlainTensor, refuse
 from .layout import Layout
@@ -96,7 +97,9 @@ def relocated(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tens
     for dim in list(source.cuts):
         if source.shape[dim] == 1 and source.mesh.get_coordinate() is not None:
             local, source = _shared(local, source, target, dim)
-    return local if source.placements == target.placements else _torch.redistribute(local, source.spec, target.spec)
+    if source.placements != target.placements:
+        local = _torch.redistribute(local, source.spec, target.spec)
+    return usual(local, target.stride)
 
 
 def _shared(local: torch.Tensor, source: Layout, target: Layout, dim: int) -> tuple[torch.Tensor, Layout]:

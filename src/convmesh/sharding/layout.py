@@ -12,6 +12,8 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from .. import _torch
 from ..geometry import Interval, shards
+from ..strides import dense_stride as dense_stride
+from ..strides import format_of
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,7 @@ class Layout:
     @cached_property
     def memory_format(self) -> torch.memory_format:
         """channels_last where the strides say so, else contiguous."""
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        candidate = formats.get(len(self.shape), torch.contiguous_format)
-        dense = dense_stride(self.shape, candidate)
-        # A stride along a dimension of size 1 says nothing.
-        same = all(a == b for a, b, size in zip(self.stride, dense, self.shape, strict=True) if size > 1)
-        plain = dense_stride(self.shape, torch.contiguous_format)
-        both = all(a == b for a, b, size in zip(self.stride, plain, self.shape, strict=True) if size > 1)
-        return candidate if same and not both else torch.contiguous_format
+        return format_of(self.shape, self.stride) or torch.contiguous_format
 
 
 def is_plain(placement: Placement) -> bool:
@@ -120,15 +115,3 @@ def is_plain(placement: Placement) -> bool:
 
 def is_sum(placement: Placement) -> bool:
     return type(placement) is Partial and placement.reduce_op == "sum"
-
-
-def dense_stride(shape: tuple[int, ...], memory_format: torch.memory_format) -> tuple[int, ...]:
-    """The strides of a new tensor of this shape."""
-    order = list(range(len(shape)))
-    if memory_format in (torch.channels_last, torch.channels_last_3d):
-        order = [0, *range(2, len(shape)), 1]
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(1, shape[dim])
-    return tuple(strides)

@@ -9,7 +9,7 @@ the values go back. This holds for all views of the copy too, which share its me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -90,6 +90,14 @@ def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> bool:
         origin = Origin(memory, Place.of(whole), Place.of(part), take, put_back, _made(memory).writes)
         _made(_torch.local_of(part).untyped_storage()).origin = origin
     return plain
+
+
+def hand_on(before: DTensor, after: DTensor) -> None:
+    """Note that `after`, in memory of its own perhaps, is a copy of what `before` is a copy of."""
+    notes = _torch.noted(before, _NOTES)
+    if notes is not None and notes.origin is not None:
+        memory = _torch.local_of(after).untyped_storage()
+        _made(memory).origin = replace(notes.origin, part=Place.of(after))
 
 
 def is_copy(local: torch.Tensor) -> bool:

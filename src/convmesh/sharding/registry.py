@@ -14,6 +14,7 @@ from .._torch import Handler, Operator
 from ..comm import keep_watch
 from . import parts
 from .constants import with_constants
+from .one_device import as_on_one_device
 from .without_rule import by_torch, without_rule
 
 
@@ -40,13 +41,21 @@ AnyHandler = TypeVar("AnyHandler", bound=Handler)
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., object])
 
 
-def rule(*operators: Operator, behaviour: Behaviour) -> Callable[[AnyHandler], AnyHandler]:
-    """Declare how `operators` run on DTensors, and what their users can expect."""
+def rule(*operators: Operator, behaviour: Behaviour, knows_strides: bool = False) -> Callable[[AnyHandler], AnyHandler]:
+    """Declare how `operators` run on DTensors, and what their users can expect.
+
+    Results get the strides of one device, unless the rule `knows_strides` and gives them itself.
+    """
 
     def declare(handler: AnyHandler) -> AnyHandler:
         tolerant = with_constants(_torch.keeps_communication(handler))
+        strided = tolerant if knows_strides else as_on_one_device(tolerant)
         for operator in operators:
-            _rules[operator] = parts.tracked(operator, tolerant) if operator._schema.is_mutable else tolerant
+            mutable = operator._schema.is_mutable
+            new = any(result.alias_info is None for result in operator._schema.returns)
+            run = strided if new or not mutable else tolerant
+            run = _torch.view_rule(run) if operator._schema._is_view_op() else run
+            _rules[operator] = parts.tracked(operator, run) if mutable else run
             _behaviour[operator] = behaviour
         return handler
 

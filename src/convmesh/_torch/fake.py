@@ -1,0 +1,42 @@
+"""What one device would return, without values: operators on torch's fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from .names import Operator
+from .tensors import spec_of
+from .tracing import no_modes
+
+
+def on_one_device(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The operator's results for arguments of these sizes and strides, as fake tensors; None where only values tell."""
+    with no_modes(), FakeTensorMode():
+        try:
+            models, options = tree_map(_model, (args, dict(kwargs)))
+            return operator(*models, **options)
+        except Exception:  # of many kinds, for operators that have no fake kernel; nothing is communicated here
+            return None
+
+
+def _model(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return None
+    if not isinstance(value, torch.Tensor):
+        return int(value) if isinstance(value, torch.SymInt) else value
+    meta: Any = spec_of(value).tensor_meta if isinstance(value, DTensor) else None
+    shape, stride = (value.shape, value.stride()) if meta is None else (meta.shape, meta.stride)
+    return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+
+
+def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
+    """The memory format that torch's kernels take a tensor to have."""
+    format: torch.memory_format = suggest_memory_format(tensor)
+    return format

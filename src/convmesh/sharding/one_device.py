@@ -1,0 +1,115 @@
+"""Strides of results as one device would have them.
+
+What is a view on one device has to be one here, what is a copy has to be a copy, and random numbers are drawn in the
+order of memory: all of that follows from a tensor's strides. So a result gets those that the operator gives on one
+device for arguments of these sizes and strides, whatever they are. torch's fake tensors know them for nearly every
+operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import _torch
+from ..strides import Stride, dense_stride
+from . import parts
+from .cache import Table
+from .layout import Layout
+
+aten = torch.ops.aten
+
+# Where torch's fake kernels differ from the real ones: the argument whose memory format the results have, None where
+# they are contiguous whatever is given (`tests/ops/test_strides.py` compares them all).
+FORMAT_OF: dict[_torch.Operator, int | None] = {
+    aten._log_softmax_backward_data.default: None,
+    aten.huber_loss_backward.default: None,
+    aten.log_sigmoid_forward.default: None,
+    aten.max_unpool2d.default: 0,
+    aten.mse_loss_backward.default: None,
+    aten.native_batch_norm.default: 0,
+    aten.nll_loss2d_forward.default: None,
+    aten.normal.Tensor_Tensor: None,
+    aten.reflection_pad2d_backward.default: 1,
+    aten.reflection_pad3d.default: 0,
+    aten.reflection_pad3d_backward.default: 1,
+    aten.replication_pad2d_backward.default: 1,
+    aten.replication_pad3d.default: 0,
+    aten.replication_pad3d_backward.default: 1,
+    aten.smooth_l1_loss_backward.default: None,
+}
+
+_table = Table()
+
+
+def as_on_one_device(handler: _torch.Handler) -> _torch.Handler:
+    """A rule whose results get the strides that one device would give them."""
+
+    @wraps(handler)
+    def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = handler(operator, args, kwargs)
+        strides = strides_of(operator, args, kwargs)
+        if not strides:
+            return result
+        if isinstance(result, DTensor):
+            return _with(result, strides[0])
+        if isinstance(result, list | tuple):
+            return type(result)([_with(one, stride) for one, stride in zip(result, strides, strict=True)])
+        return result
+
+    return run
+
+
+def _with(result: Any, stride: Stride | None) -> Any:
+    if stride is None or not isinstance(result, DTensor) or result.stride() == stride:
+        return result
+    return restrided(result, stride)
+
+
+def restrided(tensor: DTensor, stride: Stride) -> DTensor:
+    """The same tensor in the memory order of these strides: a copy, unless this rank's part is in that order."""
+    layout = replace(Layout.of(_torch.spec_of(tensor)), stride=stride)
+    result = _torch.wrap(layout.laid(_torch.local_of(tensor)), layout.spec)
+    parts.hand_on(tensor, result)
+    return result
+
+
+def _key(operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+    """What strides depend on. Numbers other than sizes, which may change from step to step, are not among it."""
+    return (operator, *map(_part_of_key, args), *((name, _part_of_key(value)) for name, value in kwargs.items()))
+
+
+def _part_of_key(value: Any) -> Hashable:
+    if isinstance(value, DTensor):
+        return _torch.spec_of(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(_part_of_key, value))
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    return cast(Hashable, type(value) if isinstance(value, float | complex | torch.Generator) else value)
+
+
+def strides_of(
+    operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Stride | None, ...]:
+    """Of each result on one device, None for what is no tensor; nothing at all where only values tell."""
+    return _table.look_up(_key(operator, args, kwargs), lambda: _find(operator, args, kwargs))
+
+
+def _find(operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Stride | None, ...]:
+    made = _torch.on_one_device(operator, args, kwargs)
+    results = made if isinstance(made, list | tuple) else () if made is None else (made,)
+    if operator not in FORMAT_OF:
+        return tuple(tuple(one.stride()) if isinstance(one, torch.Tensor) else None for one in results)
+    given = FORMAT_OF[operator]
+    format = torch.contiguous_format if given is None else _torch.suggested_format(args[given])
+    dims = len(args[given or 0].shape)
+    formats = (format if one.dim() == dims else torch.contiguous_format for one in results)
+    return tuple(dense_stride(tuple(one.shape), kept) for one, kept in zip(results, formats, strict=True))

@@ -1,0 +1,71 @@
+"""Strides of tensors without gaps, and of parts that look like one device's."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+Stride = tuple[int, ...]
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@lru_cache(maxsize=4096)
+def dense_stride(shape: tuple[int, ...], memory_format: torch.memory_format) -> Stride:
+    """The strides of a new tensor of this shape."""
+    order = list(range(len(shape)))
+    if memory_format in (torch.channels_last, torch.channels_last_3d):
+        order = [0, *range(2, len(shape)), 1]
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
+
+
+def same_stride(shape: tuple[int, ...], one: Stride, other: Stride) -> bool:
+    """Whether tensors with these strides lie alike: a stride along a dimension of size 1 says nothing."""
+    return all(a == b for a, b, size in zip(one, other, shape, strict=True) if size > 1)
+
+
+def format_of(shape: tuple[int, ...], stride: Stride) -> torch.memory_format | None:
+    """contiguous_format or channels_last, if a tensor has one of them; the first where it has both."""
+    for memory_format in (torch.contiguous_format, _CHANNELS_LAST.get(len(shape))):
+        if memory_format is not None and same_stride(shape, stride, dense_stride(shape, memory_format)):
+            return memory_format
+    return None
+
+
+def usual(local: torch.Tensor, whole: Stride) -> torch.Tensor:
+    """The same memory, by strides that one device could have had; `whole` are the global ones.
+
+    A stride along a dimension of size 1 says nothing, and a part may have any: that of the view that it came from, of
+    a tensor in which there was more of it. Kernels guess the memory format from all strides, and some go wrong.
+    """
+    shape = local.shape
+    if len(shape) != len(whole) or all(size > 1 for size in shape):
+        return local  # nearly always; or the rank is outside of the mesh
+    stride = _usual_stride(shape, local.stride(), whole)
+    return local if stride is None else local.as_strided(shape, stride)
+
+
+@lru_cache(maxsize=4096)
+def _usual_stride(shape: tuple[int, ...], stride: Stride, whole: Stride) -> Stride | None:
+    """Those of a memory format, if the part has one; else, along dimensions of size 1, as far as the dimensions inside
+    of them reach. None where it is so already."""
+    found = format_of(shape, stride)
+    if found is not None:
+        last = _CHANNELS_LAST.get(len(shape))
+        if last is not None and whole[1] < whole[-1] and same_stride(shape, stride, dense_stride(shape, last)):
+            found = last  # a part with one channel, or one pixel, has both formats: it gets that of the whole
+        wanted = dense_stride(shape, found)
+    else:
+        steps, reach = list(stride), 1
+        for dim in sorted(range(len(shape)), key=lambda dim: (whole[dim], -dim)):
+            if shape[dim] <= 1:
+                steps[dim] = reach
+            else:
+                reach = max(reach, stride[dim] * shape[dim])
+        wanted = tuple(steps)
+    return None if wanted == stride else wanted
