@@ -36,8 +36,8 @@ unit: $(READY)
 	$(BIN)/pytest $(HALF:%=--ignore %); rest=$$?; \
 	wait $$half; other=$$?; cat $(VENV)/half.log; exit $$((rest + other))
 
-fuzz: $(READY)  ## N=... random convolutions against one process; prints the seed of a failure
-	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(SEED),--seed $(SEED))
+fuzz: $(READY)  ## N=... random convolutions and programs against one process; prints the seed of a failure
+	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED))
 
 conformance: $(READY)  ## all of PyTorch's own operator samples, sharded along each dimension in turn
 	$(BIN)/python -m tests.conformance

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import convmesh
 from tests.cases import local_shape, place
 from tests.compare import assert_close
+from tests.ops.strided import Lies
 
 MESHES = [(2,), (3,), (4,), (2, 2), (1, 4)]
 MOST = 2000  # elements of any tensor
@@ -52,12 +53,12 @@ class Program:
     def __repr__(self) -> str:
         return "\n".join([f"mesh {self.mesh}", *map(str, self.leaves), *self.lines])
 
-    @property
-    def function(self) -> Callable[..., list[torch.Tensor]]:
-        """Of the leaves, what every line made; copies, because compiled code does not return views of DTensors."""
+    def function(self, mode: str) -> Callable[..., list[torch.Tensor]]:
+        """Of the leaves, what every line made; copies of it in compiled code, which has random numbers of its own."""
         results = [line.split(" = ")[0] for line in self.lines]
         head = f"def run({', '.join(leaf.name for leaf in self.leaves)}):"
-        tail = f"return [{', '.join(f'{name} * 1' for name in results)}]"
+        copied = " * 1" if mode == "compiled" else ""
+        tail = f"return [{', '.join(f'{name}{copied}' for name in results)}]"
         names: dict[str, Any] = {"torch": torch, "F": F}
         exec("\n    ".join([head, *self.lines, tail]), names)
         function: Callable[..., list[torch.Tensor]] = names["run"]
@@ -84,7 +85,7 @@ class Writer:
         at = tuple(self.random.choice(anywhere) for _ in self.mesh)
         leaf = Leaf(f"x{len(self.leaves)}", tuple(shape), at, kind)
         self.leaves.append(leaf)
-        self.values[leaf.name] = leaf.values()
+        self.values[leaf.name] = leaf.values().requires_grad_(kind == "numbers")
         return leaf.name
 
     def any(self, fewest: int = 1, most: int = 6) -> tuple[str, torch.Tensor]:
@@ -239,9 +240,44 @@ def writing(w: Writer) -> str:
     return f"@ = {x} * 1; {w.random.choice(then)}"
 
 
+def seen(w: Writer, tensor: torch.Tensor) -> str:
+    """Something that may be a view of a tensor, or a copy: which, its strides decide."""
+    one, other = w.dim(tensor), w.dim(tensor)
+    order = w.random.sample(range(tensor.dim()), tensor.dim())
+    return w.random.choice([
+        f"[{':, ' * one}1:]", f"[{':, ' * one}::2]", f".transpose({one}, {other})", f".permute({order})",
+        ".contiguous()", f".flatten({one})", ".reshape(-1)", f".chunk(2, {one})[-1]", f".narrow({one}, 0, 1)",
+        f".select({one}, 0)", f".unsqueeze({one})", ".squeeze()", f".diagonal(0, {one}, {other})",
+        f".unflatten({one}, (1, -1))", f".movedim({one}, {other})",
+    ])  # fmt: skip
+
+
+def aliasing(w: Writer) -> str:
+    """Write into what may be a view, or a copy, and look at both."""
+    x, tensor = w.any()
+    chain, part = "", tensor.detach() * 1
+    for _ in range(w.random.randint(1, 4)):
+        step = seen(w, part)
+        chain, part = chain + step, eval(f"part{step}")
+    write = w.random.choice(["mul_(2)", "relu_()", "add_(1)", "neg_()", "fill_(0.5)"])
+    return f"@ = {x} * 1; p = @{chain}; p.{write}; @ = torch.cat([@.flatten(), p.flatten()])"
+
+
+def drawing(w: Writer) -> str:
+    """Random numbers, which are drawn in the order of memory."""
+    x, tensor = w.any()
+    x += "".join(seen(w, tensor) for _ in range(w.random.randint(0, 1)))
+    drawn = w.random.choice([
+        f"F.dropout({x}, 0.5)", f"torch.rand_like({x}) * {x}", f"{x} + torch.randn_like({x})",
+        f"torch.bernoulli({x}.sigmoid())", f"({x} * 1).uniform_()", f"F.dropout(F.gelu({x}), 0.3)",
+    ])  # fmt: skip
+    return f"(torch.manual_seed({w.random.randrange(99)}), {drawn})[1]"
+
+
 OPERATORS: list[Callable[[Writer], str]] = [
     convolution, convolution, pooling, normalisation, resampling, padding, part, joining, turning, viewing, viewing,
-    product, elementwise, elementwise, reduction, reduction, loss, indexing, writing,
+    product, elementwise, elementwise, reduction, reduction, loss, indexing, writing, aliasing, aliasing, drawing,
+    drawing,
 ]  # fmt: skip
 
 
@@ -259,18 +295,20 @@ def gradients(outputs: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[t
 def check(mesh: DeviceMesh, case: tuple[Program, str]) -> None:
     """The program on the mesh, eager, compiled or in inference mode, against one process: all values and gradients."""
     program, mode = case
+    function = program.function(mode)
     dense = [leaf.values().requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
-    expected = program.function(*dense)
+    expected = function(*dense)
     wanted = gradients(expected, dense)
     with convmesh.enable():
         placed = [place(leaf.values(), mesh, leaf.at).requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
         with torch.inference_mode(mode == "inference"):
             torch._dynamo.reset()
-            function = program.function
             if mode == "compiled":
                 function = torch.compile(function, fullgraph=True, backend="aot_eager")
             actual = function(*placed)
         found = gradients(actual, placed) if mode != "inference" else wanted
+        for line, one, other in zip(program.lines, actual, expected, strict=True):
+            assert Lies.of(one) == Lies.of(other), f"strides {one.stride()}, on one device {other.stride()}: {line}"
         for one, other in zip([*actual, *found], [*expected, *wanted], strict=True):
             _compare(one, other)
 

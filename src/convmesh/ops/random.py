@@ -11,8 +11,8 @@ from torch.distributed.tensor.placement_types import Replicate
 from .. import _torch
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout
-from ..sharding.pending import can_relocate, reduce_once
 from ..sharding.one_device import strides_of
+from ..sharding.pending import can_relocate, reduce_once
 from ..sharding.registry import Behaviour, made_of_others, rule
 from .bernoulli import zeros_and_ones
 from .drawing import DRAWN, SHARED, cut_out, draw_own, where_drawn
