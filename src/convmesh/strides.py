@@ -44,7 +44,7 @@ def usual(local: torch.Tensor, whole: Stride) -> torch.Tensor:
     a tensor in which there was more of it. Kernels guess the memory format from all strides, and some go wrong.
     """
     shape = local.shape
-    if len(shape) != len(whole) or all(size > 1 for size in shape):
+    if (1 not in shape and 0 not in shape) or len(shape) != len(whole):
         return local  # nearly always; or the rank is outside of the mesh
     stride = _usual_stride(shape, local.stride(), whole)
     return local if stride is None else local.as_strided(shape, stride)

@@ -37,7 +37,7 @@ NEW: dict[_torch.Operator, _torch.Operator] = {
 @rule(
     aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.detach.default,
     aten.alias.default, aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default,
-    aten._neg_view.default, behaviour=RENAME,
+    aten._neg_view.default, behaviour=RENAME, knows_strides=True,
 )  # fmt: skip
 @_torch.view_rule
 def rename(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

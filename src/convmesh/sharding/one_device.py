@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -79,21 +79,30 @@ def restrided(tensor: DTensor, stride: Stride) -> DTensor:
     return result
 
 
+# Which of them it is does not change a result's strides, and some change from step to step.
+_ANY = (float, complex, torch.Generator)
+_NUMBERS = frozenset((int, bool, type(None)))
+
+
 def _key(operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """What strides depend on. Numbers other than sizes, which may change from step to step, are not among it."""
-    return (operator, *map(_part_of_key, args), *((name, _part_of_key(value)) for name, value in kwargs.items()))
+    """What strides depend on."""
+    key = [value if type(value) in _NUMBERS else _part_of_key(value) for value in args]
+    if kwargs:
+        key += [(name, _part_of_key(value)) for name, value in kwargs.items()]
+    return (operator, *key)
 
 
-def _part_of_key(value: Any) -> Hashable:
+def _part_of_key(value: Any) -> Any:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return tuple([one if type(one) in _NUMBERS else _part_of_key(one) for one in value])
     if isinstance(value, DTensor):
         return _torch.spec_of(value)
-    if isinstance(value, list | tuple):
-        return tuple(map(_part_of_key, value))
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
-    if isinstance(value, torch.SymInt):
+    if kind is torch.SymInt:
         return int(value)
-    return cast(Hashable, type(value) if isinstance(value, float | complex | torch.Generator) else value)
+    return kind if isinstance(value, _ANY) else value
 
 
 def strides_of(
