@@ -92,16 +92,29 @@ OTHER_FORMULAS = (
 )  # fmt: skip
 
 
-def run(case: Case, change: Change, gradient: Change) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Results, and gradients of all tensors of the sample, each of which `change` has been applied to."""
+def call(case: Case, change: Change) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Results, and the tensors of the sample, each of which `change` has been applied to."""
     fn, samples = samples_of(case.operator, case.variant, case.in_place)
     sample = samples[case.sample]
     leaves, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
     changed = [change(t).detach().requires_grad_(t.requires_grad) if torch.is_tensor(t) else t for t in leaves]
     input, args, kwargs = tree_unflatten(changed, tree)
     torch.default_generator.manual_seed(1)
-    results = tensors_of(fn(input, *args, **kwargs))
-    asked = [t for t in changed if torch.is_tensor(t) and t.requires_grad]
+    return tensors_of(fn(input, *args, **kwargs)), tensors_of(changed)
+
+
+def written(case: Case, change: Change) -> list[torch.Tensor]:
+    """The tensors of the sample after something was written into the last result: changed, if that is a view."""
+    with torch.no_grad():
+        results, tensors = call(case, change)
+        results[-1].mul_(2)
+    return tensors
+
+
+def run(case: Case, change: Change, gradient: Change) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Results, and gradients of all tensors of the sample, each of which `change` has been applied to."""
+    results, tensors = call(case, change)
+    asked = [t for t in tensors if t.requires_grad]
     heads = [t for t in results if t.requires_grad]
     if not heads or not asked:
         return results, []
@@ -118,6 +131,10 @@ def compare(mesh: DeviceMesh, case: Case, alone: bool, laid: str, oddly: bool = 
             expected, wanted = run(case, lambda t: lay(t.detach().clone()), lambda t: t)
         except Exception:
             return  # one device refuses it
+        try:
+            left = written(case, lambda t: lay(t.detach().clone()))
+        except Exception:
+            left = []  # such as into an expanded tensor
         sample = samples_of(case.operator, case.variant, case.in_place)[1][case.sample]
         inputs = tensors_of(sample.input)
         own, shapes = {id(t) for t in inputs}, {t.shape for t in inputs if t.dim() > case.dim}
@@ -128,6 +145,8 @@ def compare(mesh: DeviceMesh, case: Case, alone: bool, laid: str, oddly: bool = 
             return change(lay(place(t.detach().clone(), mesh, (case.dim if alike else "R",))))
 
         results, gradients = run(case, sharded, change)
+        for mine, theirs in zip(written(case, sharded) if left else [], left, strict=True):
+            _compare(mine, theirs, strides=False)
     for mine, theirs in [*zip(results, expected, strict=True), *zip(gradients, wanted, strict=True)]:
         if mine is not None and theirs is not None:
             _compare(mine, theirs, strides=not oddly and (theirs.requires_grad or case.operator not in OTHER_FORMULAS))

@@ -54,27 +54,28 @@ def as_on_one_device(handler: _torch.Handler) -> _torch.Handler:
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = handler(operator, args, kwargs)
         strides = strides_of(operator, args, kwargs)
-        if not strides:
+        several = isinstance(result, list | tuple)
+        results = result if several else (result,)
+        if not strides or all(map(_has, results, strides)):
             return result
-        if isinstance(result, DTensor):
-            return _with(result, strides[0])
-        if isinstance(result, list | tuple):
-            return type(result)([_with(one, stride) for one, stride in zip(result, strides, strict=True)])
-        return result
+        view = operator._schema._is_view_op() and _torch.shares_memory(results[0], args[0])
+        pairs = zip(results, strides, strict=True)
+        found = [one if stride is None or _has(one, stride) else restrided(one, stride, view) for one, stride in pairs]
+        changed = type(result)(found) if several else found[0]
+        return _torch.as_view(operator, args, kwargs, changed) if view else changed
 
     return run
 
 
-def _with(result: Any, stride: Stride | None) -> Any:
-    if stride is None or not isinstance(result, DTensor) or result.stride() == stride:
-        return result
-    return restrided(result, stride)
+def _has(result: Any, stride: Stride | None) -> bool:
+    return stride is None or not isinstance(result, DTensor) or result.stride() == stride
 
 
-def restrided(tensor: DTensor, stride: Stride) -> DTensor:
-    """The same tensor in the memory order of these strides: a copy, unless this rank's part is in that order."""
+def restrided(tensor: DTensor, stride: Stride, view: bool = False) -> DTensor:
+    """The same tensor with these strides: a copy, unless its local tensor is in their order, or it is a `view`."""
     layout = replace(Layout.of(_torch.spec_of(tensor)), stride=stride)
-    result = _torch.wrap(layout.laid(_torch.local_of(tensor)), layout.spec)
+    local = _torch.local_of(tensor)
+    result = _torch.wrap(local if view else layout.laid(local), layout.spec)
     parts.hand_on(tensor, result)
     return result
 

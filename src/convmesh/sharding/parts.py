@@ -93,10 +93,9 @@ def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> bool:
 
 
 def hand_on(before: DTensor, after: DTensor) -> None:
-    """Note that `after`, in memory of its own perhaps, is a copy of what `before` is a copy of."""
-    notes = _torch.noted(before, _NOTES)
-    if notes is not None and notes.origin is not None:
-        memory = _torch.local_of(after).untyped_storage()
+    """Note that `after`, which has memory of its own, is a copy of what `before` is a copy of."""
+    notes, memory = _torch.noted(before, _NOTES), _torch.local_of(after).untyped_storage()
+    if notes is not None and notes.origin is not None and _torch.noted(after, _NOTES) is not notes:
         _made(memory).origin = replace(notes.origin, part=Place.of(after))
 
 
