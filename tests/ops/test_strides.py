@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+from itertools import product
+
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+import convmesh
+from convmesh.ops.pointwise import OPERATORS, WRITING
 from convmesh.strides import dense_stride, format_of, usual
+from tests.cases import place
 from tests.conformance import load
 from tests.harness import Pool
 from tests.opinfo import FAMILIES, cases
-from tests.ops.strided import LAID, compare_all
+from tests.ops.strided import LAID, Lies, compare_all
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,3 +68,28 @@ def test_formats() -> None:
     assert dense_stride((2, 0, 4), torch.contiguous_format) == (4, 4, 1)
     assert format_of((2, 3, 4, 5), (60, 1, 15, 3)) == torch.channels_last
     assert format_of((2, 3, 4, 5), (60, 20, 1, 4)) is None
+
+
+def elementwise_strides(mesh: DeviceMesh) -> None:
+    """Operators of up to three tensors, each of which lies in its own way."""
+    shape = (2, 3, 4, 5)
+    with convmesh.enable(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for operator in OPERATORS:
+            count = sum(str(argument.type) == "Tensor" for argument in operator._schema.arguments)
+            if operator in WRITING or len(operator._schema.arguments) > count + 2 or count > 3:
+                continue
+            for ways in product(("contiguous", "reversed", "channels last with gaps"), repeat=count):
+                dense = [LAID[way](torch.rand(shape).sub_(0.5)) for way in ways]
+                try:
+                    expected = operator(*dense)
+                except (RuntimeError, NotImplementedError):
+                    break  # it takes numbers, too, or no fractions
+                placed = [LAID[way](place(t.contiguous(), mesh, (2,))) for way, t in zip(ways, dense, strict=True)]
+                actual = operator(*placed)
+                assert Lies.of(actual) == Lies.of(expected), (operator, ways, actual.stride(), expected.stride())
+                torch.testing.assert_close(actual.full_tensor(), expected, equal_nan=True)
+
+
+def test_elementwise_results_have_the_strides_of_one_device(pool: Pool) -> None:
+    pool.run(elementwise_strides, mesh=(2,))

@@ -40,6 +40,16 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 }  # fmt: skip
 
 
+# Operators of two tensors, which torch's meta functions take in another order than its kernels do.
+aten = torch.ops.aten
+AS_A_SUM = frozenset((
+    aten.copysign.Tensor, aten.floor_divide.default, aten.special_xlog1py.default, aten.xlogy.Tensor,
+    aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
+    aten.hardtanh_backward.default, aten.logit_backward.default, aten.native_dropout_backward.default,
+    aten.softplus_backward.default,
+))  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Step:
     """How an operand comes to where it is used: it travels, where it has to, and is cut on the rank."""
@@ -100,6 +110,10 @@ def _result(
         models = [arg if layout is None else _model(layout) for arg, layout in zip(args, operands, strict=True)]
         options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         result = operator(*models, **options)
+        if operator in AS_A_SUM:
+            result = torch.add(*(model for model in models if isinstance(model, torch.Tensor)))
+        elif operator is aten.pow.Scalar:
+            result = result.contiguous()
     return tuple(result.shape), tuple(result.stride())
 
 
