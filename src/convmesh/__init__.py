@@ -14,6 +14,7 @@ from .comm import count_traffic as count_traffic
 from .sharding.errors import ShardingError as ShardingError
 from .sharding.rendezvous import MismatchError as MismatchError
 from .training import CheckpointError as CheckpointError
+from .training import PendingCheckpoint as PendingCheckpoint
 from .training import distribute as distribute
 from .training import from_region as from_region
 from .training import latest_checkpoint as latest_checkpoint

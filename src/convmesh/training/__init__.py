@@ -1,6 +1,7 @@
 """The way of a training script: a model on a mesh, its data in regions, its gradients summed."""
 
 from .checkpoint import Checkpoint as Checkpoint
+from .checkpoint import PendingCheckpoint as PendingCheckpoint
 from .checkpoint import latest_checkpoint as latest_checkpoint
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint

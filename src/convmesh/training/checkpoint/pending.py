@@ -1,0 +1,62 @@
+"""The save that is still being written in the background, if there is one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger("convmesh.checkpoint")
+
+
+class PendingCheckpoint:
+    """A checkpoint that is being written while training goes on. The process does not end before it is."""
+
+    def __init__(self, write: Callable[[], Path]):
+        self._write = write
+        self._path: Path | None = None
+        self._error: Exception | None = None
+        # Not a daemon: the end of the process waits for it.
+        self._thread = threading.Thread(target=self._run, name="convmesh-checkpoint", daemon=False)
+        self._thread.start()
+
+    def wait(self) -> Path:
+        """Where the checkpoint is, once it is on disk; raises what kept it from getting there."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None, "written, or failed"
+        return self._path
+
+    def done(self) -> bool:
+        """Whether it is written, or has failed: `wait` returns or raises at once."""
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._path = self._write()
+        except Exception as error:
+            # Nobody may ask any more.
+            log.error("%s", error)
+            self._error = error
+
+    def _finish(self) -> None:
+        self._thread.join()
+
+
+_last: PendingCheckpoint | None = None
+
+
+def start(write: Callable[[], Path]) -> PendingCheckpoint:
+    """Begin to write in a thread. There is one at a time."""
+    global _last
+    finish()
+    _last = PendingCheckpoint(write)
+    return _last
+
+
+def finish() -> None:
+    """Wait for the last one, whatever becomes of it."""
+    if _last is not None:
+        _last._finish()

@@ -1,0 +1,182 @@
+"""The ranks that write or read a checkpoint together: what goes wrong on one of them goes wrong on all.
+
+They talk over a gloo group of their own. So a thread can do it while others of the process train.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ... import _torch
+from ..errors import CheckpointError
+
+Result = TypeVar("Result")
+# By the world that they are part of, and the ranks in it.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+class Ranks:
+    """Those of the model's mesh, or of the given group, which do `what` (a sentence that is the same on all)."""
+
+    def __init__(self, model: nn.Module, given: dist.ProcessGroup | None, what: str, remedy: str):
+        self.what, self._remedy = what, remedy
+        self.ranks = _members(model, given)
+        self.number = self.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
+        self._group: dist.ProcessGroup | None = None
+        if len(self.ranks) > 1:
+            try:
+                self._group = _group_of(tuple(self.ranks))
+            except RuntimeError as error:
+                raise self._absent("some rank", error) from error
+
+    @property
+    def first(self) -> bool:
+        return self.number == 0
+
+    def agree(self, work: Callable[[], Result]) -> Result:
+        """This rank's result, once all have one."""
+        own: list[Result] = []
+        self._round(lambda: own.append(work()))
+        return own[0]
+
+    def gather(self, work: Callable[[], Any]) -> list[Any]:
+        """The results of all ranks, in order, on the first rank; nothing elsewhere. They are sent as JSON."""
+        return self._round(work)[0]
+
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        """The first rank's result, on all ranks. It is sent as JSON."""
+        return self._round(lambda: work() if self.first else None)[1]
+
+    def _round(self, work: Callable[[], Any]) -> tuple[list[Any], Any]:
+        """All do their work and tell the first rank, which tells all. An error of any rank is raised on all."""
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        mine = {"what": self.what, "result": result, "error": _described(failure), "known": _is_known(failure)}
+        everyone: list[dict[str, Any]] = [mine]
+        if self._group is not None and not self.first:
+            try:
+                _send(self._group, mine, 0)
+                verdict = _receive(self._group, 0)
+            except RuntimeError as error:
+                raise self._absent(f"rank {self.ranks[0]}", error) from (failure or error)
+        else:
+            for number in range(1, len(self.ranks)):
+                everyone.append(self._hear(number))
+            verdict = {"error": self._verdict(everyone), "result": result}
+            for number in range(1, len(self.ranks)):
+                self._tell(number, verdict)
+        if verdict["error"] is not None:
+            raise CheckpointError(verdict["error"]) from failure
+        return [said["result"] for said in everyone] if self.first else [], verdict["result"]
+
+    def _hear(self, number: int) -> dict[str, Any]:
+        assert self._group is not None
+        try:
+            return _receive(self._group, number)
+        except RuntimeError as error:
+            gone = str(self._absent(f"rank {self.ranks[number]}", error))
+            return {"what": self.what, "result": None, "error": gone, "known": True}
+
+    def _tell(self, number: int, verdict: dict[str, Any]) -> None:
+        assert self._group is not None
+        try:
+            _send(self._group, verdict, number)
+        except RuntimeError as error:
+            if verdict["error"] is None:  # it was there a moment ago, and all others have been told that all is well
+                raise self._absent(f"rank {self.ranks[number]}", error) from error
+
+    def _verdict(self, everyone: list[dict[str, Any]]) -> str | None:
+        """The one error that all ranks raise."""
+        if any(said["what"] != self.what for said in everyone):
+            each = "\n".join(f"  rank {rank}: {said['what']}" for rank, said in zip(self.ranks, everyone, strict=True))
+            return f"checkpoint: ranks do different things\n{each}\n  remedy: the same call on all ranks"
+        by_error: dict[tuple[str, bool], list[int]] = {}
+        for rank, said in zip(self.ranks, everyone, strict=True):
+            if said["error"] is not None:
+                by_error.setdefault((said["error"], said["known"]), []).append(rank)
+        texts = []
+        for (error, known), ranks in by_error.items():
+            where = "" if len(ranks) == len(self.ranks) else f"on rank {', '.join(map(str, ranks))}: "
+            texts.append(f"{where}{error}" if known else
+                         f"{where}{self.what} failed\n  reason: {error}\n  remedy: {self._remedy}")  # fmt: skip
+        return "\n".join(texts) or None
+
+    def _absent(self, who: str, error: Exception) -> CheckpointError:
+        reason = (str(error).splitlines() or [""])[0]
+        return CheckpointError(
+            f"{self.what} failed: {who} has ended, or does not do so\n  reason: {reason}\n"
+            f"  remedy: call it on all ranks ({', '.join(map(str, self.ranks))}), not on one; look for the first error "
+            f"in the other ranks' output; {self._remedy}"
+        )
+
+
+def host() -> str:
+    return socket.gethostname()
+
+
+def _described(error: Exception | None) -> str | None:
+    if error is None or isinstance(error, CheckpointError):
+        return None if error is None else str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_known(error: Exception | None) -> bool:
+    return isinstance(error, CheckpointError)
+
+
+def _members(model: nn.Module, given: dist.ProcessGroup | None) -> list[int]:
+    """The ranks of the given group; or of the mesh of the model, if it is one; or all."""
+    if not dist.is_initialized():
+        return [0]
+    meshes = {tensor.device_mesh for tensor in model.state_dict().values() if isinstance(tensor, DTensor)}
+    ranks: list[int] = (
+        dist.get_process_group_ranks(given) if given is not None
+        else sorted(meshes.pop().mesh.flatten().tolist()) if len(meshes) == 1
+        else list(range(dist.get_world_size()))
+    )  # fmt: skip
+    if dist.get_rank() not in ranks:
+        raise CheckpointError(
+            f"checkpoint: rank {dist.get_rank()} is none of those of the model's mesh, {ranks}\n"
+            "  remedy: call it on these ranks only, or on all ranks with process_group=dist.group.WORLD"
+        )
+    return ranks
+
+
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "several ranks are part of an initialised world"
+    known = _groups.setdefault(world, {})
+    if ranks not in known:
+        known[ranks] = dist.new_group(
+            list(ranks), timeout=_torch.timeout_of(world), backend="gloo", use_local_synchronization=True,
+            group_desc="convmesh_checkpoint",
+        )  # fmt: skip
+    return known[ranks]
+
+
+def _send(group: dist.ProcessGroup, message: dict[str, Any], to: int) -> None:
+    data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+    # By the group's own methods: they work on when the script ends, and takes the world down, while a thread saves.
+    group.send([torch.tensor([len(data)])], to, 0).wait()
+    group.send([data], to, 0).wait()
+
+
+def _receive(group: dist.ProcessGroup, sender: int) -> dict[str, Any]:
+    size = torch.zeros(1, dtype=torch.int64)
+    group.recv([size], sender, 0).wait()
+    data = bytearray(int(size))
+    group.recv([torch.frombuffer(data, dtype=torch.uint8)], sender, 0).wait()
+    message: dict[str, Any] = json.loads(data)
+    return message

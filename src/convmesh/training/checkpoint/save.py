@@ -1,0 +1,151 @@
+"""Writing a checkpoint: every rank its part, the first rank the manifest, when all parts are there."""
+
+from __future__ import annotations
+
+import operator
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import CheckpointError
+from . import files, folder, manifest, pending
+from .contents import Contents
+from .files import File
+from .manifest import Manifest
+from .pending import PendingCheckpoint as PendingCheckpoint
+from .ranks import Ranks, host
+from .shards import Piece, Saved, check_covered, piece_of
+from .values import encode
+
+
+@overload
+def save_checkpoint(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int,
+    keep: int | None = None, wait: Literal[True] = True, process_group: dist.ProcessGroup | None = None, **extra: Any,
+) -> Path: ...  # fmt: skip
+@overload
+def save_checkpoint(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int,
+    keep: int | None = None, wait: bool, process_group: dist.ProcessGroup | None = None, **extra: Any,
+) -> Path | PendingCheckpoint: ...  # fmt: skip
+def save_checkpoint(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    keep: int | None = None,
+    wait: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    **extra: Any,
+) -> Path | PendingCheckpoint:
+    """Write a checkpoint into `folder`, which all ranks see, and return where it is. All ranks call this.
+
+    `extra` are other modules (an averaged copy) and optimizers, whatever has `state_dict()` (a scheduler, a scaler),
+    and plain values, of which the first rank's are kept. The random state is saved as well. With `keep`, only that
+    many of the last checkpoints in the folder stay. With `wait=False` the state is copied, and written while training
+    goes on: the result's `wait()` gives the path or raises, `done()` tells. The next save waits for it, and so does the
+    end of the process. Ranks outside of the model's mesh take no part, unless `process_group` says otherwise.
+    """
+    pending.finish()
+    place = Path(folder)
+    ranks = Ranks(model, process_group, f"saving step {step} in {place}",
+                  "load_checkpoint finds the last whole one")  # fmt: skip
+    objects = {"model": model, "optimizer": optimizer, **extra}
+    job = ranks.agree(lambda: _prepare(place, objects, step, keep, copy=not wait, ranks=ranks))
+    return job.run() if wait else pending.start(job.run)
+
+
+@dataclass
+class _Job:
+    """What this rank has to write, and what the first rank says of it in the manifest."""
+
+    ranks: Ranks
+    place: Path
+    step: int
+    keep: int | None
+    pieces: list[Piece]
+    copies: Mapping[str, bytearray]
+    tensors: dict[str, Saved]  # without chunks: these come from the ranks
+    tree: Any
+
+    def run(self) -> Path:
+        ranks = self.ranks
+        unfinished = Path(ranks.on_first(lambda: str(folder.make_unfinished(self.place, self.step))))
+        try:
+            parts = ranks.gather(lambda: self._write(unfinished))
+            return Path(ranks.on_first(lambda: str(self._publish(unfinished, parts))))
+        except CheckpointError:
+            if ranks.first:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    def _write(self, unfinished: Path) -> dict[str, Any]:
+        """This rank's file, and what the manifest has to say of it."""
+        said: dict[str, Any] = {"host": host(), "file": None, "chunks": {}}
+        if not unfinished.is_dir():
+            raise CheckpointError(
+                f"save_checkpoint: {host()} does not see the folder {unfinished}, which the first rank has made\n"
+                "  remedy: a folder that is shared between all hosts"
+            )
+        if self.pieces:
+            path = unfinished / f"rank-{self.ranks.number:05d}.safetensors"
+            file, chunks = files.write(path, self.pieces, self._bytes_of, files.BLOCK_BYTES)
+            said["file"] = [path.name, file.size, file.header_size, file.header_crc32]
+            said["chunks"] = {p.name: manifest.pack(chunk) for p, chunk in zip(self.pieces, chunks, strict=True)}
+        return said
+
+    def _bytes_of(self, piece: Piece) -> bytearray:
+        return self.copies[piece.name] if piece.name in self.copies else files.bytes_of(piece.data)
+
+    def _publish(self, unfinished: Path, parts: list[dict[str, Any]]) -> Path:
+        """The manifest, when the first rank has seen everybody's files; then the name; then old ones may go."""
+        written = {part["file"][0]: File(*part["file"][1:]) for part in parts if part["file"]}
+        for part in parts:
+            if part["file"] and not (unfinished / part["file"][0]).exists():
+                raise CheckpointError(
+                    f"save_checkpoint: {unfinished / part['file'][0]} was written on {part['host']}, and {host()} does "
+                    "not see it\n  remedy: a folder that is shared between all hosts"
+                )
+        tensors = {
+            name: Saved(name, saved.dtype, saved.shape,
+                        tuple(manifest.unpack(part["chunks"][name]) for part in parts if name in part["chunks"]))
+            for name, saved in self.tensors.items()
+        }  # fmt: skip
+        for saved in tensors.values():
+            check_covered(saved)
+        contents = Manifest(written, tensors, self.tree, files.BLOCK_BYTES)
+        contents.check(unfinished)
+        with (unfinished / manifest.NAME).open("xb") as file:
+            file.write(contents.text())
+            file.flush()
+            os.fsync(file.fileno())
+        path = folder.publish(unfinished, self.step)
+        if self.keep is not None:
+            folder.remove_old(path, self.keep)
+        return path
+
+
+def _prepare(place: Path, objects: Mapping[str, Any], step: int, keep: int | None, copy: bool, ranks: Ranks) -> _Job:
+    """Look at everything that is to be saved. With `copy`, it may change from now on."""
+    if keep is not None and keep < 1:
+        raise CheckpointError(f"save_checkpoint: keep={keep} would remove the new checkpoint\n"
+                              "  remedy: 1 or more, or None")  # fmt: skip
+    if operator.index(step) < 0:
+        raise CheckpointError(f"save_checkpoint: step={step} is negative\n  remedy: count from 0")
+    tensors: dict[str, torch.Tensor] = {}
+    tree: dict[str, Any] = {}
+    for section, value in Contents(objects).collect(operator.index(step)).items():
+        tree[section] = encode(value, "random" if section == "random" else "", tensors)
+    found = (piece_of(name, tensor, ranks.first) for name, tensor in tensors.items())
+    pieces = [piece for piece in found if piece is not None]
+    copies = {piece.name: files.bytes_of(piece.data) for piece in pieces} if copy else {}
+    shapes = {name: Saved(name, tensor.dtype, tuple(tensor.shape), ()) for name, tensor in tensors.items()}
+    return _Job(ranks, place, step, keep, pieces, copies, shapes, tree)
