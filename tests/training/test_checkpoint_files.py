@@ -11,6 +11,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,7 @@ def test_ranks_read_what_they_need(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(read_a_part, tmp_path, mesh=(4,)) == [(1024, 4096)] * 4
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_others_can_read_the_files(tmp_path: Path) -> None:
     """They are safetensors, and the words for parts are those of torch.distributed.checkpoint."""
     model = nn.Conv2d(2, 3, 3)
@@ -223,33 +225,30 @@ def alone(mesh: DeviceMesh, work: Callable[[], Any]) -> None:
     dist.barrier(mesh.get_group())
 
 
-def damage(folder: Path, mark: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+def damage(good: Path, other: Path, path: Path, mark: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What can be wrong with a checkpoint, each time with a good one to begin with: the file to be named, and how."""
-    (path,) = folder.glob("step-*")
     choice = random.Random(0)
-    for file in sorted(path.iterdir()):
-        good = file.read_bytes()
-        places = [0, 9, len(good) - 1, *(choice.randrange(len(good)) for _ in range(4))]
-        for place in places:
-            flipped = bytearray(good)
+    for name in sorted(file.name for file in good.iterdir()):
+        content = (good / name).read_bytes()
+        for place in (0, 9, len(content) - 1, *(choice.randrange(len(content)) for _ in range(4))):
+            flipped = bytearray(content)
             flipped[place] ^= 1 << choice.randrange(8)
-            yield file.name, lambda file=file, flipped=flipped: file.write_bytes(flipped)
-        for content in (b"", good[:-1], good[: len(good) // 2], good + b" ", pickle.dumps(Hostile(mark))):
-            yield file.name, lambda file=file, content=content: file.write_bytes(content)
-        yield file.name, file.unlink
+            yield name, partial((path / name).write_bytes, flipped)
+        for wrong in (b"", content[:-1], content[: len(content) // 2], content + b" ", pickle.dumps(Hostile(mark))):
+            yield name, partial((path / name).write_bytes, wrong)
+        yield name, (path / name).unlink
     for name in (".metadata", "__0_0.distcp", "rank-00009.safetensors", "manifest.pkl"):
-        yield name, lambda name=name: (path / name).write_bytes(pickle.dumps(Hostile(mark)))
-    for name in ("rank-00000.safetensors",):
-        yield name, lambda name=name: shutil.copy(folder / "other" / "step-000000001" / name, path / name)
+        yield name, partial((path / name).write_bytes, pickle.dumps(Hostile(mark)))
+    yield "rank-00001.safetensors", partial(shutil.copy, other / "rank-00001.safetensors", path)
 
 
 def meet_damage(mesh: DeviceMesh, folder: Path) -> int:
     saved, training, mark = Training(mesh), Training(mesh, seed=1), folder / "hostile code has run"
-    convmesh.save_checkpoint(folder, **saved.objects, step=1)
-    convmesh.save_checkpoint(folder / "other", **Training(mesh, seed=2).objects, step=1)
-    (path,), good, count = folder.glob("step-*"), folder / "good", 0
+    path = convmesh.save_checkpoint(folder, **saved.objects, step=1)
+    other = convmesh.save_checkpoint(folder / "other", **Training(mesh, seed=2).objects, step=1)
+    good, count = folder / "good", 0
     alone(mesh, lambda: shutil.copytree(path, good))
-    for name, spoil in damage(folder, mark):
+    for name, spoil in damage(good, other, path, mark):
         alone(mesh, spoil)
         training.refuses(folder, name)
         alone(mesh, lambda: (shutil.rmtree(path), shutil.copytree(good, path)))
@@ -312,9 +311,9 @@ def test_a_value_that_was_made_up_is_no_value() -> None:
 
 
 def refuse_partial(mesh: DeviceMesh, folder: Path) -> None:
-    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    pending = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     with pytest.raises(convmesh.CheckpointError, match=r"sums/0 is a Partial"):
-        convmesh.save_checkpoint(folder, convmesh.distribute(nn.Linear(1, 1), mesh), step=0, sums=[partial])
+        convmesh.save_checkpoint(folder, convmesh.distribute(nn.Linear(1, 1), mesh), step=0, sums=[pending])
 
 
 def test_pending_sums_are_not_saved(pool: Pool, tmp_path: Path) -> None:
