@@ -116,7 +116,8 @@ def main() -> None:
             optimizer.step()
             say(f"step {step}: loss {loss.full_tensor():.4f}")
             if args.checkpoints and (step % args.every == 0 or step == args.steps):
-                convmesh.save_checkpoint(args.checkpoints, model, optimizer, step=step)
+                # It is written while training goes on; the end of the process waits for it.
+                convmesh.save_checkpoint(args.checkpoints, model, optimizer, step=step, wait=False)
         dist.barrier()  # the first rank takes its folder away
 
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import convmesh
 from convmesh.training.checkpoint import files, shards
+from convmesh.training.checkpoint.manifest import read_manifest
 from convmesh.training.checkpoint.values import decode, encode
 from tests.harness import Pool
 
@@ -44,11 +45,12 @@ def test_plain_values_come_back_as_they_were(tmp_path: Path) -> None:
         "kinds": [OrderedDict([("b", 1), ("a", 2)]), Counter({3: 2}), torch.Size([2, 3]), torch.float32],
         "a tag": {"tensor": "no tensor", "tuple": [1]},
     }
-    convmesh.save_checkpoint(tmp_path, nn.Linear(1, 1), step=1, values=values, not_a_number=math.nan)
+    convmesh.save_checkpoint(tmp_path, nn.Linear(1, 1), step=1, values=values, not_a_number=math.nan, nothing=None)
     found = convmesh.load_checkpoint(tmp_path, nn.Linear(1, 1)).extra
     assert found["values"] == values
     assert repr(found["values"]) == repr(values)  # types, signs of zero and the order of keys as well
     assert math.isnan(found["not_a_number"])
+    assert found["nothing"] is None
     with pytest.raises(convmesh.CheckpointError, match=r"bad/0/x is a .*test_checkpoint_files.Hostile, which is not"):
         convmesh.save_checkpoint(tmp_path, nn.Linear(1, 1), step=2, bad=[{"x": Hostile(tmp_path)}])
     with pytest.raises(convmesh.CheckpointError, match=r"is a Tensor of layout torch.sparse_coo"):
@@ -124,7 +126,13 @@ def reshard(mesh: DeviceMesh, folder: Path) -> None:
     with small_blocks() as sizes:
         for seed in range(4):
             model = Buffers(list(layouts(mesh, seed)))
-            convmesh.save_checkpoint(folder, model, step=seed, also={"a": [next(model.buffers())]})
+            path = convmesh.save_checkpoint(folder, model, step=seed, also={"a": [next(model.buffers())]})
+            said, _ = read_manifest(path)
+            assert len(said.files) > 1
+            # Every byte is written once, whoever has it.
+            assert sum(file.size - file.header_size for file in said.files.values()) == sum(
+                math.prod(saved.shape) * saved.dtype.itemsize for saved in said.tensors.values()
+            )
             for target, other in ((flat, seed + 100), (mesh, seed + 200)):
                 expected = layouts(target, other)
                 fresh = Buffers([torch.zeros_like(tensor) for tensor in expected])
@@ -285,6 +293,7 @@ def test_a_forged_manifest_cannot_do_anything(tmp_path: Path) -> None:
         lambda said: said["tensors"]["model/weight"]["chunks"][0].__setitem__(1, 2**40),
         lambda said: said["tensors"]["model/weight"]["chunks"][0].__setitem__(3, []),
         lambda said: said["tree"].pop("step"),
+        lambda said: said.update(block=0),
     ]
     good = (path / "manifest.json").read_bytes()
     for forgery in forgeries:

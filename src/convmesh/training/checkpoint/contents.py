@@ -27,7 +27,7 @@ class Contents:
         self.modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
         self.optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
         tensors = self.modules.keys() | self.optimizers.keys()
-        self.others = {name: value for name, value in objects.items() if name not in tensors and value is not None}
+        self.others = {name: value for name, value in objects.items() if name not in tensors}
         self.names = optimizer_state.parameter_names(self.modules)
 
     def collect(self, step: int) -> dict[str, Any]:

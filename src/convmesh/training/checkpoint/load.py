@@ -51,7 +51,8 @@ def load_checkpoint(
     place = Path(folder)
     wanted = "the last checkpoint" if step is None else f"step {step}"
     ranks = Ranks(model, process_group, f"loading {wanted} from {place}", "load an earlier step")
-    contents = Contents({"model": model, "optimizer": optimizer, **extra})
+    wanted_objects = {"model": model, "optimizer": optimizer, **extra}
+    contents = Contents({name: value for name, value in wanted_objects.items() if value is not None})
     path, checksum = ranks.on_first(lambda: _found(place, step))
     found, loaded = ranks.agree(lambda: _stage(Path(path), checksum, contents, random_state))
     undo: Undo = []

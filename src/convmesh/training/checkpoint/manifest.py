@@ -100,6 +100,8 @@ def _parsed(said: dict[str, Any]) -> Manifest:
     files = {name: File(**file) for name, file in said["files"].items()}
     if not all(map(_FILE.fullmatch, files)):
         raise ValueError(f"file names {sorted(files)}")
+    if said["block"] < 1 or said["block"] % 16:
+        raise ValueError(f"blocks of {said['block']} bytes")
     tensors = {
         name: Saved(name, dtype_called(tensor["dtype"]), tuple(tensor["shape"]), tuple(map(unpack, tensor["chunks"])))
         for name, tensor in said["tensors"].items()

@@ -33,8 +33,8 @@ def save_checkpoint(
 @overload
 def save_checkpoint(
     folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int,
-    keep: int | None = None, wait: bool, process_group: dist.ProcessGroup | None = None, **extra: Any,
-) -> Path | PendingCheckpoint: ...  # fmt: skip
+    keep: int | None = None, wait: Literal[False], process_group: dist.ProcessGroup | None = None, **extra: Any,
+) -> PendingCheckpoint: ...  # fmt: skip
 def save_checkpoint(
     folder: str | Path,
     model: nn.Module,
@@ -58,7 +58,7 @@ def save_checkpoint(
     place = Path(folder)
     ranks = Ranks(model, process_group, f"saving step {step} in {place}",
                   "load_checkpoint finds the last whole one")  # fmt: skip
-    objects = {"model": model, "optimizer": optimizer, **extra}
+    objects = {"model": model, **({} if optimizer is None else {"optimizer": optimizer}), **extra}
     job = ranks.agree(lambda: _prepare(place, objects, step, keep, copy=not wait, ranks=ranks))
     return job.run() if wait else pending.start(job.run)
 
