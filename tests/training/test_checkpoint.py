@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -189,3 +190,38 @@ def test_a_compiled_model_has_the_names_of_its_own(tmp_path: Path) -> None:
     convmesh.load_checkpoint(tmp_path, again, fresh)
     assert torch.equal(again.weight, model.weight)
     assert torch.equal(fresh.state[again.weight]["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
+
+
+def small(mesh: DeviceMesh | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """On a mesh, parameters are sharded over "data" by FSDP2, and buffers are on meshes of "w" alone."""
+    torch.manual_seed(0 if mesh is None else 1)
+    model: nn.Module = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)).double()
+    if mesh is not None:
+        model = fully_shard(convmesh.distribute(model, mesh["w"]), mesh=mesh["data"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def through_fsdp(mesh: DeviceMesh, folder: Path) -> None:
+    model, optimizer = small(mesh)
+    convmesh.load_checkpoint(folder, model, optimizer)
+    assert model[0].weight.to_local().numel() == model[0].weight.numel() // 2
+    convmesh.save_checkpoint(folder, model, optimizer, step=2)
+
+
+def test_fsdp_over_data(pool: Pool, tmp_path: Path) -> None:
+    model, optimizer = small(None)
+    model[1].running_mean += 3
+    convmesh.save_checkpoint(tmp_path, model, optimizer, step=1)
+    pool.run(through_fsdp, tmp_path, names=("data", "w"))
+    again, its_optimizer = small(None)
+    nn.init.zeros_(again[0].weight)
+    assert convmesh.load_checkpoint(tmp_path, again, its_optimizer).step == 2
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+    for number, state in its_optimizer.state_dict()["state"].items():
+        for what, value in state.items():
+            assert torch.equal(value, optimizer.state_dict()["state"][number][what])

@@ -6,7 +6,7 @@ import operator
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...geometry import Box
 from ..errors import CheckpointError
 from . import files, folder, manifest, pending
 from .contents import Contents
@@ -21,7 +22,7 @@ from .files import File
 from .manifest import Manifest
 from .pending import PendingCheckpoint as PendingCheckpoint
 from .ranks import Ranks, host
-from .shards import Piece, Saved, check_covered, piece_of
+from .shards import Chunk, Piece, Saved, check_covered, piece_of
 from .values import encode
 
 
@@ -114,11 +115,7 @@ class _Job:
                     f"save_checkpoint: {unfinished / part['file'][0]} was written on {part['host']}, and {host()} does "
                     "not see it\n  remedy: a folder that is shared between all hosts"
                 )
-        tensors = {
-            name: Saved(name, saved.dtype, saved.shape,
-                        tuple(manifest.unpack(part["chunks"][name]) for part in parts if name in part["chunks"]))
-            for name, saved in self.tensors.items()
-        }  # fmt: skip
+        tensors = {name: replace(saved, chunks=_chunks(name, parts)) for name, saved in self.tensors.items()}
         for saved in tensors.values():
             check_covered(saved)
         contents = Manifest(written, tensors, self.tree, files.BLOCK_BYTES)
@@ -131,6 +128,16 @@ class _Job:
         if self.keep is not None:
             folder.remove_old(path, self.keep)
         return path
+
+
+def _chunks(name: str, parts: list[dict[str, Any]]) -> tuple[Chunk, ...]:
+    """Of all ranks. What ranks of several meshes have each written (a buffer beside FSDP's parameters) is taken once."""
+    by_box: dict[Box, Chunk] = {}
+    for part in parts:
+        if name in part["chunks"]:
+            chunk = manifest.unpack(part["chunks"][name])
+            by_box.setdefault(chunk.box, chunk)
+    return tuple(by_box.values())
 
 
 def _prepare(place: Path, objects: Mapping[str, Any], step: int, keep: int | None, copy: bool, ranks: Ranks) -> _Job:
