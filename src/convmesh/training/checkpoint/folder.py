@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 from pathlib import Path
+from socket import gethostname
 
 from ..errors import CheckpointError
 from . import pending
@@ -46,6 +47,15 @@ def make_unfinished(folder: Path, step: int) -> Path:
         if now - _last_written(left) > _ABANDONED_SECONDS:
             shutil.rmtree(left, ignore_errors=True)
     return new
+
+
+def check_shared(path: Path) -> None:
+    """This rank sees the folder that the first rank has made or found."""
+    if not path.is_dir():
+        raise CheckpointError(
+            f"checkpoint: {gethostname()} does not see the folder {path}, which the first rank sees\n"
+            "  remedy: a folder that is shared between all hosts"
+        )
 
 
 def publish(unfinished: Path, step: int) -> Path:

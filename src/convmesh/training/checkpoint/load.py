@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch import nn
 from ..errors import CheckpointError
 from . import files, pending
 from .contents import Contents, Undo
-from .folder import find
-from .manifest import Manifest, read_manifest
-from .ranks import Ranks, host
+from .folder import check_shared, find
+from .manifest import NAME, Manifest, read_manifest
+from .ranks import Ranks
 from .shards import Target
 from .values import decode
 
@@ -76,10 +77,11 @@ def _found(place: Path, step: int | None) -> tuple[str, str]:
 
 def _stage(path: Path, checksum: str, contents: Contents, random_state: bool) -> tuple[Checkpoint, dict[str, Any]]:
     """Everything that was saved, with this rank's part of all tensors in memory of its own."""
+    check_shared(path)
     manifest, own = read_manifest(path)
     if own != checksum:
         raise CheckpointError(
-            f"load_checkpoint: {path / 'manifest.json'} is another one on {host()} than on the first rank's host\n"
+            f"load_checkpoint: {path / NAME} is another one on {gethostname()} than on the first rank's host\n"
             "  remedy: a folder that is shared between all hosts"
         )
     targets = contents.targets(_decoded(manifest, {}), random_state, path)

@@ -40,6 +40,8 @@ class PendingCheckpoint:
             # Nobody may ask any more.
             log.error("%s", error)
             self._error = error
+        finally:
+            del self._write  # with the copies of everything
 
     def _finish(self) -> None:
         self._thread.join()

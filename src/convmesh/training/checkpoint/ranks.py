@@ -6,8 +6,8 @@ They talk over a gloo group of their own. So a thread can do it while others of 
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,8 @@ from ... import _torch
 from ..errors import CheckpointError
 
 Result = TypeVar("Result")
+# Ranks that have come may take so long at least to write or read: one may have much more to do than another.
+_DISK = timedelta(hours=1)
 # By the world that they are part of, and the ranks in it.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
@@ -31,10 +33,10 @@ class Ranks:
         self.what, self._remedy = what, remedy
         self.ranks = _members(model, given)
         self.number = self.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
-        self._group: dist.ProcessGroup | None = None
+        self._channel: _Channel | None = None
         if len(self.ranks) > 1:
             try:
-                self._group = _group_of(tuple(self.ranks))
+                self._channel = _Channel(tuple(self.ranks))
             except RuntimeError as error:
                 raise self._absent("some rank", error) from error
 
@@ -65,36 +67,37 @@ class Ranks:
             failure = error
         mine = {"what": self.what, "result": result, "error": _described(failure), "known": _is_known(failure)}
         everyone: list[dict[str, Any]] = [mine]
-        if self._group is not None and not self.first:
+        if self._channel is not None and not self.first:
             try:
-                _send(self._group, mine, 0)
-                verdict = _receive(self._group, 0)
+                self._channel.send(mine, 0)
+                verdict = self._channel.receive(0)
             except RuntimeError as error:
                 raise self._absent(f"rank {self.ranks[0]}", error) from (failure or error)
         else:
-            for number in range(1, len(self.ranks)):
-                everyone.append(self._hear(number))
+            everyone += [self._hear(number) for number in range(1, len(self.ranks))]
             verdict = {"error": self._verdict(everyone), "result": result}
             for number in range(1, len(self.ranks)):
                 self._tell(number, verdict)
         if verdict["error"] is not None:
             raise CheckpointError(verdict["error"]) from failure
+        if self._channel is not None:
+            self._channel.timeout = max(self._channel.timeout, _DISK)
         return [said["result"] for said in everyone] if self.first else [], verdict["result"]
 
     def _hear(self, number: int) -> dict[str, Any]:
-        assert self._group is not None
+        assert self._channel is not None
         try:
-            return _receive(self._group, number)
+            return self._channel.receive(number)
         except RuntimeError as error:
             gone = str(self._absent(f"rank {self.ranks[number]}", error))
             return {"what": self.what, "result": None, "error": gone, "known": True}
 
     def _tell(self, number: int, verdict: dict[str, Any]) -> None:
-        assert self._group is not None
+        assert self._channel is not None
         try:
-            _send(self._group, verdict, number)
+            self._channel.send(verdict, number)
         except RuntimeError as error:
-            if verdict["error"] is None:  # it was there a moment ago, and all others have been told that all is well
+            if verdict["error"] is None:  # it was there a moment ago, and others have been told that all is well
                 raise self._absent(f"rank {self.ranks[number]}", error) from error
 
     def _verdict(self, everyone: list[dict[str, Any]]) -> str | None:
@@ -116,14 +119,10 @@ class Ranks:
     def _absent(self, who: str, error: Exception) -> CheckpointError:
         reason = (str(error).splitlines() or [""])[0]
         return CheckpointError(
-            f"{self.what} failed: {who} has ended, or does not do so\n  reason: {reason}\n"
+            f"{self.what} failed: {who} has ended, or takes no part\n  reason: {reason}\n"
             f"  remedy: call it on all ranks ({', '.join(map(str, self.ranks))}), not on one; look for the first error "
             f"in the other ranks' output; {self._remedy}"
         )
-
-
-def host() -> str:
-    return socket.gethostname()
 
 
 def _described(error: Exception | None) -> str | None:
@@ -154,29 +153,32 @@ def _members(model: nn.Module, given: dist.ProcessGroup | None) -> list[int]:
     return ranks
 
 
-def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None, "several ranks are part of an initialised world"
-    known = _groups.setdefault(world, {})
-    if ranks not in known:
-        known[ranks] = dist.new_group(
-            list(ranks), timeout=_torch.timeout_of(world), backend="gloo", use_local_synchronization=True,
-            group_desc="convmesh_checkpoint",
-        )  # fmt: skip
-    return known[ranks]
+class _Channel:
+    """Messages between the ranks of a checkpoint. At first they are waited for as long as the world's time-out says."""
 
+    def __init__(self, ranks: tuple[int, ...]):
+        world = dist.group.WORLD
+        assert world is not None, "several ranks are part of an initialised world"
+        self.timeout = _torch.timeout_of(world)
+        known = _groups.setdefault(world, {})
+        if ranks not in known:
+            known[ranks] = dist.new_group(
+                list(ranks), timeout=self.timeout, backend="gloo", use_local_synchronization=True,
+                group_desc="convmesh_checkpoint",
+            )  # fmt: skip
+        self._group = known[ranks]
 
-def _send(group: dist.ProcessGroup, message: dict[str, Any], to: int) -> None:
-    data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-    # By the group's own methods: they work on when the script ends, and takes the world down, while a thread saves.
-    group.send([torch.tensor([len(data)])], to, 0).wait()
-    group.send([data], to, 0).wait()
+    def send(self, message: dict[str, Any], to: int) -> None:
+        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(data)]), data):
+            # By the group's own methods, which still work when a script ends, and takes the world down, while a
+            # thread saves.
+            self._group.send([tensor], to, 0).wait(self.timeout)
 
-
-def _receive(group: dist.ProcessGroup, sender: int) -> dict[str, Any]:
-    size = torch.zeros(1, dtype=torch.int64)
-    group.recv([size], sender, 0).wait()
-    data = bytearray(int(size))
-    group.recv([torch.frombuffer(data, dtype=torch.uint8)], sender, 0).wait()
-    message: dict[str, Any] = json.loads(data)
-    return message
+    def receive(self, sender: int) -> dict[str, Any]:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._group.recv([size], sender, 0).wait(self.timeout)
+        data = bytearray(int(size))
+        self._group.recv([torch.frombuffer(data, dtype=torch.uint8)], sender, 0).wait(self.timeout)
+        message: dict[str, Any] = json.loads(data)
+        return message

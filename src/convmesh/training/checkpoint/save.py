@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from socket import gethostname
 from typing import Any, Literal, overload
 
 import torch
@@ -21,7 +22,7 @@ from .contents import Contents
 from .files import File
 from .manifest import Manifest
 from .pending import PendingCheckpoint as PendingCheckpoint
-from .ranks import Ranks, host
+from .ranks import Ranks
 from .shards import Chunk, Piece, Saved, check_covered, piece_of
 from .values import encode
 
@@ -90,12 +91,8 @@ class _Job:
 
     def _write(self, unfinished: Path) -> dict[str, Any]:
         """This rank's file, and what the manifest has to say of it."""
-        said: dict[str, Any] = {"host": host(), "file": None, "chunks": {}}
-        if not unfinished.is_dir():
-            raise CheckpointError(
-                f"save_checkpoint: {host()} does not see the folder {unfinished}, which the first rank has made\n"
-                "  remedy: a folder that is shared between all hosts"
-            )
+        said: dict[str, Any] = {"host": gethostname(), "file": None, "chunks": {}}
+        folder.check_shared(unfinished)
         if self.pieces:
             path = unfinished / f"rank-{self.ranks.number:05d}.safetensors"
             file, chunks = files.write(path, self.pieces, self._bytes_of, files.BLOCK_BYTES)
@@ -110,10 +107,10 @@ class _Job:
         """The manifest, when the first rank has seen everybody's files; then the name; then old ones may go."""
         written = {part["file"][0]: File(*part["file"][1:]) for part in parts if part["file"]}
         for part in parts:
-            if part["file"] and not (unfinished / part["file"][0]).exists():
+            if part["file"] and not (file := unfinished / part["file"][0]).exists():
                 raise CheckpointError(
-                    f"save_checkpoint: {unfinished / part['file'][0]} was written on {part['host']}, and {host()} does "
-                    "not see it\n  remedy: a folder that is shared between all hosts"
+                    f"save_checkpoint: {file} was written on {part['host']}, and {gethostname()} does not see it\n"
+                    "  remedy: a folder that is shared between all hosts"
                 )
         tensors = {name: replace(saved, chunks=_chunks(name, parts)) for name, saved in self.tensors.items()}
         for saved in tensors.values():
@@ -131,7 +128,7 @@ class _Job:
 
 
 def _chunks(name: str, parts: list[dict[str, Any]]) -> tuple[Chunk, ...]:
-    """Of all ranks. What ranks of several meshes have each written (a buffer beside FSDP's parameters) is taken once."""
+    """Of all ranks. What ranks of several meshes have each written (buffers beside FSDP's parameters) counts once."""
     by_box: dict[Box, Chunk] = {}
     for part in parts:
         if name in part["chunks"]:
