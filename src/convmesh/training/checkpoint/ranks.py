@@ -22,6 +22,7 @@ from ..errors import CheckpointError
 Result = TypeVar("Result")
 # Ranks that have come may take so long at least to write or read: one may have much more to do than another.
 _DISK = timedelta(hours=1)
+_SHOWN = 4
 # By the world that they are part of, and the ranks in it.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
@@ -114,7 +115,8 @@ class Ranks:
             where = "" if len(ranks) == len(self.ranks) else f"on rank {', '.join(map(str, ranks))}: "
             texts.append(f"{where}{error}" if known else
                          f"{where}{self.what} failed\n  reason: {error}\n  remedy: {self._remedy}")  # fmt: skip
-        return "\n".join(texts) or None
+        more = [f"and {len(texts) - _SHOWN} more errors on other ranks"] if len(texts) > _SHOWN else []
+        return "\n".join([*texts[:_SHOWN], *more]) or None
 
     def _absent(self, who: str, error: Exception) -> CheckpointError:
         reason = (str(error).splitlines() or [""])[0]

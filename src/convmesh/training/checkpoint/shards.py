@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from ...geometry import Box, Interval, shards, volume
 from ..errors import CheckpointError
 from ..region import region
 
-# Ranks that all have a tensor share the work of writing it, if it is worth it.
+# Ranks that all have a tensor share the work of writing it, in parts of this size at least.
 _SHARED_BYTES = 1 << 20
 
 
@@ -50,7 +51,8 @@ class Piece:
 def piece_of(name: str, tensor: torch.Tensor, first: bool) -> Piece | None:
     """What this rank writes: of a DTensor what it has and nobody else writes, of a plain tensor all, on the first."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, DTensor) or tensor.layout is not torch.strided:
-        raise _unfit(name, f"is a {type(tensor).__name__} of layout {tensor.layout}", "tensor.to_dense()")
+        raise _unfit(name, f"is a {type(tensor).__name__} of layout {tensor.layout}",
+                     "a plain dense one: tensor.to_dense(), tensor.as_subclass(torch.Tensor)")  # fmt: skip
     if tensor.is_meta or tensor.is_quantized:
         raise _unfit(name, "has no values of its own: it is on the meta device, or quantized", "leave it out")
     if not isinstance(tensor, DTensor):
@@ -61,9 +63,11 @@ def piece_of(name: str, tensor: torch.Tensor, first: bool) -> Piece | None:
     if tensor.device_mesh.get_coordinate() is None or not local.numel():
         return None
     copies, copy = _copies(tensor)
-    if local.ndim == 0 or local.nbytes < _SHARED_BYTES:
+    parts = min(copies, local.nbytes // _SHARED_BYTES) if local.ndim else 0
+    if parts < 2:
         return Piece(name, box, local) if copy == 0 else None
-    rows = shards(len(box[0]), (copies,))[copy]
+    turn = (copy + zlib.crc32(name.encode())) % copies  # not always the same ranks
+    rows = shards(len(box[0]), (parts,))[turn] if turn < parts else None
     return Piece(name, (rows.shift(box[0].start), *box[1:]), local[rows.start : rows.stop]) if rows else None
 
 
