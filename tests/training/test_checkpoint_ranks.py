@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import convmesh
 from convmesh.training.checkpoint import files, folder, shards
@@ -109,6 +110,8 @@ def fail_on_one_rank(mesh: DeviceMesh, place: Path) -> None:
     assert not any(place.iterdir())  # what was not finished is gone
     value = object() if rank == 1 else 1
     fails(lambda: training.save(place, 1, value=value), "on rank 1: ", "value is a builtins.object")
+    more = [distribute_tensor(torch.ones(2), mesh, [Replicate(), Shard(0)])][:rank]
+    fails(lambda: training.save(place, 1, more=more), "tensors that the first rank does not have: more/0")
     fails(lambda: training.save(place, rank), "ranks do different things", "rank 1: saving step 1 in ")
     convmesh.save_checkpoint(place, training.model, training.optimizer, step=1, stubborn=Stubborn())
     before = {name: whole(tensor) for name, tensor in training.model.state_dict().items()}
@@ -180,11 +183,18 @@ def on_a_part_of_the_ranks(mesh: DeviceMesh, place: Path) -> None:
     else:
         convmesh.save_checkpoint(place, model, step=0)
     dist.barrier()
-    everyone = dist.group.WORLD
+    optimizer, everyone = torch.optim.Adam(model.parameters()), dist.group.WORLD
     for step in (1, 2):
-        optimizer = torch.optim.Adam(model.parameters())
+        model(convmesh.shard(torch.ones(1, 1, 2, 2), part, h=2)).sum().backward()
+        optimizer.step()
         convmesh.save_checkpoint(place, model, optimizer, step=step, process_group=everyone)
         assert convmesh.load_checkpoint(place, model, optimizer, process_group=everyone).step == step
+    dist.barrier()
+    plain = nn.Conv2d(1, 1, 1)
+    its_optimizer = torch.optim.Adam(plain.parameters())
+    convmesh.load_checkpoint(place, plain, its_optimizer)
+    assert its_optimizer.state[plain.weight]["step"] == 2
+    assert its_optimizer.state[plain.weight]["exp_avg"].item() > 0
 
 
 def test_errors_of_one_rank_are_those_of_all(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def _compare(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], path: 
     dtypes = [f"{key} {its.dtype} for {mine.dtype}" for key, mine, its in pairs if its.dtype != mine.dtype]
     found = {"it lacks": missing, "it has besides": unknown, "it has in another shape": shapes,
              "it has in another dtype": dtypes, "only one of both is a tensor:": kinds}  # fmt: skip
-    problems = [f"{title} {_some(keys)}" for title, keys in found.items() if keys]
+    problems = [f"{title} {some(keys)}" for title, keys in found.items() if keys]
     if problems:
         raise CheckpointError(
             f"load_checkpoint: {path} is of another model: {'; '.join(problems)}\n"
@@ -151,6 +151,6 @@ def _compare(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], path: 
                               "  remedy: model.to_empty(device=...) first")  # fmt: skip
 
 
-def _some(keys: list[str]) -> str:
+def some(keys: list[str]) -> str:
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return ", ".join(keys[:_SHOWN]) + more

@@ -18,7 +18,7 @@ from torch import nn
 from ...geometry import Box
 from ..errors import CheckpointError
 from . import files, folder, manifest, pending
-from .contents import Contents
+from .contents import Contents, some
 from .files import File
 from .manifest import Manifest
 from .pending import PendingCheckpoint as PendingCheckpoint
@@ -112,6 +112,12 @@ class _Job:
                     f"save_checkpoint: {file} was written on {part['host']}, and {gethostname()} does not see it\n"
                     "  remedy: a folder that is shared between all hosts"
                 )
+        unknown = sorted({name for part in parts for name in part["chunks"]} - self.tensors.keys())
+        if unknown:
+            raise CheckpointError(
+                f"save_checkpoint: other ranks have tensors that the first rank does not have: {some(unknown)}\n"
+                "  remedy: give the same objects, in the same state, on all ranks"
+            )
         tensors = {name: replace(saved, chunks=_chunks(name, parts)) for name, saved in self.tensors.items()}
         for saved in tensors.values():
             check_covered(saved)
