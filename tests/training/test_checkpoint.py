@@ -225,3 +225,39 @@ def test_fsdp_over_data(pool: Pool, tmp_path: Path) -> None:
     for number, state in its_optimizer.state_dict()["state"].items():
         for what, value in state.items():
             assert torch.equal(value, optimizer.state_dict()["state"][number][what])
+
+
+class Counting(nn.Linear):
+    """With a state of its own, which can be refused, and its weight under two names."""
+
+    def __init__(self, count: int):
+        super().__init__(2, 2)
+        self.count, self.refuse = torch.tensor(count), False
+        self.also = nn.Linear(2, 2, bias=False)
+        self.also.weight = self.weight
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": self.count, "words": ("a", None)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        if self.refuse:
+            raise KeyError("refused")
+        self.count = state["count"]
+
+
+def test_a_module_that_refuses_is_left_as_it_was(tmp_path: Path) -> None:
+    model, fresh, other = Counting(3), Counting(0), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(fresh.parameters(), momentum=0.5)
+    convmesh.save_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters(), 7.0), step=1, other=nn.Linear(1, 1))
+    before = [parameter.clone() for parameter in (*fresh.parameters(), *other.parameters())]
+    fresh.refuse = True
+    with pytest.raises(convmesh.CheckpointError, match="refused"):
+        convmesh.load_checkpoint(tmp_path, other=other, model=fresh, optimizer=optimizer)
+    after = [*fresh.parameters(), *other.parameters()]
+    assert all(map(torch.equal, before, after))
+    assert (fresh.count, optimizer.param_groups[0]["lr"]) == (0, 1e-3)
+    fresh.refuse = False
+    convmesh.load_checkpoint(tmp_path, fresh, optimizer, other=other)
+    assert torch.equal(fresh.weight, model.weight)
+    assert fresh.also.weight is fresh.weight
+    assert (fresh.count, optimizer.param_groups[0]["lr"]) == (3, 7.0)
