@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
@@ -51,8 +51,7 @@ class Contents:
         for name, module in self.modules.items():
             own: Mapping[str, Any] = get_model_state_dict(module)
             _compare(name, own, saved["modules"].get(name, {}), path)
-            for key, value in saved["modules"][name].items():
-                found += [Target(value, own[key], into=True)] if isinstance(value, Saved) else tensors_in(value)
+            found += tensors_in(saved["modules"][name], own)
         for name, optimizer in self.optimizers.items():
             optimizer_state.check(name, optimizer, self.names, saved["optimizers"][name], path)
             found += optimizer_state.targets(optimizer, self.names, saved["optimizers"][name])
@@ -102,28 +101,16 @@ class Contents:
 
 
 def _set_module(module: nn.Module, loaded: Mapping[str, Any], undo: Undo) -> None:
-    """Write what was loaded into the tensors of the module, by way of its own `load_state_dict`."""
-    own = get_model_state_dict(module)
-    before = {key: value for key, value in own.items() if not isinstance(value, torch.Tensor)}
-    undo.append(_call(_load_state, module, own, before))
-    with torch.no_grad():
-        for key, value in own.items():
-            if isinstance(value, torch.Tensor):
-                old = local_of(value).clone()
-                copy_local(value, loaded[key])
-                # What was read is not needed any more: its memory takes what was there.
-                if old.numel():
-                    loaded[key].copy_(old)
-                undo.append(_call(copy_local, value, loaded[key]))
-    _load_state(module, own, {key: loaded[key] for key in before})
+    own: Mapping[str, Any] = get_model_state_dict(module)
+    tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
+    others = {key: value for key, value in own.items() if key not in tensors}
+    undo.append(_call(set_model_state_dict, module, others, options=StateDictOptions(strict=False)))
+    undo.extend(_call(copy_local, value, local_of(value).to("cpu", copy=True)) for value in tensors.values())
+    set_model_state_dict(module, dict(loaded))
 
 
-def _load_state(module: nn.Module, own: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    set_model_state_dict(module, {**own, **others})
-
-
-def _call(function: Callable[..., object], *args: Any) -> Callable[[], object]:
-    return lambda: function(*args)
+def _call(function: Callable[..., object], *args: Any, **kwargs: Any) -> Callable[[], object]:
+    return lambda: function(*args, **kwargs)
 
 
 def _class(value: Any) -> str:

@@ -84,11 +84,10 @@ def full_box(shape: tuple[int, ...]) -> Box:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor that is to be loaded: into one that is there, or as a new one like it; or as a plain tensor."""
+    """A tensor that is to be loaded, like one that is there; without one, as a plain tensor."""
 
     saved: Saved
     like: torch.Tensor | None = None
-    into: bool = False
 
     @property
     def box(self) -> Box:
@@ -98,12 +97,9 @@ class Target:
         return own_box(self.like)
 
     def build(self, local: torch.Tensor) -> torch.Tensor:
-        """What was read, as a new tensor on the device and the mesh, and with the strides, of the one that it is like.
-
-        What is copied into one that is there needs no more than this rank's part of it.
-        """
+        """What was read, as a new tensor on the device and mesh, and with the strides, of the one that it is like."""
         like = self.like
-        if like is None or self.into:
+        if like is None:
             return local
         if like.shape != self.saved.shape:
             moved = local.to(like.device)
