@@ -93,3 +93,19 @@ def elementwise_strides(mesh: DeviceMesh) -> None:
 
 def test_elementwise_results_have_the_strides_of_one_device(pool: Pool) -> None:
     pool.run(elementwise_strides, mesh=(2,))
+
+
+def write_over_itself(mesh: DeviceMesh) -> None:
+    with convmesh.enable():
+        for shape in ((1, 9), (9, 1), (1, 1, 9), (3, 1, 5, 1)):
+            dim = max(range(len(shape)), key=lambda dim: shape[dim])
+            tensor = place(torch.randn(shape), mesh, (dim,))
+            before = tensor.full_tensor()
+            tensor.copy_(tensor.detach())
+            tensor.copy_(tensor.view(shape))
+            assert torch.equal(tensor.full_tensor(), before)
+
+
+def test_a_tensor_is_written_over_itself(pool: Pool) -> None:
+    """As `model.load_state_dict(model.state_dict())` does: views of one part have the same strides, whoever looks."""
+    pool.run(write_over_itself, mesh=(2,))

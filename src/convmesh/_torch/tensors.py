@@ -96,8 +96,9 @@ def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[
             if type(local) is not torch.Tensor:
                 return None
             spec = argument._spec
+            meta: Any = spec.tensor_meta
             specs.append(spec)
-            values.append(local)
+            values.append(usual(local, meta.stride))
         elif isinstance(argument, torch.Tensor):
             return None
         else:
