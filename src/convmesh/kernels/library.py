@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
 
 from . import norms, products
-from .compiler import load
+from .cached import load
 
 DTYPES = (torch.float32, torch.float64)
-
-log = logging.getLogger("convmesh.kernels")
 
 
 def available() -> bool:
@@ -60,18 +57,12 @@ def _existing() -> ctypes.CDLL:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = load()
-    if library is None:
-        return None
-    # In a thread of its own, which nothing reaches that a user may have set: autocasting, transforms, modes.
-    with ThreadPoolExecutor(1) as thread:
-        agrees = thread.submit(_agrees_with_torch, library).result()
-    if not agrees:
-        log.warning("no kernels for CPUs: what was compiled gives other results than torch")
-    return library if agrees else None
+    return load(_agrees_with_torch)
 
 
 def _agrees_with_torch(library: ctypes.CDLL) -> bool:
     """A compiler's mistakes are not torch's."""
     checks = (products.agree_with_torch, norms.agree_with_torch)
-    return all(agree(library, dtype) for agree in checks for dtype in DTYPES)
+    # In a thread of its own, which nothing reaches that a user may have set: autocasting, transforms, modes.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: all(agree(library, dtype) for agree in checks for dtype in DTYPES)).result()

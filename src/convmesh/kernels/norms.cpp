@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "runs.h"
+#include "threads.h"
 
 namespace {
 
@@ -35,9 +36,9 @@ template <class T> Moments moments_of(const T *from, Int count) {
 template <class T> void moments(const T *x, Int sets, Int count, T *mean, T *variance, Int threads) {
     const Pieces pieces = Pieces::of<T>(sets, count);
     std::vector<Moments> found(pieces.number());
-#pragma omp parallel for num_threads(pieces.useful(threads))
-    for (Int piece = 0; piece < pieces.number(); piece++)
+    share(pieces.number(), pieces.useful(threads), [&](Int piece) {
         found[piece] = moments_of(x + pieces.first(piece), pieces.size(piece));
+    });
     for (Int set = 0; set < sets; set++) {
         Moments whole = found[set * pieces.of_set];
         for (Int piece = 1; piece < pieces.of_set; piece++) whole.merge(found[set * pieces.of_set + piece]);
@@ -51,13 +52,12 @@ void sums(const T *gradient, const T *x, Int sets, Int count, const T *mean, con
           Int threads) {
     const Pieces pieces = Pieces::of<T>(sets, count);
     std::vector<Sums> found(pieces.number());
-#pragma omp parallel for num_threads(pieces.useful(threads))
-    for (Int piece = 0; piece < pieces.number(); piece++) {
+    share(pieces.number(), pieces.useful(threads), [&](Int piece) {
         const T *g = gradient + pieces.first(piece), *from = x + pieces.first(piece), near = mean[pieces.set(piece)];
         found[piece] = sums_of<T>(pieces.size(piece), [=](auto read) {
             return Both<decltype(read(g))>{read(g), read(g) * (read(from) - near)};
         });
-    }
+    });
     for (Int set = 0; set < sets; set++) {
         Sums whole{0, 0};
         for (Int piece = set * pieces.of_set; piece < (set + 1) * pieces.of_set; piece++)
@@ -76,22 +76,17 @@ template <class T>
 void combine(const T *x, const T *gradient, Int sets, Int count, Linear<T> linear, Int means, T *to, Int threads) {
     const Pieces pieces = Pieces::of<T>(sets, count);
     const bool past_caches = sets * count * Int(sizeof(T)) >= PAST_CACHES;
-#pragma omp parallel num_threads(pieces.useful(threads))
-    {
-#pragma omp for nowait
-        for (Int piece = 0; piece < pieces.number(); piece++) {
-            const Int set = pieces.set(piece) % means, at = pieces.first(piece), size = pieces.size(piece);
-            const T *from = x + at, *g = gradient + at, mean = linear.mean[set], by = linear.by_input[set];
-            const T added = linear.added[set], by_gradient = gradient ? linear.by_gradient[set] : T(0);
-            if (gradient)
-                fill<T>(to + at, size, past_caches, [=](auto read) {
-                    return (read(from) - mean) * by + read(g) * by_gradient + added;
-                });
-            else
-                fill<T>(to + at, size, past_caches, [=](auto read) { return (read(from) - mean) * by + added; });
-        }
-        finish_writing();
-    }
+    share(pieces.number(), pieces.useful(threads), [&](Int piece) {
+        const Int set = pieces.set(piece) % means, at = pieces.first(piece), size = pieces.size(piece);
+        const T *from = x + at, *g = gradient + at, mean = linear.mean[set], by = linear.by_input[set];
+        const T added = linear.added[set], by_gradient = gradient ? linear.by_gradient[set] : T(0);
+        if (gradient)
+            fill<T>(to + at, size, past_caches, [=](auto read) {
+                return (read(from) - mean) * by + read(g) * by_gradient + added;
+            });
+        else
+            fill<T>(to + at, size, past_caches, [=](auto read) { return (read(from) - mean) * by + added; });
+    });
 }
 
 }  // namespace

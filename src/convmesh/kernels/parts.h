@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "reading.h"
+#include "threads.h"
 
 // Some columns of one group of one sample, and some images.
 struct Part {
@@ -65,10 +66,8 @@ template <class T> struct Operands {
 // Every item by whoever is free. `Product::Scratch` is what a thread works in.
 template <class Product> void compute_all(const Product &product, Int threads) {
     std::atomic<Int> next{0};
-#pragma omp parallel num_threads(threads)
-    {
+    on_threads(threads, [&](Int, Int) {
         typename Product::Scratch scratch;
         for (Int item; (item = next++) < product.items();) product.compute(item, scratch);
-        finish_writing();
-    }
+    });
 }

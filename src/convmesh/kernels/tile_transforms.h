@@ -60,7 +60,7 @@ template <class Transform, class V> INLINE void transform(const V *square, V *re
 // Every other number of two vectors that follow each other, from the first or the second on.
 template <class T, Int... I>
 INLINE Vector<T> every_other(Vector<T> a, Vector<T> b, int from, std::integer_sequence<Int, I...>) {
-    return from ? __builtin_shufflevector(a, b, (2 * I + 1)...) : __builtin_shufflevector(a, b, (2 * I)...);
+    return from ? pick<T, (2 * I + 1)...>(a, b) : pick<T, (2 * I)...>(a, b);
 }
 
 // Transformed numbers of neighbouring squares, a vector's worth of which begin two numbers apart, to `to`, `apart`.

@@ -198,12 +198,21 @@ APART void multiply_lanes(const T *const *rows, const int32_t *shifts, Int depth
     for (int r = 0; r < R; r++) store(sums + r * L, tile[r]);
 }
 
+// Lanes of two vectors, the second one's counted behind the first one's. GCC has the function of clang's from 12 on.
+template <class T, Int... LANE> INLINE Vector<T> pick(Vector<T> first, Vector<T> second) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(first, second, LANE...);
+#else
+    return __builtin_shuffle(first, second, typename OfMachine<T>::Bits{LANE...});
+#endif
+}
+
 // Swaps the upper right and the lower left of the square blocks of size S that two rows of a matrix are made of.
 template <class T, int S, Int... I>
 INLINE void swap_blocks(Vector<T> &upper, Vector<T> &lower, std::integer_sequence<Int, I...>) {
     constexpr Int L = LANES<T>;
-    const Vector<T> both = __builtin_shufflevector(upper, lower, ((I & S) ? I - S + L : I)...);
-    lower = __builtin_shufflevector(upper, lower, ((I & S) ? I + L : I + S)...);
+    const Vector<T> both = pick<T, ((I & S) ? I - S + L : I)...>(upper, lower);
+    lower = pick<T, ((I & S) ? I + L : I + S)...>(upper, lower);
     upper = both;
 }
 
