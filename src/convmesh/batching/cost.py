@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.resources import files
@@ -13,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from ..user_cache import cache_directory
+from ..user_cache import cache_directory, make_private
 from .algorithms import Algorithm, Task
 from .contraction import FACTORS, Role
 from .memory import GIVEN_BACK, returns_large_blocks
@@ -157,8 +158,8 @@ def cache_file() -> Path:
 def price_table() -> PriceTable:
     """The calibration of this machine over the built-in table, or that alone if the file cannot be read."""
     built_in = _parse(files("convmesh.batching").joinpath("prices.json").read_text())
-    path = cache_file()
-    if not path.is_file():
+    path = _calibration()
+    if path is None:
         return PriceTable("built-in table", built_in)
     try:
         measured = load(path)
@@ -166,6 +167,14 @@ def price_table() -> PriceTable:
         warnings.warn(f"no calibration is in {path}, which is left alone: {error!r}", RuntimeWarning, stacklevel=2)
         return PriceTable(f"built-in table, because {path} is no calibration", built_in)
     return PriceTable(f"calibration in {path}", {**built_in, **measured})
+
+
+def _calibration() -> Path | None:
+    """The file, if there is one and a home directory that can be looked into."""
+    with suppress(OSError):
+        if (path := cache_file()).is_file():
+            return path
+    return None
 
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -181,7 +190,7 @@ def _parse(text: str) -> dict[str, Features]:
 
 def save(prices: Mapping[str, Features], path: Path) -> None:
     """Whole or not at all: a reader never sees half a table."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     lines = [f"{json.dumps(key)}: {json.dumps(price)}" for key, price in sorted(prices.items())]
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_text('{"prices": {\n' + ",\n".join(lines) + "\n}}\n")

@@ -29,7 +29,9 @@ SYMBOLS = (
     ),
 )
 # What a compiler says when the code is not to blame: it is tried again at the next start.
-NOT_THE_CODE = re.compile("No space left|quota exceeded|Read-only file system|[Kk]illed|[Oo]ut of memory|allocate memory")
+NOT_THE_CODE = re.compile(
+    "No space left|quota exceeded|Read-only file system|[Kk]illed|[Oo]ut of memory|allocate memory"
+)
 
 log = logging.getLogger("convmesh.kernels")
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-# The machine's own instructions; sums of products may be fused; and nobody looks at errno, at traps, or for exceptions, whose
-# newest functions are not in every libstdc++.
+# The machine's own instructions; sums of products may be fused, and nobody looks at errno, at traps, or for exceptions,
+# whose newest functions are not in every libstdc++.
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-march=native", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-exceptions"),
