@@ -68,7 +68,7 @@ def show_operators(options: argparse.Namespace) -> int:
     if options.markdown:
         print(markdown(), end="")
         return 0
-    console = Console()
+    console = Console(markup=False)
     for family, rows in families(operator_rows()):
         table = Table(*HEADINGS, title=family.capitalize(), title_justify="left", show_lines=True)
         for row in rows:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         load(settings)  # if there is no picture, it is known before any process starts
         runs = _joined(settings, options, console) if joins_torchrun() else _spawned(settings, options, console)
     except DemoError as error:
-        console.print(f"[bold red]The demo failed.[/] {error}", highlight=False)
+        console.print(f"[bold red]The demo failed.[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
     if runs is None:  # of torchrun's ranks, the first one writes the page
         return 0
@@ -69,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(page(report), encoding="utf-8")
     console.print(summary(report))
-    console.print(f"\nThe page is [bold]{options.out}[/]: open {options.out.resolve().as_uri()}", soft_wrap=True)
+    where = escape(str(options.out)), escape(options.out.resolve().as_uri())
+    console.print("\nThe page is [bold]{}[/]: open {}".format(*where), soft_wrap=True)
     return 0
 
 
