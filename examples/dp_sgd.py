@@ -3,14 +3,18 @@
 torchrun --nproc-per-node 4 examples/dp_sgd.py
 
 The samples of a batch are cut over the ranks. No gradient of a single sample is ever stored. Which epsilon the noise
-stands for depends on how batches are drawn: ask an accountant, such as the one of Opacus. Keep the seed a secret.
+stands for depends on how batches are drawn: ask an accountant, such as the one of Opacus. Whoever knows the
+seed can subtract the noise: by default it is drawn from the operating system, known to the ranks alone, never printed.
+torch's generators are not made to withstand an attack, though: against one, draw the noise from one that is.
 """
 
 from __future__ import annotations
 
 import argparse
+import secrets
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from common import DEVICE, mesh_of, say
 from torch import nn
@@ -41,6 +45,13 @@ def make_samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images, labels
 
 
+def secret_seed() -> int:
+    """The first rank's draw, on all ranks."""
+    drawn = [secrets.randbits(63)]
+    dist.broadcast_object_list(drawn)
+    return drawn[0]
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
     return F.cross_entropy(model(images.to(DEVICE)), labels.to(DEVICE)).item()
@@ -54,12 +65,14 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.5)
     parser.add_argument("--max-norm", type=float, default=1.0, help="to which a sample's gradient is clipped")
     parser.add_argument("--noise", type=float, default=1.0, help="its deviation, in multiples of max-norm")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="to repeat a trial, not for private data (default: drawn, secret)")
     args = parser.parse_args()
 
     with mesh_of(args.mesh, "data") as mesh:
         convmesh.enable()  # the fastest algorithm for each layer's gradients of single samples
-        torch.manual_seed(args.seed)  # all ranks start alike, draw the same batches and add the same noise
+        torch.manual_seed(
+            secret_seed() if args.seed is None else args.seed
+        )  # all ranks start alike, draw the same batches and add the same noise
         model = small_cnn().to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
         images, labels = make_samples(16 * args.batch)

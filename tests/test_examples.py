@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.device_mesh import DeviceMesh
 
+from tests.harness import Pool
 from tests.worker import loopback
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +62,19 @@ def test_huge_image_inference(tmp_path: Path) -> None:
 
 
 def test_dp_sgd_on_ranks_is_that_of_one_process() -> None:
-    many, one = (losses(run("dp_sgd", mesh, "--steps", "11")) for mesh in ("2", "1"))
+    many, one = (losses(run("dp_sgd", mesh, "--steps", "11", "--seed", "0")) for mesh in ("2", "1"))
     assert many[10] < 0.8 * many[0], many
     assert [many[step] for step in many] == pytest.approx([one[step] for step in one], abs=2e-3)
+
+
+def draw_seeds(_: DeviceMesh) -> list[int]:
+    sys.path.insert(0, str(ROOT / "examples"))
+    from dp_sgd import secret_seed
+
+    return [secret_seed(), secret_seed()]
+
+
+def test_the_seed_of_dp_sgd_is_drawn_and_the_same_on_all_ranks(pool: Pool) -> None:
+    first, *others = pool.run(draw_seeds)
+    assert others == [first] * 3
+    assert first[0] != first[1]

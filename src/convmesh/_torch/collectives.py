@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor.debug._comm_mode import NATIVE_TO_PY_MAPPING
 
 from .arrivals import all_to_all_on_cpus, look_for
-from .names import COLLECTIVES, COUNTED_AS, Operator
+from .names import COLLECTIVES, Operator
 from .order import in_order
 from .tracing import tracing
 
@@ -102,10 +103,10 @@ def intercept_collectives(
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
     library.impl("wait_tensor", waiting, "BackendSelect", with_keyset=True)
     # torch's CommDebugMode does not know the one that reduces in place.
-    COUNTED_AS[_operators.all_reduce_] = torch.ops.c10d_functional.all_reduce
+    NATIVE_TO_PY_MAPPING[_operators.all_reduce_] = torch.ops.c10d_functional.all_reduce
 
     def undo() -> None:
-        COUNTED_AS.pop(_operators.all_reduce_)
+        NATIVE_TO_PY_MAPPING.pop(_operators.all_reduce_)
         library._destroy()
 
     return undo

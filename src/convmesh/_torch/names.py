@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,11 +10,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-try:
-    from torch.distributed.tensor.debug import _comm_mode
-except ModuleNotFoundError:  # that package imports numpy, which is not needed here: without it nothing counts by this
-    _comm_mode = SimpleNamespace(NATIVE_TO_PY_MAPPING={})  # type: ignore[assignment]
+from torch.distributed.tensor.debug import _comm_mode
 
 Operator = torch._ops.OpOverload
 Handler = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
@@ -32,9 +27,6 @@ COLLECTIVES = (
     "reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced",
     "all_to_all_single", "broadcast", "broadcast_",
 )  # fmt: skip
-
-# What torch's CommDebugMode counts each of them as.
-COUNTED_AS: dict[Any, Any] = _comm_mode.NATIVE_TO_PY_MAPPING
 
 REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensor, "_op_dispatcher"),
