@@ -15,7 +15,7 @@ from ..comm import keep_watch
 from . import parts
 from .constants import with_constants
 from .one_device import as_on_one_device
-from .without_rule import by_torch, without_rule
+from .without_rule import by_torch, in_place, without_rule
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,11 @@ def install() -> None:
         if operator not in _rules and operator not in table:
             _rules[operator] = _torch.view_rule(_torch.stock)
     for operator in _torch.values_alone():
-        known = _torch.has_strategy(operator)
-        if operator in _rules or operator in table or (known and not _torch.takes_several(operator)):
+        known, functional = _torch.has_strategy(operator), _torch.functional_of(operator)
+        ours = functional is not None and functional in _rules and not functional._schema._is_view_op()
+        if operator in _rules or operator in table or (known and not ours and not _torch.takes_several(operator)):
             continue
-        handler = by_torch if known else without_rule
+        handler = in_place if ours else by_torch if known else without_rule
         _rules[operator] = parts.tracked(operator, handler) if operator._schema.is_mutable else handler
     _replaced.update({operator: table.get(operator) for operator in _rules})
     table.update(_rules)

@@ -29,9 +29,8 @@ def without_rule(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
     tensors: list[Any] = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     named = [(f"tensor {number}", tensor) for number, tensor in enumerate(tensors)]
     check_placed(_torch.name_of(operator), named)
-    functional = _torch.functional_of(operator)
-    if functional is not None:
-        return _write(args[0], functional(*args, **kwargs))
+    if _torch.functional_of(operator) is not None:
+        return in_place(operator, args, kwargs)
     if all(isinstance(placement, Replicate) for tensor in tensors for placement in tensor.placements):
         return _everywhere(operator, args, kwargs, tensors[0])
     decomposition = _torch.decomposition(operator)
@@ -51,12 +50,17 @@ def by_torch(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     return _torch.stock(operator, args, kwargs)
 
 
-def _write(target: DTensor, values: DTensor) -> DTensor:
+@with_constants
+def in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """What the operator gives that returns a new tensor, by its rule if it has one, written into the first argument."""
+    functional = _torch.functional_of(operator)
+    assert functional is not None
+    target, values = args[0], functional(*args, **kwargs)
     if target.shape != values.shape:
         raise refuse("an operator that writes in place", "would change the shape of a DTensor",
                      (("target", target), ("values", values)), "use the one that returns a new tensor")  # fmt: skip
     aten.copy_.default(target, values)
-    return target
+    return target  # type: ignore[no-any-return]
 
 
 def _everywhere(operator: _torch.Operator, args: Any, kwargs: Any, like: DTensor) -> Any:
