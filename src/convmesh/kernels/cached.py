@@ -56,8 +56,8 @@ def load(agrees_with_torch: Check) -> ctypes.CDLL | None:
 
 def _level() -> int:
     """A warning of one rank of each machine: those of the others would say the same."""
-    by_all = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return logging.WARNING if int(os.environ.get("LOCAL_RANK", by_all)) == 0 else logging.INFO
+    of_all = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return logging.WARNING if os.environ.get("LOCAL_RANK", str(of_all)) == "0" else logging.INFO
 
 
 def _reason(error: Exception) -> str:
