@@ -110,8 +110,9 @@ def _result(
         models = [arg if layout is None else _model(layout) for arg, layout in zip(args, operands, strict=True)]
         options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         result = operator(*models, **options)
-        if operator in AS_A_SUM:
-            result = torch.add(*(model for model in models if isinstance(model, torch.Tensor)))
+        tensors = [model for model in models if isinstance(model, torch.Tensor)]
+        if operator in AS_A_SUM and len(tensors) == 2:
+            result = torch.add(*tensors)
         elif operator is aten.pow.Scalar:
             result = result.contiguous()
     return tuple(result.shape), tuple(result.stride())
