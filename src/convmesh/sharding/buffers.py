@@ -88,6 +88,12 @@ class Buffer(_torch.LateDTensor):
         self.become(_torch.local_of(made), _torch.eager_spec_of(made))
         return False
 
+    def tolist(self) -> Any:
+        return self.plain().tolist() if self.undecided() else self.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.plain().numpy(force=force) if self.undecided() else self.numpy(force=force)
+
     def settle(self) -> None:
         mesh = self.content.mesh
         self.lie_at((Replicate(),) * mesh.ndim, mesh)
@@ -155,7 +161,8 @@ class Buffer(_torch.LateDTensor):
         if buffers and not others:
             return _on_plain(operator, args, kwargs)
         for buffer in buffers:
-            buffer.meet(others, operator._schema.is_mutable and (buffer is args[0] or buffer in kwargs.values()))
+            outs = (args[:1], *kwargs.values()) if operator._schema.is_mutable else ()
+            buffer.meet(others, any(buffer is leaf for leaf in tree_iter(outs)))
         return operator(*args, **kwargs)
 
 
@@ -176,7 +183,10 @@ def _on_plain(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return Buffer.make(Content(content.mesh, content.number), meta, first.device)
     plain_args, plain_kwargs = tree_map_only(Buffer, Buffer.plain, (args, kwargs))
     result = operator(*plain_args, **plain_kwargs)
-    return _torch.as_view(operator, args, kwargs, result) if operator._schema.is_mutable else result
+    if not operator._schema.is_mutable:
+        return result
+    turns = torch.Tag.inplace_view in operator.tags  # it changes the sizes that torch knows of the tensor
+    return first if result is plain_args[0] and not turns else _torch.as_view(operator, args, kwargs, result)
 
 
 def _views(operator: Any, whole: Buffer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,11 +202,12 @@ def _views(operator: Any, whole: Buffer, args: tuple[Any, ...], kwargs: dict[str
     return view(metas, None) if isinstance(metas, torch.Tensor) else [view(m, n) for n, m in enumerate(metas)]
 
 
-# What makes a new tensor, and what it is full of; of those that take the number, its place among the arguments.
-FULL_OF = {
+# What makes new tensors, and what they are full of; None where that does not matter, or is an argument.
+FULL_OF: dict[Any, int | None] = {
     torch.zeros: 0, torch.zeros_like: 0, torch.Tensor.new_zeros: 0,
     torch.ones: 1, torch.ones_like: 1, torch.Tensor.new_ones: 1,
     torch.empty: None, torch.empty_like: None, torch.Tensor.new_empty: None,
+    torch.full: None, torch.full_like: None, torch.Tensor.new_full: None,
 }  # fmt: skip
 NUMBER_AT = {torch.full: 1, torch.full_like: 1, torch.Tensor.new_full: 2}
 LIKE = (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
@@ -210,13 +221,12 @@ class Factories(_torch.DeviceContext):
         self._mesh = mesh
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or (function not in FULL_OF and function not in NUMBER_AT):
-            return self.stock(function, types, args, kwargs)
-        # torch's own code knows what is on one rank and what on all: buffers of FSDP are local.
-        package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        made = None if package in ("torch", "convmesh") else self._buffer(function, args, kwargs)
-        return self.stock(function, types, args, kwargs) if made is None else made
+        made = None
+        if function in FULL_OF and not torch.compiler.is_compiling():
+            # torch's own code knows what is on one rank and what on all: the buffers of FSDP are local.
+            package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            made = None if package in ("torch", "convmesh") else self._buffer(function, args, kwargs or {})
+        return self.stock(function, types, args, kwargs or {}) if made is None else made
 
     def _buffer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buffer | None:
         """None for a call that is left to torch."""
@@ -246,7 +256,9 @@ def _model(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def forward_pass(mesh: DeviceMesh) -> Iterator[None]:
-    """Of a distributed model: its plain tensors are constants, and those that it fills with sharded values sharded."""
+def implicit_replication(mesh: DeviceMesh) -> Iterator[None]:
+    """For code that is not the forward pass of a distributed module, where this holds anyway: plain tensors beside
+    DTensors are constants, the same on every rank, and those that it makes and fills with sharded values are sharded.
+    """
     with constants_allowed(), Factories(mesh):
         yield
