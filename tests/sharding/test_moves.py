@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
 
 import convmesh
 from convmesh import _torch
@@ -33,19 +32,6 @@ def check(mesh: DeviceMesh, case: Case) -> None:
     for part in (result.to_local(), *parts):
         assert torch.equal(part, wanted.to_local())
     assert gathers.count == 0
-
-
-def conjugates(mesh: DeviceMesh) -> None:
-    whole = torch.complex(torch.arange(12.0).sin(), torch.arange(12.0).cos()).view(4, 3)
-    with convmesh.enable():
-        for late in (torch.Tensor.conj, lambda x: x.conj().imag):
-            source = late(placed(whole, mesh, (0,)))
-            everywhere = Layout.of(_torch.spec_of(source)).placed((Replicate(),))
-            assert torch.equal(move(source, everywhere), late(whole).resolve_conj())
-
-
-def test_conjugates_are_taken_before_a_tensor_is_sent(pool: Pool) -> None:
-    pool.run(conjugates, mesh=(2,))
 
 
 def test_another_dimension_is_cut(pool: Pool) -> None:
