@@ -242,10 +242,12 @@ def outside(mesh: DeviceMesh) -> None:
             result = windows(placed)
             torch.manual_seed(4)
             noisy = placed + torch.randn(x.shape, dtype=x.dtype)
-            with torch.device("cpu"):
-                assert type(torch.zeros(2, 3)) is torch.Tensor
+            with torch.device("meta"), convmesh.implicit_replication(mesh):
+                assert torch.arange(3).is_meta
+                assert torch.zeros(2, 3).is_meta
             assert isinstance(torch.zeros(2, 3), DTensor)
         assert type(torch.zeros(2, 3)) is torch.Tensor
+        assert torch.get_default_device() == torch.device("cpu")
     assert_close(result.full_tensor(), windows(x))  # type: ignore[attr-defined]
     torch.manual_seed(4)
     assert_close(noisy.full_tensor(), x + torch.randn(x.shape, dtype=x.dtype))  # type: ignore[attr-defined]

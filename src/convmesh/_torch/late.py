@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _device
 
 from .names import Operator, Spec
@@ -56,7 +57,13 @@ class DeviceContext(_device.DeviceContext):
 
     def __init__(self) -> None:
         super().__init__(torch.get_default_device())
-        self._chosen = _device.CURRENT_DEVICE is not None  # by the user, whose context this one hides
+        contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _device.DeviceContext)]
+        # Whether the user has chosen a device, in a context that checkpointing does not see because of this one.
+        self._chosen: bool = bool(contexts) and getattr(contexts[-1], "_chosen", True)
+
+    # As `with torch.device(...)` does it. Those of its class go below all other modes, and there is room for one there.
+    __enter__ = TorchFunctionMode.__enter__
+    __exit__ = TorchFunctionMode.__exit__
 
     def stock(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """What happens without this context."""

@@ -88,6 +88,10 @@ class Buffer(_torch.LateDTensor):
         self.become(_torch.local_of(made), _torch.eager_spec_of(made))
         return False
 
+    def become(self, local: torch.Tensor, spec: _torch.Spec) -> None:
+        super().become(local, spec)
+        del self.content  # which may be all of it
+
     def tolist(self) -> Any:
         return self.plain().tolist() if self.undecided() else self.tolist()
 

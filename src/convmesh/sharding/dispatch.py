@@ -31,7 +31,8 @@ def specs_of(operator: str, named: Named) -> list[Any]:
         raise refuse(
             operator, f"plain torch.Tensor beside DTensors: {plain}", named,
             "make it a DTensor: convmesh.shard(tensor, mesh, ...), replicated if no dimension is named; or, if it is a "
-            "constant that a loss makes, distribute that as well: convmesh.distribute(loss, mesh)",
+            "constant that a loss makes, distribute that as well: convmesh.distribute(loss, mesh), or call it within "
+            "convmesh.implicit_replication(mesh)",
             PlainTensor,
         ) from None  # fmt: skip
 
