@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
 import convmesh
-from convmesh.sharding.constants import constants_allowed
 from tests.cases import local_shape, place, places_of
 from tests.compare import assert_close
 from tests.gathers import Gathers
@@ -21,7 +21,8 @@ from tests.ops.snippets import SHAPE, SNIPPETS, UNEVEN
 
 def outputs_and_gradient(name: str, x: torch.Tensor) -> tuple[list[Any], Any]:
     """All results, and the gradient that comes from those that have one."""
-    with constants_allowed():  # as in the forward pass of a distributed model
+    # As in the forward pass of a distributed model.
+    with convmesh.implicit_replication(x.device_mesh) if isinstance(x, DTensor) else nullcontext():
         outputs = tree_flatten(SNIPPETS[name](x))[0]
     heads = [output for output in outputs if output.requires_grad]
     return outputs, torch.autograd.grad(heads, x, [_seed(head) for head in heads])[0] if heads else None

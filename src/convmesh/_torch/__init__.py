@@ -32,6 +32,10 @@ from .groups import inherit_timeout as inherit_timeout
 from .groups import is_gloo as is_gloo
 from .groups import store as store
 from .groups import timeout_of as timeout_of
+from .late import DeviceContext as DeviceContext
+from .late import LateDTensor as LateDTensor
+from .late import in_transform as in_transform
+from .late import is_view_operator as is_view_operator
 from .names import COLLECTIVES as COLLECTIVES
 from .names import REQUIRED as REQUIRED
 from .names import VERSION as VERSION

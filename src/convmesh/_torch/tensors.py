@@ -138,7 +138,8 @@ def owns_storage(local: torch.Tensor) -> bool:
 
 def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     def move(local: torch.Tensor) -> torch.Tensor:
-        return arrived(redistribute_local_tensor(local, source, target))
+        # A collective sends memory, and knows nothing of conjugates and negatives that are still to be taken of it.
+        return arrived(redistribute_local_tensor(local.resolve_conj().resolve_neg(), source, target))
 
     return in_order(local, move) if tracing() else move(local)
 

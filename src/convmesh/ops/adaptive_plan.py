@@ -14,7 +14,7 @@ from ..sharding.cache import planned
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from .numbers import Numbers
-from .reach import Reach, ReachPlan, plan_sources, plan_targets
+from .reach import Reach, ReachPlan, ask_for_memory, plan_sources, plan_targets
 
 PARTS = "for each window that lies on several ranks, one number a channel and rank"
 
@@ -63,8 +63,9 @@ class AdaptivePlan:
 def plan_adaptive(operator: str, input_spec: _torch.Spec, sizes: tuple[int, ...], linear: bool) -> AdaptivePlan:
     source = Layout.of(input_spec)
     _check(operator, (("input", source),), source, sizes)
-    first = len(source.shape) - len(sizes)
-    layouts = plan_targets(source, (*source.shape[:first], *sizes), _readings(source, sizes), linear)
+    shape = (*source.shape[: len(source.shape) - len(sizes)], *sizes)
+    ask_for_memory(source, shape)
+    layouts = plan_targets(source, shape, _readings(source, sizes), linear)
     return AdaptivePlan(layouts, _sides(layouts.reach, source, sizes), sizes)
 
 

@@ -26,7 +26,7 @@ from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from ..sharding.rows import Row, choose, input_placements, output_placements
 from .gather_index import owned
-from .points import idle, others, travels_within, whole_price
+from .points import as_lists, idle, others, travels_within, whole_price
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
@@ -52,6 +52,9 @@ class GatherPlan:
 )
 def gather(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, dim, index, _ = _torch.arguments(operator, args, kwargs)
+    lists = as_lists(input, index)
+    if lists is not None:
+        return aten.view.default(gather(operator, (lists[0], dim, lists[1]), {}), list(index.shape))  # type: ignore[no-any-return]
     input_spec, index_spec = check_placed("gather", (("input", input), ("index", index)))
     plan = _plan(input_spec, index_spec, dim, not _torch.tracing())
     remember(input_spec)

@@ -59,9 +59,13 @@ def plan_index(spec: _torch.Spec, dim: int, count: int) -> tuple[Layout, Layout]
 def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, dim, index = _torch.arguments(operator, args, kwargs)
     check_placed("index_select", (("input", input),))
-    if input.dim() == 0 or index.dim() > 1:
-        raise refuse("index_select", "needs a list of indices and a dimension", (("input", input), ("index", index)),
-                     "give a 1-d index")  # fmt: skip
+    rank = max(1, input.dim())
+    if index.dim() > 1 or not -rank <= dim < rank or (input.dim() == 0 and index.numel() != 1):
+        named = (("input", input), ("index", index))
+        raise refuse("index_select", f"{tuple(index.shape)} indices of dimension {dim}", named,
+                     "give a 1-d index, which has one index for a 0-d input")  # fmt: skip
+    if input.dim() == 0:
+        return aten.view.default(index_select(operator, (aten.unsqueeze.default(input, 0), 0, index), {}), [])  # type: ignore[no-any-return]
     dim, at = dim % input.dim(), local_index(index).reshape(-1)
     source, output = plan_index(_torch.spec_of(input), dim, at.shape[0])
     x = move(input, source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
@@ -11,6 +12,19 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ..comm import owner_of
 from ..sharding.layout import Layout
 from ..sharding.rows import Assignment, Row
+
+aten = torch.ops.aten
+
+
+def as_lists(*tensors: Any) -> tuple[Any, ...] | None:
+    """Single numbers among lists as lists of one, as torch takes them; None where there is nothing to do."""
+    dims = {tensor.dim() for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    if dims != {0, 1}:
+        return None
+    return tuple(
+        aten.unsqueeze.default(tensor, 0) if isinstance(tensor, torch.Tensor) and not tensor.dim() else tensor
+        for tensor in tensors
+    )
 
 
 def others(places: torch.Tensor, index: Layout, whole: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

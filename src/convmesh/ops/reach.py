@@ -111,6 +111,14 @@ class ReachPlan:
 Readings = Mapping[int, Reading]
 
 
+def ask_for_memory(source: Layout, shape: Sequence[int]) -> None:
+    """Raise what one process does if there is no memory for a result of `shape` that is cut as its source is: before a
+    plan is made that has a number for every index of it."""
+    stride = dense_stride(tuple(shape), torch.contiguous_format)
+    result = Layout(source.mesh, source.placements, tuple(shape), stride, source.dtype)
+    torch.empty(result.local_shape, dtype=source.dtype, device=source.mesh.device_type)
+
+
 def plan_targets(source: Layout, shape: tuple[int, ...], readings: Readings, linear: bool) -> ReachPlan:
     """From sources to targets of `shape`. Shards stay where they are; only a linear operator runs on pending sums."""
 

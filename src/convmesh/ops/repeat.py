@@ -15,6 +15,7 @@ from ..sharding.dispatch import check_placed
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, rule
+from .reach import ask_for_memory
 from .slicing import sharded, view_of
 
 aten = torch.ops.aten
@@ -79,6 +80,8 @@ def repeat(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     cut = [dim for dim in range(input.dim()) if sharded(input, dim) and repeats[new + dim] != 1]
     if new < 0 or not cut or any(count < 1 for count in repeats):
         return _torch.stock(operator, args, kwargs)
+    sizes = [count * int(size) for count, size in zip(repeats[new:], input.shape, strict=True)]
+    ask_for_memory(Layout.of(_torch.spec_of(input)), sizes)
     for dim in cut:
         input = aten.cat.default([input] * repeats[new + dim], dim)
     rest = [1 if number - new in cut else count for number, count in enumerate(repeats)]

@@ -12,7 +12,7 @@ from ..geometry import Box, Interval, Taps, slabs, taps
 from ..sharding.cache import planned
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
-from .reach import ReachPlan, plan_targets
+from .reach import ReachPlan, ask_for_memory, plan_targets
 from .tiling import LARGEST_BORDER
 from .weighing import Weighing, Weighings
 
@@ -49,9 +49,9 @@ class ResamplePlan:
 def plan_resample(operator: str, input_spec: _torch.Spec, resampling: Resampling) -> ResamplePlan:
     given = Layout.of(input_spec)
     _check(operator, given, resampling)
+    shape = (*given.shape[:2], *(resampling.sources if resampling.backward else resampling.targets))
+    ask_for_memory(given, shape)
     mapped = dict(enumerate(_all_taps(given, resampling), 2))
-    ends = (resampling.targets, resampling.sources) if resampling.backward else (resampling.sources, resampling.targets)
-    shape = (*given.shape[:2], *ends[1])
     layouts = plan_targets(given, shape, {dim: some.runs for dim, some in mapped.items()}, True)
     reach = layouts.reach
     if reach is None or not reach.dims:

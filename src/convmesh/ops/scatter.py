@@ -25,7 +25,7 @@ from ..sharding.hints import placements_of
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from ..sharding.rows import Row, Wanted, choose, input_placements, output_placements
-from .points import idle, others, travels_within, whole_price
+from .points import as_lists, idle, others, travels_within, whole_price
 
 aten = torch.ops.aten
 R = Replicate()
@@ -55,6 +55,10 @@ class ScatterPlan:
 def scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     whole, dim, index, source, *how = _torch.arguments(operator, args, kwargs)
     name, in_place = _torch.name_of(operator), operator._schema.is_mutable
+    lists = as_lists(whole, index, source)
+    if lists is not None:
+        listed = aten.view.default(_functional(operator, how, lists[0], dim, *lists[1:]), list(whole.shape))
+        return aten.copy_.default(whole, listed) if in_place else listed  # type: ignore[no-any-return]
     values = source if isinstance(source, torch.Tensor) else None
     specs = specs_of(name, (("input", whole), ("index", index), ("source", values)))
     wish = specs[0].placements if in_place else placements_of(specs[0].mesh, tuple(specs[0].shape))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from .. import _torch
 from ..comm import Line, from_owner, line, owner_plan, rebox, swap
@@ -31,7 +31,8 @@ def specs_of(operator: str, named: Named) -> list[Any]:
         raise refuse(
             operator, f"plain torch.Tensor beside DTensors: {plain}", named,
             "make it a DTensor: convmesh.shard(tensor, mesh, ...), replicated if no dimension is named; or, if it is a "
-            "constant that a loss makes, distribute that as well: convmesh.distribute(loss, mesh)",
+            "constant that a loss makes, distribute that as well: convmesh.distribute(loss, mesh), or call it within "
+            "convmesh.implicit_replication(mesh)",
             PlainTensor,
         ) from None  # fmt: skip
 
@@ -85,6 +86,13 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
 
 def relocated(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     """This rank's part of a tensor that lies as `source` says, where `target` has it. May have gaps."""
+    # torch makes a pending sum of what every rank has all of, and of nothing else.
+    whole = source.placed(tuple(
+        Replicate() if isinstance(p, Shard) and isinstance(q, Partial) else p
+        for p, q in zip(source.placements, target.placements, strict=True)
+    ))  # fmt: skip
+    if whole.placements != source.placements:
+        local, source = relocated(local, source, whole), whole
     while (mesh_dim := _next_swap(source, target)) is not None:
         before, after = source.placements[mesh_dim].dim, target.placements[mesh_dim].dim  # type: ignore[attr-defined]
         left, right = source.placements[:mesh_dim], source.placements[mesh_dim + 1 :]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from ..api import enable
 from ..batching import innermost
 from ..comm import BUCKET_BYTES
-from ..sharding.constants import constants_allowed
+from ..sharding.buffers import implicit_replication
 from ..sharding.errors import ShardingError
 from .gradients import Gradients
 from .random_state import share_random_state
@@ -94,7 +94,7 @@ class Distributed:
                     "no dimension is named), convmesh.from_region(part, shape, mesh, ...) if each rank has its part"
                 )
         self.gradients.watch(_own_parameters(module))
-        self._entered.append(constants_allowed())
+        self._entered.append(implicit_replication(self.mesh))
         self._entered[-1].__enter__()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
