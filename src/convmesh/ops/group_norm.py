@@ -206,7 +206,7 @@ def _gradients(
     gy, x = (t.to(mean.dtype) for t in (gy, x))
     compiled = plan.spread.compiled()
     moments = plan.by_channel(mean, x.dim()), plan.by_channel(rstd, x.dim())
-    plain, products = (t.view(x.shape[:2]) for t in sums_by_set(gy, x, *moments, compiled=compiled))
+    plain, products = (t.view(x.shape[:2]) for t in sums_by_set(gy, x, *moments, compiled))
     sums = plan.spread.start_adding_up(*(plan.by_group(t if w is None else t * w) for t in (plain, products)))
     count = max(1, plan.per_group * prod(plan.output.shape[2:]))
 

@@ -192,8 +192,8 @@ def sums_of_channels(
     large = x.is_cpu and x.numel() > IN_CACHE and prod(x.shape[2:]) >= LONG
     if (compiled and _compiled_for(gy, x)) or (large and x.is_contiguous() and gy.is_contiguous()):
         # By sample first, and by parts of it that stay in the fastest cache.
-        by_sample = (t.view(1, -1, *[1] * (x.dim() - 2)).expand(len(x), *[-1] * (x.dim() - 1)) for t in (mean, rstd))
-        plain, products = (t.sum(0).view(-1) for t in sums_by_set(gy, x, *by_sample, compiled=compiled))
+        by_sample = [t.view(1, -1, *[1] * (x.dim() - 2)).expand(len(x), *[-1] * (x.dim() - 1)) for t in (mean, rstd)]
+        plain, products = (t.sum(0).view(-1) for t in sums_by_set(gy, x, by_sample[0], by_sample[1], compiled))
         return plain, products
     asked = [False, True, True]
     _, products, plain = aten.native_batch_norm_backward.default(gy, x, None, None, None, mean, rstd, True, 0.0, asked)
