@@ -17,6 +17,7 @@ from .line import Line as Line
 from .line import line as line
 from .notice import post as post
 from .notice import posted as posted
+from .notice import take_back as take_back
 from .owner import from_owner as from_owner
 from .owner import owner_plan as owner_plan
 from .rebox import rebox as rebox

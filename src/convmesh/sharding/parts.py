@@ -111,12 +111,15 @@ class Origin:
 
 def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> bool:
     """Note that `part` is a copy of some of `whole`. A compiler makes functions of writes, and needs no notes."""
-    local = _torch.local_of(whole)
-    plain = type(_torch.local_of(part)) is torch.Tensor and type(local) is torch.Tensor
+    local, copy = _torch.local_of(whole), _torch.local_of(part)
+    plain = type(copy) is torch.Tensor and type(local) is torch.Tensor
     if plain:
         memory = local.untyped_storage()
+        if copy.untyped_storage() is memory:  # nothing had to move on this rank: then it copies what others receive
+            copy = copy.clone(memory_format=torch.preserve_format)
+            _torch.relocate(part, copy, _torch.spec_of(part))
         origin = Origin(memory, Place.of(whole), Place.of(part), take, put_back, _made(memory).writes)
-        _made(_torch.local_of(part).untyped_storage()).origin = origin
+        _made(copy.untyped_storage()).origin = origin
     return plain
 
 
@@ -195,7 +198,7 @@ def _before(target: Any) -> None:
     notes = _torch.noted(target, _NOTES)
     if notes is not None and notes.origin is not None:
         _refresh(_torch.local_of(target).untyped_storage(), notes.origin)
-    elif isinstance(target, DTensor) and target._is_view():
+    elif isinstance(target, DTensor) and target._is_view() and target.numel():
         base = target._base
         if base is not None and not _torch.shares_memory(target, base):
             raise refuse("an operator that writes in place", "would write into a copy that torch takes for a view",
