@@ -190,10 +190,11 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     check_placed("view", (("input", input),))
     went_to = (input.device_mesh, shape, before, plan.output.placements)
     _came_from.remember(went_to, tuple(settled(placement) for placement in input.placements))
-    local = move(input, plan.source) if _travels(input, plan.source) else _torch.local_of(input)
+    travels = _travels(input, plan.source)
+    local = move(input, plan.source) if travels else _torch.local_of(input)
     if local.dim() == len(before):  # else the rank is outside of the mesh
         local = (local if plan.flow is None else plan.flow(local)).reshape(plan.output.local_shape)
-    if plan.wanted is plan.output and plan.flow is None and not _travels(input, plan.source):
+    if plan.wanted is plan.output and plan.flow is None and not travels:
         return _torch.as_view(operator, args, kwargs, _torch.wrap(local, plan.output.spec))
     # What has moved may lie with gaps, and the next view of it goes by the strides that its spec says.
     result = _torch.wrap(plan.output.laid(local), plan.output.spec)
