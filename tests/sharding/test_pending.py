@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 
 import convmesh
@@ -122,6 +122,27 @@ def test_a_local_tensor_that_is_held_changes_nothing(pool: Pool) -> None:
         assert all(told == first for told in ranks)
         assert all(told == first for by_rank in others for told in by_rank)
         assert first[0] == most, "only the first use sends"
+
+
+def other_reductions(mesh: DeviceMesh) -> None:
+    """Averages and extremes, too, are reduced once, and written as what they are."""
+    for kind in ("sum", "avg", "max", "min"):
+        with convmesh.enable(), CommDebugMode() as sent:
+            x = DTensor.from_local(numbers(dist.get_rank()), mesh, [Partial(kind)], run_check=False)
+            (norm,) = torch._foreach_norm([x])
+            torch._foreach_mul_([x], 0.5)
+            torch._foreach_add_([x], 1.0)
+            x.abs_()
+            assert sent.get_total_counts() == 1
+        both = torch.stack([numbers(0), numbers(1)])
+        dense = {"sum": both.sum(0), "avg": both.mean(0), "max": both.amax(0), "min": both.amin(0)}[kind]
+        assert x.placements == (Partial(kind),)
+        assert_close(norm.full_tensor(), dense.norm())
+        assert_close(x.full_tensor(), (dense * 0.5 + 1).abs())
+
+
+def test_averages_and_extremes(pool: Pool) -> None:
+    pool.run(other_reductions, mesh=(2,))
 
 
 def write_locally(mesh: DeviceMesh) -> None:

@@ -21,7 +21,7 @@ from .. import _torch
 from .cache import planned
 from .dispatch import move
 from .errors import refuse
-from .layout import Layout
+from .layout import Layout, is_sum
 
 Take = Callable[[DTensor], DTensor]
 PutBack = Callable[[DTensor, DTensor], DTensor]
@@ -61,8 +61,8 @@ class Place:
 
 
 def assign(tensor: DTensor, values: DTensor) -> None:
-    """Write values into a tensor. Of a Partial sum each rank has its shard of them then, or the first rank has them
-    all; the others contribute zeros."""
+    """Write values into a tensor. Of a Partial(sum) each rank has its shard of them then, or the first rank has them
+    all; the others contribute zeros. Of an average or an extreme every rank has them."""
     target = _torch.local_of(tensor)
     source, has_it, boxes = _terms(_torch.spec_of(tensor), _torch.spec_of(values))
     local = move(values, source)
@@ -83,7 +83,8 @@ def _terms(spec: _torch.Spec, values: _torch.Spec) -> tuple[Layout, bool, tuple[
         if isinstance(p, Partial) and p != q
     ]  # fmt: skip
     source = layout.placed(tuple(Replicate() if m in pending else p for m, p in enumerate(layout.placements)))
-    for m in pending:
+    sums = [m for m in pending if is_sum(layout.placements[m])]
+    for m in sums:
         if type(values.placements[m]) is Shard:
             cut = source.placed((*source.placements[:m], values.placements[m], *source.placements[m + 1 :]))
             # A rank's shard is in its local tensor if that is not cut further.
@@ -93,7 +94,7 @@ def _terms(spec: _torch.Spec, values: _torch.Spec) -> tuple[Layout, bool, tuple[
         return source, True, ()
     own = [(dim, layout.own(dim), source.own(dim)) for dim in source.cuts]
     boxes = tuple((dim, part.start - held.start, len(part)) for dim, held, part in own if part != held)
-    return source, not any(here[m] for m in pending if isinstance(source.placements[m], Replicate)), boxes
+    return source, not any(here[m] for m in sums if isinstance(source.placements[m], Replicate)), boxes
 
 
 @dataclass

@@ -90,6 +90,7 @@ def _keep(tensor: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
     made = _torch.wrap(local, layout.spec)
     if not _torch.tracing() and parts.mark(made, tensor, _sum_of, lambda whole, part: part):
         registry.guard_writes()
+        _torch.relocate(tensor, _torch.local_of(tensor), _torch.spec_of(tensor))  # of a collective that is over by now
         _kept[tensor] = made, _torch.version_of(_torch.local_of(tensor))
     return made
 
