@@ -81,6 +81,8 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "rms_norm": (lambda x: F.rms_norm(x, x.shape[2:]), ()),
     "ConvNeXt": (convnext, CHANNEL),
     "attention": (attended, ()),
+    "glu": (lambda x: F.glu(x, 1), ()),
+    "prelu": (lambda x, w: F.prelu(x, w), CHANNEL[:1]),
     "cross_entropy": (classified, ()),
     "mse_loss": (lambda x: F.mse_loss(x, x.detach() * 2), ()),
     "mean": (lambda x: x.mean((2, 3)), ()),

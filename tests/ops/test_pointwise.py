@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import convmesh
@@ -148,24 +148,23 @@ def test_blocks_of_networks(pool: Pool, mesh: tuple[int, ...], places: list[Any]
 
 
 def pending(mesh: DeviceMesh) -> None:
-    """Sums stay pending through linear operators, and are reduced once for all others."""
+    """Tensors stay Partial through linear operators and writes; for all others they are reduced once."""
     values = torch.arange(-12, 12, dtype=torch.float64).view(2, 3, 4)
     with convmesh.enable(), CommDebugMode() as traffic:
         x, weight = place(values, mesh, ("P",)), place(values + 20, mesh, ("R",))
         linear = (-(x + x) * 2 * weight / weight).clone().float().double().addcmul(x, weight)
         assert linear.placements == (Partial(),)
         assert traffic.get_total_counts() == 0
-        shared = x.view(-1)  # so that it has to stay a pending sum
+        shared = x.view(-1)
         x.clamp_(-3, 3)
-        assert x.placements == (Partial(),)
         alone = place(values, mesh, ("P",)).clone()
-        alone.sqrt_().nan_to_num_(5.0)
-        assert alone.placements == (Replicate(),)
+        alone.sqrt_().nan_to_num_(5.0).mul_(weight)
+        assert x.placements == alone.placements == (Partial(),)
         assert traffic.get_total_counts() == 2
     assert_close(linear.full_tensor(), -4 * values + values * (values + 20))
     assert_close(x.full_tensor(), values.clamp(-3, 3))
     assert_close(shared.full_tensor(), values.clamp(-3, 3).view(-1))
-    assert_close(alone.full_tensor(), values.sqrt().nan_to_num(5.0))
+    assert_close(alone.full_tensor(), values.sqrt().nan_to_num(5.0) * (values + 20))
 
 
 def test_pending_sums(pool: Pool) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import convmesh
-from convmesh import _torch
+from convmesh import _torch, comm
 from convmesh.sharding import agreement
 from convmesh.sharding.rendezvous import Fingerprint, disagreement
 from tests.cases import place
@@ -133,6 +133,26 @@ def test_a_rank_with_other_layers_is_an_error_on_every_rank(layers: tuple[int, .
         outcome.message for outcome in outcomes if re.search(r"not doing the same|wait for each other", outcome.message)
     ]
     assert any(f"rank {THE_ODD_ONE}" in message for message in found)
+
+
+def caught(mesh: DeviceMesh) -> tuple[str | None, str | None]:
+    """A mismatch that all ranks catch, and what is left of it in the store, before and after they go on together."""
+    convmesh.enable(check=True)
+    with pytest.raises(convmesh.MismatchError):
+        place(torch.ones(4, 8 if dist.get_rank() == THE_ODD_ONE else 6), mesh, ("P",)).full_tensor()
+    dist.barrier()
+    before = comm.posted()
+    dist.barrier()
+    place(torch.ones(4, 6), mesh, ("P",)).full_tensor()
+    dist.barrier()
+    return before, comm.posted()
+
+
+def test_a_mismatch_that_was_caught_is_forgotten() -> None:
+    for outcome in launch(caught, mesh=(2,), names=("w",)):
+        before, after = outcome.result
+        assert "not doing the same" in before
+        assert after is None
 
 
 def another_shape(mesh: DeviceMesh) -> None:

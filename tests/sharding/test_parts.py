@@ -80,6 +80,7 @@ PLACES: list[tuple[tuple[int, ...], list[tuple[Any, ...]]]] = [
     ((2,), [(3,), (2,), (0,)]),
     ((4,), [(3,), (2,)]),
     ((2, 2), [(2, 3), (3, 3), ("R", 2)]),
+    ((1, 2), [(1, "R"), (2, 3), (3, 3)]),
 ]
 
 
@@ -98,6 +99,33 @@ def write(mesh: DeviceMesh, case: tuple[Callable[..., None], tuple[Any, ...]]) -
 @pytest.mark.parametrize(("mesh", "places"), PLACES)
 def test_writing_into_parts_reaches_the_whole(pool: Pool, mesh: tuple[int, ...], places: list[Any]) -> None:
     pool.run_cases(write, [(steps, at) for steps in STEPS for at in places], mesh=mesh)
+
+
+def write_twice(mesh: DeviceMesh, case: tuple[tuple[int, ...], tuple[Any, ...]]) -> None:
+    """Into reshaped tensors of which some ranks, or all of them, have what they need already."""
+    shape, at = case
+    x = torch.arange(60, dtype=torch.float64).view(shape)
+    with convmesh.enable():
+        for change in (
+            lambda y: y.flatten(1),
+            lambda y: y.flatten(),
+            lambda y: y.view(-1, 2),
+            lambda y: y[1:].view(-1),
+        ):
+            ours, dense = place(x, mesh, at) * 1.0, x * 1.0
+            for y in (ours, dense):
+                part = change(y)
+                part.mul_(0.5)
+                part.flatten().add_(1)
+                part.mul_(3.0)
+            assert_close(ours.full_tensor(), dense)
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (1, 1), (2, 2)])
+def test_dimensions_of_one_rank_and_of_one_index(pool: Pool, mesh: tuple[int, ...]) -> None:
+    shapes = [(4, 1, 15), (1, 4, 15), (12, 5, 1)]
+    cases = [(shape, at) for shape in shapes for at in ((1, "R"), (0, "R"), ("R", 1), (1, 2), (0, 0), (2, 0))]
+    pool.run_cases(write_twice, cases, mesh=mesh)
 
 
 def scale_part(h: torch.Tensor) -> torch.Tensor:

@@ -68,13 +68,13 @@ from .tensors import local_of as local_of
 from .tensors import make_spec as make_spec
 from .tensors import noted as noted
 from .tensors import opened as opened
-from .tensors import owns_storage as owns_storage
 from .tensors import plain as plain
 from .tensors import plain_order as plain_order
 from .tensors import redistribute as redistribute
 from .tensors import relocate as relocate
 from .tensors import shares_memory as shares_memory
 from .tensors import spec_of as spec_of
+from .tensors import version_of as version_of
 from .tensors import whole_data as whole_data
 from .tensors import wrap as wrap
 from .tracing import compile_for_any_rank as compile_for_any_rank

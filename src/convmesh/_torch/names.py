@@ -66,7 +66,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch.fx.traceback, "current_meta"),
     (dist.distributed_c10d._world, "pg_names"),
     (dist.distributed_c10d._world, "pg_group_ranks"),
-    (torch._C, "_storage_Use_Count"),
+    (torch.Tensor, "_version"),
     (torch._C, "_dispatch_keyset_full_after"),
     (torch._ops.OpOverload, "redispatch"),
     (torch._C._distributed_c10d, "_resolve_process_group"),

@@ -129,11 +129,9 @@ def relocate(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     tensor._local_tensor, tensor._spec = local, spec
 
 
-def owns_storage(local: torch.Tensor) -> bool:
-    """No other tensor looks at the same memory."""
-    storage = local.untyped_storage()
-    # One reference is the tensor's, and one is `storage` here.
-    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)
+def version_of(local: torch.Tensor) -> int:
+    """How often a tensor or a view of it was written; what is made in inference mode does not say."""
+    return 0 if local.is_inference() else int(local._version)
 
 
 def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:

@@ -13,8 +13,12 @@ _KEY = "convmesh/first failure"
 _SECONDS = 2.0
 
 
+_mine: str | None = None  # what this rank has left there
+
+
 def post(text: str) -> str | None:
     """Say that this rank has failed; returns what another rank had said before, if any had."""
+    global _mine
     found: list[str] = []
     mine = f"rank {dist.get_rank()}: {text}"
 
@@ -27,10 +31,19 @@ def post(text: str) -> str | None:
     thread = Thread(target=write, daemon=True)
     thread.start()
     thread.join(_SECONDS)
+    _mine = mine if mine in found else _mine
     return next((text for text in found if text != mine), None)
 
 
 def posted() -> str | None:
-    """What the first rank that failed has said."""
+    """What the first rank that failed has said, and has not taken back."""
     store = _torch.store()
-    return store.get(_KEY).decode() if store.check([_KEY]) else None
+    return store.get(_KEY).decode() or None if store.check([_KEY]) else None
+
+
+def take_back() -> None:
+    """This rank goes on after all: its failure was an error that all ranks have caught."""
+    global _mine
+    if _mine is not None:
+        _torch.store().compare_set(_KEY, _mine, "")
+        _mine = None

@@ -96,8 +96,9 @@ def _normalise(
         saved = absent(input, plan.saved)
         return _Normalised(absent(input, plan.output), saved, saved, running)
     x, w, b, *given = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=False))
-    mean, var = _moments(plan, x) if training else (t.to(plan.statistics.dtype) for t in given)
-    y = _apply(x, w, b, mean, var, eps)
+    compiled = plan.spread.compiled()
+    mean, var = _moments(plan, x, compiled) if training else (t.to(plan.statistics.dtype) for t in given)
+    y = _apply(x, w, b, mean, var, eps, compiled)
     statistics = (mean, (var + eps).rsqrt()) if training else (mean.new_empty(0),) * 2
     if training:
         unbiased = var * (plan.spread.count / max(1, plan.spread.count - 1))
@@ -107,13 +108,15 @@ def _normalise(
     return _Normalised(wrap_dense(y, plan.output), saved_mean, saved_rstd, running)
 
 
-def _moments(plan: BatchNormPlan, x: torch.Tensor) -> Pair:
+def _moments(plan: BatchNormPlan, x: torch.Tensor, compiled: bool) -> Pair:
     """Mean and variance of each of this rank's channels, over all ranks."""
-    mean, var = moments_of_channels(x.to(plan.statistics.dtype))
+    mean, var = moments_of_channels(x.to(plan.statistics.dtype), compiled)
     return plan.spread.merge(mean, var) if plan.spread.mesh_dims else (mean, var)
 
 
-def _apply(x: torch.Tensor, w: Any, b: Any, mean: torch.Tensor, var: torch.Tensor, eps: float) -> torch.Tensor:
+def _apply(
+    x: torch.Tensor, w: Any, b: Any, mean: torch.Tensor, var: torch.Tensor, eps: float, compiled: bool
+) -> torch.Tensor:
     """[N C space] and numbers by channel -> [N C space]. Half precision inputs take parameters in float32."""
     if not x.numel():
         return x
@@ -121,7 +124,7 @@ def _apply(x: torch.Tensor, w: Any, b: Any, mean: torch.Tensor, var: torch.Tenso
     if x.is_contiguous():
         by_channel = (-1, *[1] * (x.dim() - 2))
         w, b = (t if t is None else t.view(by_channel) for t in (w, b))
-        return normalised(x, (mean.view(by_channel), var.view(by_channel)), eps, w, b)
+        return normalised(x, (mean.view(by_channel), var.view(by_channel)), eps, w, b, compiled)
     result: torch.Tensor = aten.native_batch_norm.default(x, w, b, mean, var, False, 0.0, eps)[0]
     return result
 

@@ -77,7 +77,8 @@ def _gradients(
     def by_channel(numbers: torch.Tensor) -> torch.Tensor:
         return numbers.view(-1, *[1] * (x.dim() - 2))
 
-    plain, products = sums_of_channels(gy, x, *moments)
+    compiled = plan.spread.compiled()
+    plain, products = sums_of_channels(gy, x, *moments, compiled)
     own = products, plain  # as the gradients of weight and bias
     weight = None if w is None else by_channel(w)
     mean, rstd = (by_channel(t) for t in moments)
@@ -89,7 +90,7 @@ def _gradients(
         products, plain = (by_channel(t / plan.spread.count) for t in awaited())
         return (plain, products) if weight is None else (plain * weight, products * weight)
 
-    return input_gradient(gy, x, (mean, rstd), means, weight) if for_input else None, awaited()
+    return input_gradient(gy, x, (mean, rstd), means, weight, compiled) if for_input else None, awaited()
 
 
 @rule(aten.native_batch_norm_backward.default, behaviour=BACKWARD)

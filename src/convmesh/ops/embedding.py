@@ -18,6 +18,7 @@ from ..sharding.dispatch import layouts_of, move, specs_of
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from ..sharding.rows import Row, choose, input_placements, output_placements
+from .bad_index import check_within, raised_alike
 from .gather_index import owned
 
 aten = torch.ops.aten
@@ -39,13 +40,21 @@ def embedding(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     rows, chosen = move(table, placed), move(indices, at)
     if output.mesh.get_coordinate() is None:
         return _torch.wrap(rows.new_empty(0), output.spec)
-    if 0 not in placed.cuts:
-        return _torch.wrap(aten.embedding.default(rows, chosen), output.spec)
-    places, mine = owned(chosen, placed.own(0), placed.shape[0])
-    if not rows.shape[0]:
-        return _torch.wrap(rows.new_zeros(output.local_shape), output.spec)
-    found = aten.embedding.default(rows, places).masked_fill(~mine.unsqueeze(-1), 0)
+    found = raised_alike(lambda: _rows(rows, chosen, placed), chosen, placed.shape[0], at)
     return _torch.wrap(found, output.spec)
+
+
+def _rows(table: torch.Tensor, indices: torch.Tensor, placed: Layout) -> torch.Tensor:
+    """Of this rank's part of the table; zeros for the others."""
+    if not table.numel():
+        check_within(indices, placed.shape[0])
+    if 0 not in placed.cuts:
+        result: torch.Tensor = aten.embedding.default(table, indices)
+        return result
+    places, mine = owned(indices, placed.own(0), placed.shape[0])
+    if not table.shape[0]:
+        return table.new_zeros((*indices.shape, table.shape[1]))
+    return aten.embedding.default(table, places).masked_fill(~mine.unsqueeze(-1), 0)  # type: ignore[no-any-return]
 
 
 @planned

@@ -25,6 +25,7 @@ from ..sharding.hints import remember
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from ..sharding.rows import Row, choose, input_placements, output_placements
+from .bad_index import raised_alike
 from .gather_index import owned
 from .points import as_lists, idle, others, travels_within, whole_price
 
@@ -63,12 +64,17 @@ def gather(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
         return _torch.wrap(x.new_empty(plan.output.local_shape), plan.output.spec)
     dim %= max(1, input.dim())
     if plan.asks:
-        result = _asked(x, places, plan, dim)
-    elif dim in plan.source.cuts:
-        result = _owned(x, places, plan, dim)
+        take, settled = _asked, plan.source.cuts[dim]
     else:
-        result = aten.gather.default(x, dim, places)
+        take, settled = _owned if dim in plan.source.cuts else _gathered, ()
+    size = plan.source.shape[dim] if input.dim() else 1
+    result = raised_alike(lambda: take(x, places, plan, dim), places, size, plan.index, settled)
     return _torch.wrap(result.contiguous(), plan.output.spec)
+
+
+def _gathered(x: torch.Tensor, places: torch.Tensor, plan: GatherPlan, dim: int) -> torch.Tensor:
+    result: torch.Tensor = aten.gather.default(x, dim, places)
+    return result
 
 
 def _owned(x: torch.Tensor, places: torch.Tensor, plan: GatherPlan, dim: int) -> torch.Tensor:

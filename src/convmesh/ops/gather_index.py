@@ -20,6 +20,7 @@ from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from ..sharding.rows import Assignment, Row, choose, input_placements, output_placements
+from .bad_index import check_within, raised_alike
 from .points import idle, whole_price
 from .remap_plan import settled
 
@@ -40,7 +41,7 @@ def local_index(index: Any) -> torch.Tensor:
 
 def owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the indices are in this rank's part (anything for those that are not), and which of them are."""
-    aten._assert_async.msg(((index >= 0) & (index < size)).all(), "index out of range")
+    check_within(index, size)
     mine = (index >= own.start) & (index < own.stop)
     return (index - own.start).clamp(0, max(0, len(own) - 1)), mine
 
@@ -71,8 +72,11 @@ def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
     x = move(input, source)
     if source.mesh.get_coordinate() is None:
         return _torch.wrap(x.new_empty(0), output.spec)
+    if not x.numel():
+        check_within(at, source.shape[dim])
     if dim not in source.cuts:
-        return _torch.wrap(aten.index_select.default(x, dim, at).contiguous(), output.spec)
+        taken = raised_alike(lambda: aten.index_select.default(x, dim, at).contiguous(), at, source.shape[dim])
+        return _torch.wrap(taken, output.spec)
     places, mine = owned(at, source.own(dim), source.shape[dim])
     if not x.shape[dim]:
         return _torch.wrap(x.new_zeros(output.local_shape), output.spec)
@@ -114,5 +118,10 @@ def index_add(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     if dim in output.cuts:
         at, mine = owned(at, output.own(dim), output.shape[dim])
         values = values.masked_fill((~mine).view(-1, *[1] * (x.dim() - dim - 1)), 0)
-    result = aten.index_add.default(x, dim, at, values, alpha=alpha) if x.numel() else x.clone()
+    elif not x.numel():
+        check_within(at, output.shape[dim] if output.shape else 1)
+    if not x.numel():
+        return _torch.wrap(x.clone(), output.spec)
+    size = output.shape[dim] if output.shape else 1
+    result = raised_alike(lambda: aten.index_add.default(x, dim, at, values, alpha=alpha), at, size)
     return _torch.wrap(result.contiguous(), output.spec)

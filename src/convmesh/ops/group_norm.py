@@ -158,13 +158,14 @@ def group_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
 def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
     # A group of which the rank has some channels only is made of these, one by one.
     local_groups = plan.groups if plan.whole_groups else len(plan.channels)
-    moments = moments_of_groups(x.to(plan.statistics.dtype), local_groups)
+    compiled = plan.spread.compiled()
+    moments = moments_of_groups(x.to(plan.statistics.dtype), local_groups, compiled)
     if not plan.whole_groups:
         moments = _regroup(plan, *moments)
     mean, var = plan.spread.merge(*moments) if plan.spread.mesh_dims else moments
     by_channel = plan.by_channel(mean, x.dim()), plan.by_channel(var, x.dim())
     w, b = (None if t is None else t.to(mean.dtype).view(-1, *[1] * (x.dim() - 2)) for t in (w, b))
-    return normalised(x, by_channel, eps, w, b), mean, (var + eps).rsqrt()
+    return normalised(x, by_channel, eps, w, b, compiled), mean, (var + eps).rsqrt()
 
 
 def _regroup(plan: GroupNormPlan, mean: torch.Tensor, var: torch.Tensor) -> Pair:
@@ -203,8 +204,9 @@ def _gradients(
     plan: GroupNormPlan, gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, w: Any
 ) -> tuple[torch.Tensor, ...]:
     gy, x = (t.to(mean.dtype) for t in (gy, x))
+    compiled = plan.spread.compiled()
     moments = plan.by_channel(mean, x.dim()), plan.by_channel(rstd, x.dim())
-    plain, products = (t.view(x.shape[:2]) for t in sums_by_set(gy, x, *moments))
+    plain, products = (t.view(x.shape[:2]) for t in sums_by_set(gy, x, *moments, compiled))
     sums = plan.spread.start_adding_up(*(plan.by_group(t if w is None else t * w) for t in (plain, products)))
     count = max(1, plan.per_group * prod(plan.output.shape[2:]))
 
@@ -213,4 +215,4 @@ def _gradients(
         return plan.by_channel(first / count, x.dim()), plan.by_channel(second / count, x.dim())
 
     weight = None if w is None else w.view(-1, *[1] * (x.dim() - 2))
-    return input_gradient(gy, x, moments, means, weight), products.sum(0), plain.sum(0)
+    return input_gradient(gy, x, moments, means, weight, compiled), products.sum(0), plain.sum(0)

@@ -19,6 +19,7 @@ from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import rule
+from .bad_index import check_within
 from .gather_index import INDEX, P, local_index, owned
 from .masks import index_masked, refuse_compiled
 from .remap_plan import settled
@@ -89,6 +90,12 @@ def here_of(picks: Picks, layout: Layout) -> tuple[list[torch.Tensor | None], to
     return local, mine
 
 
+def check_picks(picks: Picks, layout: Layout) -> None:
+    """For a rank that has nothing of an indexed tensor, so that no operator looks at them."""
+    for dim, places in picks.items():
+        check_within(places, layout.shape[dim])
+
+
 def without_others(values: torch.Tensor, mine: torch.Tensor | None, first: int) -> torch.Tensor:
     """Zero where another rank has the index."""
     if mine is None:
@@ -122,6 +129,8 @@ def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     x = move(input, source)
     if source.mesh.get_coordinate() is None:
         return _torch.wrap(x.new_empty(0), output.spec)
+    if not x.numel():
+        check_picks(picks, source)
     if any(dim in source.cuts and not x.shape[dim] for dim in picks):
         return _torch.wrap(x.new_zeros(output.local_shape), output.spec)
     local, mine = here_of(picks, source)

@@ -6,7 +6,6 @@ Every rank writes what it owns of the indexed dimensions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..sharding.dispatch import check_placed, move, relocated
 from ..sharding.layout import Layout
 from ..sharding.registry import rule
 from .gather_index import ADD, plan_add
-from .index import Moved, Picks, here_of, moved_by, picks_of, sole_mask, without_others
+from .index import Moved, Picks, check_picks, here_of, moved_by, picks_of, sole_mask, without_others
 from .masks import put_masked
 
 aten = torch.ops.aten
@@ -49,7 +48,10 @@ def _put(whole: DTensor, picks: Picks, moved: Moved, values: DTensor, adds: bool
     beside = tuple(moved.others.get(dim) for dim in range(whole.dim()))
     placed, given, output = plan_add("index_put", _torch.spec_of(whole), _torch.spec_of(values), beside, adds)
     x, v = move(whole, placed), move(values, given)
-    if output.mesh.get_coordinate() is None or not prod(x.shape):
+    if output.mesh.get_coordinate() is None:
+        return x.clone(), output
+    if not x.numel():
+        check_picks(picks, output)
         return x.clone(), output
     local, mine = here_of(picks, output)
     if adds or mine is None:

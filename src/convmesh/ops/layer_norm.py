@@ -91,8 +91,9 @@ def layer_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
 def _normalise(plan: LayerNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
     x = x.to(plan.statistics.dtype).contiguous()
     by_row = (*x.shape[: len(plan.outer)], *[1] * len(plan.inner))
-    mean, var = plan.spread.merge(*(t.view(by_row) for t in moments_of_sets(x, prod(by_row))))
-    y = normalised(x, (mean, var), eps)
+    compiled = plan.spread.compiled()
+    mean, var = plan.spread.merge(*(t.view(by_row) for t in moments_of_sets(x, prod(by_row), compiled)))
+    y = normalised(x, (mean, var), eps, compiled=compiled)
     y = y if w is None else y.mul_(w)
     return (y if b is None else y.add_(b)), mean, (var + eps).rsqrt()
 
@@ -125,16 +126,17 @@ def _gradients(
     mask: Sequence[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
     gy, x = (t.to(mean.dtype) for t in (gy, x))
+    compiled = plan.spread.compiled()
     for_input = for_weight = for_bias = None
     if mask[0]:
         scaled = gy if w is None else gy * w
-        sums = plan.spread.start_adding_up(*sums_by_set(scaled, x, mean, rstd))
+        sums = plan.spread.start_adding_up(*sums_by_set(scaled, x, mean, rstd, compiled))
 
         def means() -> Pair:
             first, second = sums()
             return first / plan.spread.count, second / plan.spread.count
 
-        for_input = input_gradient(scaled, x, (mean, rstd), means)
+        for_input = input_gradient(scaled, x, (mean, rstd), means, compiled=compiled)
     if mask[1]:
         for_weight = _over_rows((x - mean).mul_(rstd).mul_(gy), plan)
     if mask[2]:

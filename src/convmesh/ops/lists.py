@@ -15,7 +15,8 @@ from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout
-from ..sharding.pending import reduce_once
+from ..sharding.parts import assign
+from ..sharding.pending import put_back, reduce_once
 
 
 class Lists:
@@ -64,9 +65,11 @@ class Lists:
                 continue
             for tensor, result, target in zip(self.values[number], local[number], self.targets, strict=True):
                 if isinstance(tensor, DTensor) and target is not None and result is not _torch.local_of(tensor):
-                    # Also a pending sum can be written: then one rank has all of it, and the others zeros.
-                    moved = _torch.redistribute(result, target.spec, _torch.spec_of(tensor))
-                    _torch.local_of(tensor).copy_(moved)
+                    sum = self._reduced.get(id(tensor))
+                    if sum is not None and result is _torch.local_of(sum):
+                        put_back(tensor, sum)
+                    else:
+                        assign(tensor, _torch.wrap(result, target.spec))
 
     def wrap(self, results: Sequence[torch.Tensor], number: int = 0) -> list[torch.Tensor]:
         """The DTensors of a list of results, which belong to the list number `number` of the arguments."""

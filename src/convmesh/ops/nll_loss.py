@@ -135,6 +135,7 @@ def nll_loss(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     each = torch.where(targets.has, -_pick(plan, x, targets).to(dtype) * targets.weight, 0)
     mesh = plan.input.mesh
     if reduction == NONE:
+        _tell_of_wrong(plan, targets.wrong)
         each = all_reduce(each, mesh, plan.class_mesh_dims)
         return wrap_dense(each.masked_fill(targets.wrong, torch.nan), plan.picked), wrap_dense(
             each.new_zeros(()), plan.total
@@ -143,6 +144,13 @@ def nll_loss(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     if not plan.counts_weights:
         weights, wrong = torch.zeros_like(weights), torch.zeros_like(wrong)
     return _put_together(plan, [each.sum(), weights, wrong], reduction)
+
+
+def _tell_of_wrong(plan: NllPlan, wrong: torch.Tensor) -> None:
+    """Where nothing else is added up, ranks tell each other how many of their targets are no class."""
+    if wrong.is_cpu and not _torch.tracing():
+        mesh_dims = [m for m in plan.mesh_dims if m not in plan.class_mesh_dims]
+        _raise_if(all_reduce(wrong.sum(), plan.input.mesh, mesh_dims), plan)
 
 
 def _put_together(plan: NllPlan, sums: list[torch.Tensor], reduction: int) -> tuple[DTensor, DTensor]:

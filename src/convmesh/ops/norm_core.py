@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ..comm import start_reducing
+from .. import kernels
+from ..comm import agreed, start_reducing
 from ..sharding.dispatch import place
 from ..sharding.layout import Layout
 from ..sharding.rows import Assignment, Row, Wanted, choose, input_placements
@@ -44,6 +45,14 @@ class Spread:
         mesh_dims = cutting(layout, dims)
         found = counts(layout, dims, mesh_dims)
         return Spread(layout.mesh, mesh_dims, tuple(n / max(1, sum(found)) for n in found), sum(found))
+
+    def compiled(self) -> bool:
+        """Whether every rank of the mesh has the compiled kernels: torch's differ from them in the last bits.
+
+        Where moments are merged, all ranks are about to communicate, and so all of them ask.
+        """
+        together = bool(self.mesh_dims)
+        return self.mesh.device_type == "cpu" and agreed("kernels", kernels.available, self.mesh, together)
 
     def merge(self, mean: torch.Tensor, var: torch.Tensor) -> Pair:
         return merge(mean, var, self._weights, self.mesh, self.mesh_dims)

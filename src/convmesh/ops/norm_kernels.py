@@ -1,8 +1,8 @@
 """What a norm computes on one rank, in as few passes over memory as there can be.
 
-A set is what one mean and one variance are taken of. On CPUs compiled kernels do it, where they can. Of torch's, those
-of one norm serve the others: every set as a group of a group norm, which finds moments, or as a channel of a batch
-norm, which applies them.
+A set is what one mean and one variance are taken of. On CPUs compiled kernels do it, where they can, and where all
+ranks have them (`compiled`). Of torch's, those of one norm serve the others: every set as a group of a group norm,
+which finds moments, or as a channel of a batch norm, which applies them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ROW = 1 << 10  # elements that stay in the fastest cache while a kernel goes ove
 LONG = 64  # values of a set; for shorter ones a kernel spends its time between them
 
 
-def moments_of_groups(x: torch.Tensor, groups: int) -> Pair:
+def moments_of_groups(x: torch.Tensor, groups: int, compiled: bool = True) -> Pair:
     """[N C space] -> [N G] [N G]: mean and variance of a rank's own values; of no values, zeros."""
     if x.is_contiguous() or not x.numel():
-        mean, var = moments_of_sets(x, x.shape[0] * groups)
+        mean, var = moments_of_sets(x, x.shape[0] * groups, compiled)
         return mean.view(x.shape[0], groups), var.view(x.shape[0], groups)
     if not x.is_cpu:
         var, mean = torch.var_mean(x.unflatten(1, (groups, -1)), tuple(range(2, x.dim() + 1)), correction=0)
@@ -38,7 +38,7 @@ def moments_of_groups(x: torch.Tensor, groups: int) -> Pair:
     return mean, _variance(rstd)
 
 
-def moments_of_sets(x: torch.Tensor, sets: int) -> Pair:
+def moments_of_sets(x: torch.Tensor, sets: int, compiled: bool = True) -> Pair:
     """Mean and variance of each of `sets` equal parts of contiguous memory; of no values, zeros."""
     if not x.numel():
         return x.new_zeros(sets), x.new_zeros(sets)
@@ -49,7 +49,7 @@ def moments_of_sets(x: torch.Tensor, sets: int) -> Pair:
     if _torch.tracing():
         mean, rstd = _kernel_moments(x.view(sets, 1, count), 1)
         return mean.view(sets), _variance(rstd).view(sets)
-    if _compiled_for(x):
+    if compiled and _compiled_for(x):
         mean, var = kernels.moments(x, sets)
         return mean, var.masked_fill_(var.isinf(), nan)  # torch's kernels for these norms have no such number
     row = _row(count, ROW)
@@ -95,7 +95,7 @@ def _moments_of_equals(means: torch.Tensor, variances: torch.Tensor, dim: int) -
     return mean.squeeze(dim), (means - mean).square_().add_(variances).mean(dim)
 
 
-def moments_of_channels(x: torch.Tensor) -> Pair:
+def moments_of_channels(x: torch.Tensor, compiled: bool = True) -> Pair:
     """[N C space] -> [C] [C]: mean and variance of a rank's own values; of no values, zeros."""
     if not x.numel():
         nothing = x.new_zeros(x.shape[1])
@@ -104,14 +104,18 @@ def moments_of_channels(x: torch.Tensor) -> Pair:
         mean, var = aten.batch_norm_update_stats.default(x, None, None, 0.0)
         return mean, var
     # The kernel of batch norm takes four times as long as that of group norm, which has its moments by sample.
-    by_sample = kernels.moments(x, x.shape[0] * x.shape[1]) if _compiled_for(x) else moments_of_groups(x, x.shape[1])
+    if compiled and _compiled_for(x):
+        by_sample = kernels.moments(x, x.shape[0] * x.shape[1])
+    else:
+        by_sample = moments_of_groups(x, x.shape[1], compiled)
     mean, var = (t.view(x.shape[:2]) for t in by_sample)
     return _moments_of_equals(mean, var, 0)
 
 
 def normalised(
-    x: torch.Tensor, moments: Pair, eps: float, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+    x: torch.Tensor, moments: Pair, eps: float, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    compiled: bool = True,
+) -> torch.Tensor:  # fmt: skip
     """In new memory, with weight and bias, if any, in the shape of the moments: of size 1 along all of the last
     dimensions that a set has several values along."""
     mean, var = moments
@@ -122,7 +126,7 @@ def normalised(
         scaled = (x - mean).mul_(rstd if weight is None else rstd * weight)
         return scaled if bias is None else scaled.add_(bias)
     weight, bias = (None if t is None else t.expand_as(mean) for t in (weight, bias))
-    if _compiled_for(x):
+    if compiled and _compiled_for(x):
         rstd = (var + eps).rsqrt_()
         scale, shift = rstd if weight is None else rstd.mul_(weight), torch.zeros_like(mean) if bias is None else bias
         return _combined(x, mean, scale, shift)
@@ -152,7 +156,9 @@ def _numbers(by_set: torch.Tensor) -> torch.Tensor:
     return by_set.reshape(-1).contiguous()
 
 
-def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Pair:
+def sums_by_set(
+    gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool = True
+) -> Pair:
     """Sums of the gradient, and of the gradient times the normalised input, over the dimensions where `mean` has one
     index, all of which are the last. They are left with size 1."""
     if not x.numel():
@@ -160,7 +166,7 @@ def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: tor
     if not (gy.is_contiguous() and x.is_contiguous()):
         inner = [-1 - number for number, _ in enumerate(takewhile(lambda size: size == 1, reversed(mean.shape)))]
         return gy.sum(inner, keepdim=True), ((x - mean).mul_(rstd).mul_(gy)).sum(inner, keepdim=True)
-    if _compiled_for(gy, x):
+    if compiled and _compiled_for(gy, x):
         plain, products = kernels.sums(gy, x, (_numbers(mean).to(x.dtype), _numbers(rstd).to(x.dtype)))
         return plain.view_as(mean), products.view_as(mean)
     # One kernel makes both sums in one pass, without anything of the input's size: they are the gradients of weight
@@ -176,16 +182,18 @@ def sums_by_set(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: tor
     return plain.view_as(mean), products.view_as(mean)
 
 
-def sums_of_channels(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Pair:
+def sums_of_channels(
+    gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool = True
+) -> Pair:
     """[N C space] [N C space] [C] [C] -> [C] [C]: of the gradient, and of the gradient times the normalised input."""
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
     gy, x = gy.to(mean.dtype), x.to(mean.dtype)
     large = x.is_cpu and x.numel() > IN_CACHE and prod(x.shape[2:]) >= LONG
-    if _compiled_for(gy, x) or (large and x.is_contiguous() and gy.is_contiguous()):
+    if (compiled and _compiled_for(gy, x)) or (large and x.is_contiguous() and gy.is_contiguous()):
         # By sample first, and by parts of it that stay in the fastest cache.
-        by_sample = (t.view(1, -1, *[1] * (x.dim() - 2)).expand(len(x), *[-1] * (x.dim() - 1)) for t in (mean, rstd))
-        plain, products = (t.sum(0).view(-1) for t in sums_by_set(gy, x, *by_sample))
+        by_sample = [t.view(1, -1, *[1] * (x.dim() - 2)).expand(len(x), *[-1] * (x.dim() - 1)) for t in (mean, rstd)]
+        plain, products = (t.sum(0).view(-1) for t in sums_by_set(gy, x, by_sample[0], by_sample[1], compiled))
         return plain, products
     asked = [False, True, True]
     _, products, plain = aten.native_batch_norm_backward.default(gy, x, None, None, None, mean, rstd, True, 0.0, asked)
@@ -193,8 +201,9 @@ def sums_of_channels(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd
 
 
 def input_gradient(
-    gy: torch.Tensor, x: torch.Tensor, moments: Pair, means: Callable[[], Pair], weight: Any = None
-) -> torch.Tensor:
+    gy: torch.Tensor, x: torch.Tensor, moments: Pair, means: Callable[[], Pair], weight: Any = None,
+    compiled: bool = True,
+) -> torch.Tensor:  # fmt: skip
     """In new memory, from the means over all ranks of the gradient, and of the gradient times the normalised input.
 
     It is a linear function of gradient and input, with one set of coefficients for each set of moments.
@@ -208,7 +217,7 @@ def input_gradient(
         return result.addcmul_(x, by_input, value=-1).add_(by_input * mean - rstd * plain)
     plain, products = means()
     by_input, added = -rstd.square() * products, -rstd * plain
-    if _compiled_for(gy, x):
+    if compiled and _compiled_for(gy, x):
         return _combined(x, mean, by_input, added, gy, by_gradient)
     if not x.numel():
         return torch.empty_like(x)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _torch
 from ..comm import all_reduce
@@ -129,19 +129,40 @@ def unscale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
         _torch.local_of(args[1]).copy_(found)
 
 
+# While an optimizer steps, by its id: parameters with the gradients that they had before, and have now.
+_stepping: dict[int, list[tuple[torch.Tensor, DTensor, DTensor]]] = {}
+
+
 def reduce_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step: reduce what is pending of all gradients at once, however the optimizer then uses them."""
+    """Before a step: reduce all Partial gradients at once, and let the parameters have the sums until it is over.
+
+    What an optimizer makes of a gradient, a momentum for example, is then placed as the parameter is.
+    """
     if torch.compiler.is_compiling():
         return
-    gradients: list[DTensor] = []
+    given: list[tuple[torch.Tensor, DTensor]] = []
     like: dict[int, DTensor] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            gradients.append(gradient)
+            given.append((parameter, gradient))
             if isinstance(parameter, DTensor) and parameter.device_mesh == gradient.device_mesh:
                 like[id(gradient)] = parameter
-    reduce_once(gradients, {key: parameter for key, parameter in like.items() if not is_pending(parameter)})
+    like = {key: parameter for key, parameter in like.items() if not is_pending(parameter)}
+    sums = reduce_once([gradient for _, gradient in given], like)
+    _stepping[id(optimizer)] = [
+        (parameter, gradient, sums[id(gradient)]) for parameter, gradient in given if id(gradient) in sums
+    ]
+    for parameter, _, sum in _stepping[id(optimizer)]:
+        parameter.grad = sum
+
+
+def give_gradients_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """After a step. A closure may have made new gradients meanwhile."""
+    for parameter, gradient, sum in _stepping.pop(id(optimizer), ()):
+        if parameter.grad is sum:
+            parameter.grad = gradient
 
 
 while_installed(lambda: register_optimizer_step_pre_hook(reduce_gradients).remove)
+while_installed(lambda: register_optimizer_step_post_hook(give_gradients_back).remove)

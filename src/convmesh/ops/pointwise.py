@@ -15,7 +15,7 @@ from .. import _torch
 from ..sharding.cache import Table
 from ..sharding.constants import the_same_everywhere
 from ..sharding.dispatch import move, specs_of
-from ..sharding.pending import reduce_once
+from ..sharding.pending import is_pending, kept, put_back, reduce_once
 from ..sharding.registry import Behaviour, made_of_others, overloads, rule
 from .pointwise_plan import Step, plan_pointwise
 
@@ -116,12 +116,17 @@ def _moved(
     plan = _table.look_up(_key(operator, specs, kwargs), lambda: plan_pointwise(operator, args, kwargs, specs))
     if plan.leaves:
         return _torch.stock(operator, args, kwargs)
-    if plan.reduces:
+    if plan.reduces or (plan.writes_terms and _sum_is_known(*args)):
         return _reduced(operator, args, kwargs)
     if plan.output.mesh.get_coordinate() is not None:
         values = [_brought(arg, value, step) for arg, value, step in zip(args, values, plan.steps, strict=True)]
     result = operator(*values, **kwargs)
     return args[0] if operator._schema.is_mutable else _torch.wrap(result, plan.spec(result.dtype))
+
+
+def _sum_is_known(target: DTensor, *others: Any) -> bool:
+    """And nothing else is Partial, of which the sum would have to be taken for it."""
+    return kept(target) is not None and not any(isinstance(other, DTensor) and is_pending(other) for other in others)
 
 
 def _brought(tensor: Any, local: Any, step: Step | None) -> Any:
@@ -135,12 +140,9 @@ def _brought(tensor: Any, local: Any, step: Step | None) -> Any:
 
 
 def _reduced(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Write into a pending sum what cannot be written term by term: it is added up, and stays so where it can."""
+    """Write into the sum of a Partial tensor what cannot be written term by term, or need not be: the sum is known."""
     target: DTensor = args[0]
-    whole = reduce_once([target])[id(target)]
-    pointwise(operator, (whole, *args[1:]), kwargs)
-    if whole is not target and target.device_mesh.get_coordinate() is not None:
-        # Another tensor shares its memory: then one rank has all of the sum, and the others zeros.
-        moved = _torch.redistribute(_torch.local_of(whole), _torch.spec_of(whole), _torch.spec_of(target))
-        _torch.local_of(target).copy_(moved)
+    sum = reduce_once([target])[id(target)]
+    pointwise(operator, (sum, *args[1:]), kwargs)
+    put_back(target, sum)
     return target

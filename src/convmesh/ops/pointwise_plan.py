@@ -63,6 +63,7 @@ class PointwisePlan:
     steps: tuple[Step | None, ...]  # by argument; None for one that is used as it is
     output: Layout
     reduces: bool = False  # the tensor that is written is a pending sum, and has to be added up before
+    writes_terms: bool = False  # the tensor that is written is Partial, and every rank writes its own term of the sum
     leaves: bool = False  # to torch's DTensor: on several meshes, or cut in an order other than the mesh's
     ready: bool = False  # all arguments are used as they are
     specs: dict[torch.dtype, _torch.Spec] = field(default_factory=dict)
@@ -91,7 +92,7 @@ def plan_pointwise(
     chosen = _choose(operator, operands, output, kwargs)
     if chosen is None:
         return PointwisePlan((), output, reduces=True)
-    return _plan(operands, output.placed(output_placements(chosen, 0)), chosen)
+    return _plan(operands, output.placed(output_placements(chosen, 0)), chosen, operator._schema.is_mutable)
 
 
 def _alike(specs: Sequence[_torch.Spec]) -> bool:
@@ -200,12 +201,13 @@ def _linear(operator: _torch.Operator, operands: Operands, kwargs: Mapping[str, 
     return rows
 
 
-def _plan(operands: Operands, output: Layout, chosen: Assignment) -> PointwisePlan:
+def _plan(operands: Operands, output: Layout, chosen: Assignment, in_place: bool) -> PointwisePlan:
     steps = tuple(
         None if layout is None else _step(layout, layout.placed(input_placements(chosen, number)))
         for number, layout in enumerate(operands)
     )
-    return PointwisePlan(steps, output, ready=not any(steps))
+    writes_terms = in_place and any(isinstance(placement, Partial) for placement in output.placements)
+    return PointwisePlan(steps, output, writes_terms=writes_terms, ready=not (writes_terms or any(steps)))
 
 
 def _step(source: Layout, target: Layout) -> Step | None:

@@ -12,7 +12,8 @@ from .. import _torch
 from ..sharding.dispatch import check_placed, move
 from ..sharding.layout import Layout
 from ..sharding.one_device import strides_of
-from ..sharding.pending import can_relocate, reduce_once
+from ..sharding.parts import assign
+from ..sharding.pending import reduce_once
 from ..sharding.registry import Behaviour, made_of_others, rule
 from .bernoulli import zeros_and_ones
 from .drawing import DRAWN, SHARED, cut_out, draw_own, where_drawn
@@ -145,13 +146,9 @@ def _beside(tensor: DTensor, layout: Layout) -> torch.Tensor:
 
 
 def _write(tensor: DTensor, drawn: torch.Tensor) -> DTensor:
-    """In place. A pending sum becomes a tensor that is none; where that cannot be, one rank has all of it."""
-    spec, local = _torch.spec_of(tensor), _torch.local_of(tensor)
-    layout = where_drawn(spec, None)
-    if spec.placements != layout.placements and can_relocate(tensor):
-        _torch.relocate(tensor, drawn, layout.spec)
-    elif spec.mesh.get_coordinate() is not None and _torch.memory_of(drawn) != _torch.memory_of(local):
-        local.copy_(_torch.redistribute(drawn, layout.spec, spec))
+    """In place."""
+    if _torch.memory_of(drawn) != _torch.memory_of(_torch.local_of(tensor)):
+        assign(tensor, _torch.wrap(drawn, where_drawn(_torch.spec_of(tensor), None).spec))
     return tensor
 
 

@@ -25,6 +25,7 @@ from ..sharding.hints import placements_of
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from ..sharding.rows import Row, Wanted, choose, input_placements, output_placements
+from .bad_index import check_within, raised_alike
 from .points import as_lists, idle, others, travels_within, whole_price
 
 aten = torch.ops.aten
@@ -68,8 +69,10 @@ def scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
         move(tensor, layout) for tensor, layout in zip((whole, index, values), (*plan.operands, None), strict=False)
     )
     if plan.here and 0 not in plan.operands[1].shape:
-        made = partial(_functional, operator, how)
-        result = _written(made, x, dim, at, source if values is None else given, plan)
+        write = partial(_written, partial(_functional, operator, how), x, dim, at, source if values is None else given)
+        size = plan.operands[0].shape[dim] if whole.dim() else 1
+        settled = plan.operands[0].cuts[dim] if plan.routes else ()
+        result = raised_alike(lambda: write(plan), at, size, plan.operands[1], settled)
     else:
         result = x if in_place else x.clone()
     if not in_place:
@@ -94,7 +97,7 @@ def _written(
         return functional(x, dim, at, source)
     own = plan.operands[0].own(dim)
     if not plan.routes:
-        aten._assert_async.msg(((at >= 0) & (at < plan.operands[0].shape[dim])).all(), "index out of range")
+        check_within(at, plan.operands[0].shape[dim])
         mine = (at >= own.start) & (at < own.stop)
         # What belongs to other ranks goes to one place more, which is cut off.
         shape = [*x.shape[:dim], 1, *x.shape[dim + 1 :]]

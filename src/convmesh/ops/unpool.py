@@ -27,6 +27,7 @@ from ..sharding.dispatch import check_placed, move, place
 from ..sharding.errors import refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
+from .bad_index import check_within, raised_alike
 from .flat_index import coordinates, flatten
 from .pool import name_of, spatial_of
 
@@ -63,15 +64,20 @@ def max_unpool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     if plan.own is None:
         return _torch.wrap(values.new_empty(0), plan.output.spec)
     shape = plan.computed.local_shape
-    if plan.routed:
-        result = _write_routed(values, at, sizes, plan)
-    elif not prod(shape):
-        result = values.new_empty(shape)
-    elif all(len(own) == size for own, size in zip(plan.own, sizes, strict=True)):
-        result = operator(values, at, sizes, *rest)
-    else:
-        result = _write_own(values, at, sizes, plan)
-    wrapped = place(result, plan.computed, plan.output)
+
+    def write() -> torch.Tensor:
+        if plan.routed:
+            return _write_routed(values, at, sizes, plan)
+        if not prod(shape):
+            result: torch.Tensor = values.new_empty(shape)
+        elif all(len(own) == size for own, size in zip(plan.own or (), sizes, strict=True)):
+            result = operator(values, at, sizes, *rest)
+        else:
+            result = _write_own(values, at, sizes, plan)
+        return result
+
+    made = raised_alike(write, at, prod(sizes), plan.operands[1], plan.routed)
+    wrapped = place(made, plan.computed, plan.output)
     assert wrapped is not None, "there is a result"
     return wrapped
 
@@ -100,8 +106,7 @@ def _write_routed(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], 
 
 def _write_own(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], plan: UnpoolPlan) -> torch.Tensor:
     assert plan.own is not None
-    if at.device.type == "cpu" and not _torch.tracing() and bool(((at < 0) | (at >= prod(sizes))).any()):
-        raise IndexError(f"max_unpool: an index lies outside of the output's size {tuple(sizes)}")
+    check_within(at, prod(sizes))
     along = coordinates(at, sizes)
     mine = torch.ones_like(at, dtype=torch.bool)
     for index, side in zip(along, plan.own, strict=True):

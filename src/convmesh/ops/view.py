@@ -8,7 +8,6 @@ The gradient goes back to where the tensor was. What torch can do as a view stay
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -28,7 +27,6 @@ from ..sharding.registry import Behaviour, made_of_others, rule
 from .flow import Flow, flow_of
 from .parts import copy_of
 from .remap_plan import settled
-from .slicing import view_of
 
 aten = torch.ops.aten
 
@@ -183,19 +181,20 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         whole = plan_whole_view(_torch.spec_of(input), shape)
         if whole is None:
             return _torch.stock(operator, args, kwargs)
-        return _as_it_is(input, whole, lambda: view_of(operator, args, kwargs, whole))
+        return _as_it_is(operator, args, kwargs, whole)
     back = _came_from.recall((input.device_mesh, before, shape, input.placements))
     plan = plan_view(_torch.spec_of(input), shape, back)
     if plan is None:
         output = plan_parts_view(_torch.spec_of(input), shape)
-        return _as_it_is(input, output, lambda: _torch.stock(operator, args, kwargs))
+        return _torch.stock(operator, args, kwargs) if output is None else _as_it_is(operator, args, kwargs, output)
     check_placed("view", (("input", input),))
     went_to = (input.device_mesh, shape, before, plan.output.placements)
     _came_from.remember(went_to, tuple(settled(placement) for placement in input.placements))
-    local = move(input, plan.source)
+    travels = _travels(input, plan.source)
+    local = move(input, plan.source) if travels else _torch.local_of(input)
     if local.dim() == len(before):  # else the rank is outside of the mesh
         local = (local if plan.flow is None else plan.flow(local)).reshape(plan.output.local_shape)
-    if plan.wanted is plan.output and plan.source.placements == input.placements and plan.flow is None:
+    if plan.wanted is plan.output and plan.flow is None and not travels:
         return _torch.as_view(operator, args, kwargs, _torch.wrap(local, plan.output.spec))
     # What has moved may lie with gaps, and the next view of it goes by the strides that its spec says.
     result = _torch.wrap(plan.output.laid(local), plan.output.spec)
@@ -204,19 +203,24 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     return _copy(result, input)
 
 
-def _as_it_is(input: DTensor, output: Layout | None, view: Callable[[], DTensor]) -> DTensor:
+def _travels(input: DTensor, target: Layout) -> bool:
+    """Whether a tensor has to be sent to lie there: over one rank it lies in any way already."""
+    placements = zip(input.placements, target.placements, strict=True)
+    return any(p != q and target.mesh.size(m) > 1 for m, (p, q) in enumerate(placements))
+
+
+def _as_it_is(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Layout) -> Any:
     """A view of every rank's own part; a copy where the part lies in memory otherwise than the whole is said to.
 
     A part that was gathered or computed from tensors that had to be moved may do so. Only some ranks may have one, and
     if these alone were to complain the others would wait for them.
     """
+    local = _torch.local_of(args[0])
     try:
-        return view()
+        seen = local.view(output.local_shape)
     except RuntimeError:
-        if output is None:
-            raise
-    local = _torch.local_of(input).reshape(output.local_shape)
-    return _copy(_torch.wrap(local, output.spec), input)
+        return _copy(_torch.wrap(local.reshape(output.local_shape), output.spec), args[0])
+    return _torch.as_view(operator, args, kwargs, _torch.wrap(seen, output.spec))
 
 
 def _copy(result: DTensor, input: DTensor) -> DTensor:

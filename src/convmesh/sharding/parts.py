@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Replicate
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from .. import _torch
+from .cache import planned
 from .dispatch import move
 from .errors import refuse
-from .layout import Layout
+from .layout import Layout, is_sum
 
 Take = Callable[[DTensor], DTensor]
 PutBack = Callable[[DTensor, DTensor], DTensor]
@@ -56,16 +57,44 @@ class Place:
         return _torch.wrap(local, self.spec)
 
     def write(self, memory: torch.UntypedStorage, values: DTensor) -> None:
-        """Of a pending sum, into which a value is written, one rank has it, and the others nothing to add."""
-        layout = Layout.of(self.spec)
-        pending = {
-            m for m, (p, q) in enumerate(zip(layout.placements, values.placements, strict=True))
-            if isinstance(p, Partial) and p != q
-        }  # fmt: skip
-        whole = layout.placed(tuple(Replicate() if m in pending else p for m, p in enumerate(layout.placements)))
-        local, here = move(values, whole), layout.mesh.get_coordinate()
-        has_it = here is None or not any(here[m] for m in pending)
-        _torch.local_of(self.tensor(memory)).copy_(local if has_it else torch.zeros_like(local))
+        assign(self.tensor(memory), values)
+
+
+def assign(tensor: DTensor, values: DTensor) -> None:
+    """Write values into a tensor. Of a Partial(sum) each rank has its shard of them then, or the first rank has them
+    all; the others contribute zeros. Of an average or an extreme every rank has them."""
+    target = _torch.local_of(tensor)
+    source, has_it, boxes = _terms(_torch.spec_of(tensor), _torch.spec_of(values))
+    local = move(values, source)
+    if boxes:
+        target.zero_()
+    for dim, start, length in boxes:
+        target = target.narrow(dim, start, length)
+    target.copy_(local if has_it else _torch.tie(torch.zeros_like(local), local))
+
+
+@planned
+def _terms(spec: _torch.Spec, values: _torch.Spec) -> tuple[Layout, bool, tuple[tuple[int, int, int], ...]]:
+    """How values become a tensor that may be Partial: where they have to lie, whether this rank then has any, and what
+    of its local tensor they are, as a dimension, its first index and their number."""
+    layout, here = Layout.of(spec), spec.mesh.get_coordinate()
+    pending = [
+        m for m, (p, q) in enumerate(zip(layout.placements, values.placements, strict=True))
+        if isinstance(p, Partial) and p != q
+    ]  # fmt: skip
+    source = layout.placed(tuple(Replicate() if m in pending else p for m, p in enumerate(layout.placements)))
+    sums = [m for m in pending if is_sum(layout.placements[m])]
+    for m in sums:
+        if type(values.placements[m]) is Shard:
+            cut = source.placed((*source.placements[:m], values.placements[m], *source.placements[m + 1 :]))
+            # A rank's shard is in its local tensor if that is not cut further.
+            if all(cut.cuts[dim][: len(mesh_dims)] == mesh_dims for dim, mesh_dims in source.cuts.items()):
+                source = cut
+    if here is None:
+        return source, True, ()
+    own = [(dim, layout.own(dim), source.own(dim)) for dim in source.cuts]
+    boxes = tuple((dim, part.start - held.start, len(part)) for dim, held, part in own if part != held)
+    return source, not any(here[m] for m in sums if isinstance(source.placements[m], Replicate)), boxes
 
 
 @dataclass
@@ -83,12 +112,15 @@ class Origin:
 
 def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> bool:
     """Note that `part` is a copy of some of `whole`. A compiler makes functions of writes, and needs no notes."""
-    local = _torch.local_of(whole)
-    plain = type(_torch.local_of(part)) is torch.Tensor and type(local) is torch.Tensor
+    local, copy = _torch.local_of(whole), _torch.local_of(part)
+    plain = type(copy) is torch.Tensor and type(local) is torch.Tensor
     if plain:
         memory = local.untyped_storage()
+        if copy.untyped_storage() is memory:  # nothing had to move on this rank: then it copies what others receive
+            copy = copy.clone(memory_format=torch.preserve_format)
+            _torch.relocate(part, copy, _torch.spec_of(part))
         origin = Origin(memory, Place.of(whole), Place.of(part), take, put_back, _made(memory).writes)
-        _made(_torch.local_of(part).untyped_storage()).origin = origin
+        _made(copy.untyped_storage()).origin = origin
     return plain
 
 
@@ -99,9 +131,26 @@ def hand_on(before: DTensor, after: DTensor) -> None:
         _made(memory).origin = replace(notes.origin, part=Place.of(after))
 
 
-def is_copy(local: torch.Tensor) -> bool:
-    notes = getattr(local.untyped_storage(), _NOTES, None)
-    return notes is not None and notes.origin is not None
+def is_up_to_date(part: DTensor, whole: DTensor) -> bool:
+    """Whether a copy is one of this tensor, which no operator has written since."""
+    notes = _torch.noted(part, _NOTES)
+    origin: Origin | None = None if notes is None else notes.origin
+    memory = _torch.local_of(whole).untyped_storage()
+    return (
+        origin is not None
+        and origin.memory is memory
+        and origin.whole == Place.of(whole)
+        and origin.seen == _made(memory).writes
+    )
+
+
+def put_back(part: DTensor) -> bool:
+    """After a write into a copy that no operator was seen to do: its values go back. False if it is no copy."""
+    notes = _torch.noted(part, _NOTES)
+    if notes is None or notes.origin is None:
+        return False
+    _after(_torch.local_of(part).untyped_storage())
+    return True
 
 
 def _made(memory: torch.UntypedStorage) -> Notes:
@@ -124,9 +173,11 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
         targets = [args[0]] if first_only else list(_written(known, args, kwargs))
         for target in targets:
             _before(target)
+        writes = [_writes(target) for target in targets]
         result = handler(operator, args, kwargs)
-        for target in targets:
-            if _torch.noted(target, _NOTES) is not None:
+        for target, before in zip(targets, writes, strict=True):
+            # A handler that has worked on a copy of the target has put it back itself.
+            if _torch.noted(target, _NOTES) is not None and _writes(target) == before:
                 _after(_torch.local_of(target).untyped_storage())
         return result
 
@@ -139,11 +190,16 @@ def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str
         yield from value if isinstance(value, list | tuple) else (value,)
 
 
+def _writes(target: Any) -> int:
+    notes: Notes | None = _torch.noted(target, _NOTES)
+    return 0 if notes is None else notes.writes
+
+
 def _before(target: Any) -> None:
     notes = _torch.noted(target, _NOTES)
     if notes is not None and notes.origin is not None:
         _refresh(_torch.local_of(target).untyped_storage(), notes.origin)
-    elif isinstance(target, DTensor) and target._is_view():
+    elif isinstance(target, DTensor) and target._is_view() and target.numel():
         base = target._base
         if base is not None and not _torch.shares_memory(target, base):
             raise refuse("an operator that writes in place", "would write into a copy that torch takes for a view",

@@ -1,20 +1,29 @@
-"""Pending sums, reduced once: the result stays in the tensor, so that its next use finds it."""
+"""Partial tensors, reduced once: the sum is kept beside the tensor, so that its next use finds it.
+
+An optimizer uses a gradient several times, and only the first use sends. The tensor itself stays what it is, whoever
+else looks at its memory: whether somebody does, only this rank knows, and ranks that went by it would send differently.
+A sum holds until an operator writes into the tensor or a view of it, which all ranks do alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import _torch
-from ..comm import Term, sum_in_buckets
+from .. import _torch, comm
+from . import parts, registry
 from .cache import planned
+from .errors import refuse
 from .layout import Layout, is_sum
-from .parts import is_copy
 
 Placements = tuple[Placement, ...]
+
+# By tensor: its sum, which is a copy in the sense of `parts`, and the version of its local tensor that was summed.
+_kept: MutableMapping[DTensor, tuple[DTensor, int]] = WeakTensorKeyDictionary()
 
 
 @planned
@@ -29,12 +38,10 @@ def _reduction(spec: _torch.Spec) -> tuple[tuple[int, ...], Layout]:
 
 
 def reduce_once(tensors: Iterable[DTensor], like: Mapping[int, DTensor] | None = None) -> dict[int, DTensor]:
-    """By id, the tensors of `tensors` that have pending sums, without them; all travel in few messages.
+    """By id, for those of `tensors` that are Partial, DTensors with their sums; all are sent in few messages.
 
-    A tensor is itself put in its new placement, which changes none of its values: an optimizer uses a gradient several
-    times, and only the first use sends anything. Only where this cannot be, another DTensor is returned for it: under
-    the compiler, which does not see it, and where another tensor shares the memory, and has to see later writes.
-    `like` has, by id, the tensors beside which the sums are used, and so where they should lie.
+    `like` has, by id, the tensors beside which the sums are used, and so where they should lie. Who writes into a sum
+    calls `put_back` afterwards.
     """
     goals = {key: tensor.placements for key, tensor in (like or {}).items()}
     waiting = {
@@ -42,17 +49,54 @@ def reduce_once(tensors: Iterable[DTensor], like: Mapping[int, DTensor] | None =
         for tensor in tensors
         if is_pending(tensor) or goals.get(id(tensor), tensor.placements) != tensor.placements
     }
-    if not waiting:
-        return {}
-    reduced = _reduced(list(waiting.values()))
+    known = {key: found for key, tensor in waiting.items() if (found := kept(tensor)) is not None}
+    unknown = [key for key in waiting if key not in known]
+    sums = {key: (_torch.local_of(found), Layout.of(_torch.spec_of(found))) for key, found in known.items()} | dict(
+        zip(unknown, _reduced([waiting[key] for key in unknown]), strict=True)
+    )
     return {
-        key: _keep(tensor, *_moved(*sum, goals.get(key)))
-        for (key, tensor), sum in zip(waiting.items(), reduced, strict=True)
+        key: known[key]
+        if key in known and goals.get(key, known[key].placements) == known[key].placements
+        else _keep(tensor, *_moved(*sums[key], goals.get(key)))
+        for key, tensor in waiting.items()
     }
 
 
 def is_pending(tensor: DTensor) -> bool:
     return any(isinstance(placement, Partial) for placement in tensor.placements)
+
+
+def kept(tensor: DTensor) -> DTensor | None:
+    """The sum of a Partial tensor, where it was taken before and still holds."""
+    entry = None if _torch.tracing() else _kept.get(tensor)
+    if entry is None or not parts.is_up_to_date(entry[0], tensor):
+        return None
+    found, version = entry
+    if version != _torch.version_of(_torch.local_of(tensor)):
+        raise refuse("a Partial tensor", "its local tensor on this rank was written after its sum had been taken, "
+                     "which the other ranks cannot know", [("tensor", tensor)],
+                     "write into the DTensor itself, on all ranks; or into what to_local() gives before its first use"
+                     )  # fmt: skip
+    return found
+
+
+def put_back(tensor: DTensor, sum: DTensor) -> None:
+    """After an operator has written into the sum of `tensor`: the tensor gets its values, and keeps it as its sum."""
+    if not parts.put_back(sum):
+        parts.assign(tensor, sum)
+
+
+def _keep(tensor: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
+    made = _torch.wrap(local, layout.spec)
+    if not _torch.tracing() and parts.mark(made, tensor, _sum_of, lambda whole, part: part):
+        registry.guard_writes()
+        _torch.relocate(tensor, _torch.local_of(tensor), _torch.spec_of(tensor))  # of a collective that is over by now
+        _kept[tensor] = made, _torch.version_of(_torch.local_of(tensor))
+    return made
+
+
+def _sum_of(tensor: DTensor) -> DTensor:
+    return reduce_once([tensor]).get(id(tensor), tensor)
 
 
 def _moved(local: torch.Tensor, layout: Layout, goal: Placements | None) -> tuple[torch.Tensor, Layout]:
@@ -67,31 +111,18 @@ def _moved(local: torch.Tensor, layout: Layout, goal: Placements | None) -> tupl
 def _reduced(tensors: list[DTensor]) -> list[tuple[torch.Tensor, Layout]]:
     """[this rank's part, where it lies]"""
     results: list[tuple[torch.Tensor, Layout]] = []
-    terms: list[Term] = []
+    terms: list[comm.Term] = []
     places: list[int] = []
     for tensor in tensors:
         spec, local = _torch.spec_of(tensor), _torch.local_of(tensor)
         mesh_dims, target = _reduction(spec)
         if target.placements != spec.placements and spec.mesh.get_coordinate() is not None:
             if len(mesh_dims) == sum(isinstance(placement, Partial) for placement in spec.placements):
-                terms.append(Term(local, spec.mesh, mesh_dims))
+                terms.append(comm.Term(local, spec.mesh, mesh_dims))
                 places.append(len(results))
             else:  # an average or an extreme is pending: rare, and torch knows each of them
                 local = _torch.redistribute(local, spec, target.spec)
         results.append((local, target))
-    for place, local in zip(places, sum_in_buckets(terms), strict=True):
+    for place, local in zip(places, comm.sum_in_buckets(terms), strict=True):
         results[place] = (local, results[place][1])
     return results
-
-
-def can_relocate(tensor: DTensor) -> bool:
-    """Whether a tensor may get other memory: no other shares it, none has to see what is written into it."""
-    local = _torch.local_of(tensor)
-    return not _torch.tracing() and _torch.owns_storage(local) and not is_copy(local)
-
-
-def _keep(tensor: DTensor, local: torch.Tensor, target: Layout) -> DTensor:
-    if not can_relocate(tensor):
-        return _torch.wrap(local, target.spec)
-    _torch.relocate(tensor, local, target.spec)
-    return tensor

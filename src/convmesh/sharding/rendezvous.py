@@ -74,6 +74,7 @@ def agree(mine: Fingerprint, group: dist.ProcessGroup, number: int, timeout: flo
     difference = disagreement(list(prints.values()))
     if difference is not None:
         raise _stop(f"{comm.describe(group)} are not doing the same: {difference}", prints)
+    comm.take_back()
 
 
 def disagreement(prints: Sequence[Fingerprint]) -> str | None:
