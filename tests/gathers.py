@@ -1,31 +1,79 @@
-"""Seeing whether something was gathered, and how much.
+"""What a rank makes and what reaches it, by size: a gather is seen whatever it is called, and whatever carried it.
 
-CommDebugMode counts collectives too, but not their sizes. And it puts hooks on modules, which autograd does not let an
-in-place activation follow, so real networks cannot run under it.
+CommDebugMode counts collectives, but not their sizes, and knows nothing of tensors that nobody had to send. And it puts
+hooks on modules, which autograd does not let an in-place activation follow, so real networks cannot run under it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from convmesh import _torch
 
-class Gathers(TorchDispatchMode):
-    """How many all-gathers there were, and the number of elements of the largest tensor that one put together."""
+class Sizes(TorchDispatchMode):
+    """The largest plain tensor that this rank makes, and what arrives at it from other ranks, all in bytes.
+
+    Views make nothing, whatever their shape: what counts is memory that no operand had. Everything that is sent is sent
+    by an operator of torch, be it through gloo or through the memory that ranks of one machine share. A reduction
+    brings its result.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
         self.largest = 0
+        self.maker = "nothing"
+        self.received = 0
+        self.received_at_once = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # what it does itself is seen here afterwards
         result = func(*args, **(kwargs or {}))
-        if "all_gather" in str(func):
-            self.count += 1
-            self.largest = max([self.largest, *(t.numel() for t in tree_flatten(result)[0])])
+        given, made = _plain((args, kwargs)), _plain(result)
+        before = {_torch.memory_of(tensor) for tensor in given}
+        for tensor in made:
+            if _torch.memory_of(tensor) not in before:
+                self._note(tensor.untyped_storage().nbytes(), f"{func} of shape {tuple(tensor.shape)}")
+        arriving = _arriving(func, args, made)
+        self.received += arriving
+        self.received_at_once = max(self.received_at_once, arriving)
         return result
+
+    def _note(self, size: int, maker: str) -> None:
+        if size > self.largest:
+            self.largest, self.maker = size, maker
+
+
+def _plain(tree: Any) -> list[torch.Tensor]:
+    """The tensors in memory: not DTensors, which have their local tensors there, nor those that a compiler makes up."""
+    found = [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+    return [t for t in found if not isinstance(t, DTensor | FakeTensor) and not t.is_meta]
+
+
+def _arriving(func: Any, args: Any, made: list[torch.Tensor]) -> int:
+    """What an operator brings from other ranks: nothing, if it is no collective."""
+    name = func.name()
+    if name.startswith("c10d::") and "send" not in name:
+        return _bytes(_plain(args[0]))  # where torch.distributed's own functions put what comes
+    if not name.startswith("_c10d_functional::") or "wait_tensor" in name:
+        return 0
+    if "all_gather" in name:
+        return _bytes(made) - _bytes(_plain(args[0]))
+    if "all_to_all" in name:
+        receive, group = args[1], _torch.group_called(args[3])
+        row = _bytes(made) // max(1, sum(receive))
+        return row * (sum(receive) - receive[group.rank()])
+    return _bytes(made)
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+Gathers = Sizes

@@ -14,7 +14,7 @@ import torch
 
 from .. import _torch
 from ..comm import Halo, Held, Line, Pending, start
-from ..geometry import Box, HaloPlan, Interval, Split, Tap, slabs, volume
+from ..geometry import Box, HaloPlan, Interval, Split, Tap, hull, slabs, volume
 
 # Strips cost more per element than the whole does. Where the border is more than this part of the tile,
 # it is cheaper to put tile and halos together first (measured: benchmarks, small shards).
@@ -69,6 +69,16 @@ class Tiling:
         inner = min(volume(inside) / max(1, volume(own)) for own, inside in sides)
         return self.own_padding is not None and 1 - inner <= LARGEST_BORDER
 
+    @cached_property
+    def reaches_far(self) -> bool:
+        """Dilated windows reach beyond the tile by more than its size, most of it gaps and padding: tile and halos are
+        never put together then."""
+        reaches = (
+            (split.window.dilation, len(split.window.reads(split.coarse_for(side))), len(side))
+            for split, side in zip(self.splits, self.fine, strict=True)
+        )
+        return self.own_padding is not None and any(wide > 1 and reach > 2 * size for wide, reach, size in reaches)
+
     def reads(self, coarse: Box) -> Box:
         """The fine box that a coarse box reads; overhangs where the input is padded."""
         return tuple(split.window.reads(side) for split, side in zip(self.splits, coarse, strict=True))
@@ -122,9 +132,9 @@ class Tiling:
 
 
 def needed_here(plans: Sequence[HaloPlan], lines: Sequence[Line]) -> Box:
-    """What this rank has to hold along each split dimension, without overhangs."""
+    """What this rank has to hold along each split dimension, without overhangs: the hull of what it needs."""
     sides = zip(plans, lines, strict=True)
-    return tuple(plan.needed[line.rank][0] & Interval(0, plan.size) for plan, line in sides)
+    return tuple(hull(plan.needed[line.rank]) & Interval(0, plan.size) for plan, line in sides)
 
 
 class Tiles(Protocol):
