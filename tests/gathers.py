@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from convmesh import _torch
+from convmesh._torch.names import COLLECTIVES
+
 
 class Sizes(TorchDispatchMode):
     """The largest plain tensor that this rank makes, and what arrives at it from other ranks, all in bytes.
@@ -62,7 +64,7 @@ def _arriving(func: Any, args: Any, made: list[torch.Tensor]) -> int:
     name = func.name()
     if name.startswith("c10d::") and "send" not in name:
         return _bytes(_plain(args[0]))  # where torch.distributed's own functions put what comes
-    if not name.startswith("_c10d_functional::") or "wait_tensor" in name:
+    if not name.startswith("_c10d_functional::") or _torch.name_of(func) not in COLLECTIVES:
         return 0
     if "all_gather" in name:
         return _bytes(made) - _bytes(_plain(args[0]))
@@ -75,5 +77,6 @@ def _arriving(func: Any, args: Any, made: list[torch.Tensor]) -> int:
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
 
 Gathers = Sizes

@@ -40,7 +40,9 @@ class Split:
         """Each rank produces its fine part, and needs the coarse indices that read it."""
         whole = Interval(0, self.coarse_size)
         readers = [self.window.parts_read_by(part) for part in self.fine]
-        return HaloPlan(self.coarse_size, self.coarse, tuple(tuple(part & whole for part in parts) for parts in readers))
+        return HaloPlan(
+            self.coarse_size, self.coarse, tuple(tuple(part & whole for part in parts) for parts in readers)
+        )
 
     def coarse_for(self, fine: Interval) -> Interval:
         return self.window.read_by(fine) & Interval(0, self.coarse_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .interval import Interval
@@ -15,6 +16,18 @@ class Tap:
     coarse: Interval
     fine: Interval
     step: int
+
+    def pieces(self, most: int) -> Iterator[Tap]:
+        """The same in pieces of at most so many indices."""
+        for first in range(0, len(self.coarse), most):
+            count = min(most, len(self.coarse) - first)
+            at = self.coarse.start + first, self.fine.start + first * self.step
+            yield Tap(
+                self.index,
+                Interval(at[0], at[0] + count),
+                Interval(at[1], at[1] + (count - 1) * self.step + 1),
+                self.step,
+            )
 
 
 @dataclass(frozen=True, slots=True)
