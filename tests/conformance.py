@@ -30,7 +30,7 @@ import convmesh
 from tests.cases import place, places_of
 from tests.compare import assert_close
 from tests.conformance_record import Record, digest
-from tests.gathers import Sizes
+from tests.gathers import Sizes, is_whole
 from tests.harness import Pool, RankError
 from tests.opinfo import FAMILIES, Case, cases, operators, samples_of, tensors_of
 
@@ -133,8 +133,7 @@ def _gathered(
     beside = max((_padded(t, mesh.size()) for t in replicated), default=0)
     if size < 2 * mesh.size() or given < TELLING_BYTES or given <= beside:
         return False
-    whole = max(given, one.largest)
-    return many.largest >= whole or many.received_at_once >= 0.75 * whole
+    return is_whole(one, many, *inputs)
 
 
 def _padded(tensor: torch.Tensor, ranks: int) -> int:

@@ -6,6 +6,7 @@ hooks on modules, which autograd does not let an in-place activation follow, so 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torch.utils._pytree import tree_flatten
 
 from convmesh import _torch
 from convmesh._torch.names import COLLECTIVES
+
+# Of a tensor: with two ranks half of one may have to change places, as when it is flipped.
+MOST = 0.75
 
 
 class Sizes(TorchDispatchMode):
@@ -53,6 +57,28 @@ class Sizes(TorchDispatchMode):
             self.largest, self.maker = size, maker
 
 
+def is_whole(one: Sizes, many: Sizes, *given: torch.Tensor) -> bool:
+    """Whether a rank has made a tensor as large as the largest of one process, or got most of one at once.
+
+    `given` are the tensors of one process that are sharded on many. Of small ones, whose halos are about as large as
+    they are, that says nothing.
+    """
+    whole = max([one.largest, *(tensor.nbytes for tensor in given)])
+    return many.largest >= whole or many.received_at_once >= MOST * whole
+
+
+def is_sent_whole(one: Sizes, many: Sizes, tensors: Iterable[tuple[torch.Tensor | None, tuple[Any, ...]]]) -> bool:
+    """Whether a rank got most of a sharded tensor at once, however small that is; `tensors` with where they lie.
+
+    To add up a pending sum is to send all of it, and does not count.
+    """
+    placed = [(tensor, at) for tensor, at in tensors if tensor is not None]
+    cut = [tensor.nbytes for tensor, at in placed if any(isinstance(p, int) for p in at)]
+    if not cut or any("P" in at for _, at in placed):
+        return False
+    return many.received_at_once >= MOST * max([one.largest, *cut])
+
+
 def _plain(tree: Any) -> list[torch.Tensor]:
     """The tensors in memory: not DTensors, which have their local tensors there, nor those that a compiler makes up."""
     found = [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
@@ -77,6 +103,3 @@ def _arriving(func: Any, args: Any, made: list[torch.Tensor]) -> int:
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-Gathers = Sizes

@@ -17,7 +17,7 @@ import convmesh
 from convmesh.models import ConvNeXt, ResNet, UNet, convnext_small, convnext_tiny, resnet18, resnet50
 from tests.cases import place
 from tests.compare import assert_close
-from tests.gathers import Gathers
+from tests.gathers import Sizes, is_whole
 from tests.harness import Pool
 
 # As torchvision publishes them for its networks of these names.
@@ -104,14 +104,15 @@ def train(network: Network, mesh: DeviceMesh | None, at: tuple[Any, ...]) -> tup
 
 def check(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
     name, at = case
-    expected_loss, expected = train(NETWORKS[name], None, at)
-    with convmesh.enable(), Gathers() as gathers:
+    with Sizes() as one:
+        expected_loss, expected = train(NETWORKS[name], None, at)
+    with convmesh.enable(), Sizes() as many:
         loss, model = train(NETWORKS[name], mesh, at)
     assert isinstance(loss, DTensor)
     assert_close(loss.full_tensor(), expected_loss)
     for actual, value in zip(model.state_dict().values(), expected.state_dict().values(), strict=True):
         assert_close(actual.full_tensor(), value)
-    assert gathers.count == 0, f"{gathers.count} all-gathers, of up to {gathers.largest} elements"
+    assert not is_whole(one, many), f"{many.largest} bytes by {many.maker}, {many.received_at_once} at once"
 
 
 @pytest.mark.parametrize("name", NETWORKS)

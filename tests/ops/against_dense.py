@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.debug import CommDebugMode
 
 import convmesh
 from tests.cases import letter, local_shape, place
 from tests.compare import assert_close
+from tests.gathers import Sizes, is_sent_whole
 
 Placed = tuple[tuple[int, ...], tuple[Any, ...]]
 """A tensor's shape, and for every mesh dimension where it lies: 'R', 'P' or a tensor dimension."""
@@ -26,7 +26,7 @@ class Sharded:
     function: Callable[..., Any]
     tensors: tuple[Placed, ...]
     constants: tuple[Any, ...] = ()
-    gathers: bool = False  # whether an all-gather is allowed
+    gathers: bool = False  # by decision
 
 
 def numbers(case: Sharded) -> list[torch.Tensor]:
@@ -38,7 +38,7 @@ def results(value: Any) -> list[torch.Tensor]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def backward(outputs: list[torch.Tensor]) -> None:
+def backward(outputs: list[torch.Tensor], sizes: Sizes) -> None:
     """Give every output a gradient of numbers of its own, the same in one process and in many."""
     gradients = []
     for number, output in enumerate(outputs):
@@ -46,27 +46,28 @@ def backward(outputs: list[torch.Tensor]) -> None:
         if isinstance(output, DTensor):
             gradient = place(gradient, output.device_mesh, tuple(map(letter, output.placements)))
         gradients.append(gradient)
-    torch.autograd.backward(outputs, gradients)
+    with sizes:
+        torch.autograd.backward(outputs, gradients)
 
 
 def check(mesh: DeviceMesh, case: Sharded) -> tuple[str, ...]:
     """Equal to one process; returns the outputs' placements."""
     dense = [tensor.clone().requires_grad_() for tensor in numbers(case)]
-    expected = results(case.function(*dense, *case.constants))
-    backward(expected)
+    with Sizes() as one:
+        expected = results(case.function(*dense, *case.constants))
+    backward(expected, one)
     with convmesh.enable():
         placed = [
             place(tensor, mesh, at).requires_grad_()
             for tensor, (_, at) in zip(numbers(case), case.tensors, strict=True)
         ]
-        with CommDebugMode() as traffic:
+        with Sizes() as many:
             actual = results(case.function(*placed, *case.constants))
-            backward(actual)
+        backward(actual, many)
         outputs = [tensor.detach() for tensor in actual]
         gradients = [tensor.grad for tensor in placed]
-        counts = {str(operator): count for operator, count in traffic.get_comm_counts().items() if count}
-        gathered = sum(count for operator, count in counts.items() if "all_gather" in operator)
-        assert case.gathers or not gathered, f"gathers: {counts}"
+        whole = is_sent_whole(one, many, zip(dense, (at for _, at in case.tensors), strict=True))
+        assert case.gathers or not whole, f"{many.received_at_once} bytes at once"
         assert len(actual) == len(expected)
         for output, wanted in zip(outputs, expected, strict=True):
             compare("output", output, wanted.detach())

@@ -14,17 +14,22 @@ import convmesh
 from convmesh.sharding.constants import constants_allowed
 from tests.cases import local_shape, place, places_of
 from tests.compare import assert_close
-from tests.gathers import Gathers
+from tests.gathers import Sizes, is_whole
 from tests.harness import Pool
 from tests.ops.snippets import SHAPE, SNIPPETS, UNEVEN
 
+# What is whole on a rank all the same. Of a window as large as the map there is one output, and one rank makes it.
+WHOLE = ("gem",)
 
-def outputs_and_gradient(name: str, x: torch.Tensor) -> tuple[list[Any], Any]:
-    """All results, and the gradient that comes from those that have one."""
-    with constants_allowed():  # as in the forward pass of a distributed model
+
+def outputs_and_gradient(name: str, x: torch.Tensor) -> tuple[list[Any], Any, Sizes]:
+    """All results, the gradient that comes from those that have one, and the sizes of what was made for them."""
+    with constants_allowed(), Sizes() as sizes:  # as in the forward pass of a distributed model
         outputs = tree_flatten(SNIPPETS[name](x))[0]
     heads = [output for output in outputs if output.requires_grad]
-    return outputs, torch.autograd.grad(heads, x, [_seed(head) for head in heads])[0] if heads else None
+    seeds = [_seed(head) for head in heads]
+    with sizes:
+        return outputs, torch.autograd.grad(heads, x, seeds)[0] if heads else None, sizes
 
 
 def _seed(output: torch.Tensor) -> torch.Tensor:
@@ -37,13 +42,13 @@ def _seed(output: torch.Tensor) -> torch.Tensor:
 def check_snippet(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...], tuple[int, ...]]) -> None:
     name, at, shape = case
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    expected, expected_gradient = outputs_and_gradient(name, x.clone().requires_grad_())
+    expected, expected_gradient, one = outputs_and_gradient(name, x.clone().requires_grad_())
     with convmesh.enable():
-        with Gathers() as gathers:
-            actual, gradient = outputs_and_gradient(name, place(x, mesh, at).requires_grad_())
+        actual, gradient, many = outputs_and_gradient(name, place(x, mesh, at).requires_grad_())
         for mine, wanted in zip([*actual, gradient], [*expected, expected_gradient], strict=True):
             _compare(mine, wanted)
-    assert 2 * gathers.largest < x.numel(), f"gathers {gathers.largest} of {x.numel()}"
+    whole = is_whole(one, many, x)
+    assert whole == (name in WHOLE), f"{many.largest} bytes by {many.maker}, {many.received_at_once} arrived at once"
 
 
 def _compare(actual: Any, expected: Any) -> None:
