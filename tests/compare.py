@@ -11,7 +11,7 @@ import torch
 # a random walk, by 1e2: that gives 1e-14 and 6e-6. float64 gets a wide margin because any real error, such as a wrong
 # element at a border, is greater by far. The half formats accumulate in float32 and round a handful of times: 5 units.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2.5e-3, torch.bfloat16: 2e-2}
-# Of an operator that adds up nothing, or a few terms: each value to itself, but for what a few terms lose of each other.
+# Where nothing is added up, or a few terms, a value is compared with itself, but for what the terms lose of each other.
 FEW_ROUNDINGS = 8
 
 

@@ -32,7 +32,7 @@ from tests.compare import assert_close
 from tests.conformance_record import Record, digest
 from tests.gathers import Sizes, is_whole
 from tests.harness import Pool, RankError
-from tests.opinfo import FAMILIES, Case, cases, operators, samples_of, tensors_of
+from tests.opinfo import FAMILIES, Case, Family, cases, operators, samples_of, tensors_of
 
 RANKS = (2, 4)
 # From best to worst; a case is as bad as its worst rank. An error is anything but a ShardingError, or a hang.
@@ -83,7 +83,7 @@ def _dense(operator: str, variant: str, in_place: bool, number: int) -> tuple[li
         return str(error)
 
 
-def judge(mesh: DeviceMesh, case: Case, alone: bool) -> Verdict:
+def judge(mesh: DeviceMesh, case: Case, family: Family) -> Verdict:
     """This rank's verdict on a case."""
     dense = _dense(case.operator, case.variant, case.in_place, case.sample)
     if isinstance(dense, str):
@@ -95,7 +95,7 @@ def judge(mesh: DeviceMesh, case: Case, alone: bool) -> Verdict:
     own = {id(t) for t in inputs}
 
     def is_cut(t: torch.Tensor) -> bool:
-        return t.shape in shapes and (id(t) in own or not alone)
+        return t.shape in shapes and (id(t) in own or not family.alone)
 
     def sharded(t: torch.Tensor) -> torch.Tensor:
         at = case.dim if is_cut(t) else "R"
@@ -114,7 +114,7 @@ def judge(mesh: DeviceMesh, case: Case, alone: bool) -> Verdict:
         return "error", f"{type(error).__name__}: {error}"
     try:
         for mine, wanted in zip([*results[0], *results[1]], [*dense[0], *dense[1]], strict=True):
-            _compare(mine, wanted)
+            _compare(mine, wanted, family.elementwise)
     except Exception as error:
         return "wrong", f"{type(error).__name__}: {error}"
     replicated = [t for t in tensors_of((sample.input, sample.args, sample.kwargs)) if not is_cut(t)]
@@ -142,7 +142,7 @@ def _padded(tensor: torch.Tensor, ranks: int) -> int:
     return max([tensor.nbytes, *parts])
 
 
-def _compare(actual: Any, expected: torch.Tensor | None) -> None:
+def _compare(actual: Any, expected: torch.Tensor | None, elementwise: bool) -> None:
     """This rank's part with what it should be. A gradient that is missing is one of zeros."""
     if actual is None and expected is None:
         return
@@ -155,17 +155,17 @@ def _compare(actual: Any, expected: torch.Tensor | None) -> None:
     # The samples and the gradients that we give are numbers of about 1: what is far below it is what has cancelled.
     scale = max([1.0, *expected[expected.isfinite()].double().abs().tolist()])
     if any(isinstance(p, Partial) for p in actual.placements):
-        assert_close(actual.detach().full_tensor(), expected, scale)
+        assert_close(actual.detach().full_tensor(), expected, scale, elementwise)
         return
     wanted = place(expected, actual.device_mesh, places_of(actual)).to_local()
     assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    assert_close(actual.detach().to_local(), wanted, scale)
+    assert_close(actual.detach().to_local(), wanted, scale, elementwise)
 
 
-def judge_all(mesh: DeviceMesh, batch: list[Case], alone: bool, stock: bool) -> list[Verdict]:
+def judge_all(mesh: DeviceMesh, batch: list[Case], family: Family, stock: bool) -> list[Verdict]:
     with warnings.catch_warnings(), nullcontext() if stock else convmesh.enable():
         warnings.simplefilter("ignore")
-        return [judge(mesh, case, alone) for case in batch]
+        return [judge(mesh, case, family) for case in batch]
 
 
 def load(mesh: DeviceMesh) -> None:
@@ -178,7 +178,7 @@ def run(pool: Pool, family: str, chosen: list[Case], ranks: int, stock: bool = F
 
     def verdicts(batch: list[Case], seconds: float) -> list[Verdict]:
         pool.run(load, mesh=(ranks,))
-        by_rank = pool.run(judge_all, batch, FAMILIES[family].alone, stock, mesh=(ranks,), timeout=seconds)
+        by_rank = pool.run(judge_all, batch, FAMILIES[family], stock, mesh=(ranks,), timeout=seconds)
         return [max(told, key=lambda verdict: VERDICTS.index(verdict[0])) for told in zip(*by_rank, strict=True)]
 
     for start in range(0, len(chosen), BATCH):

@@ -27,8 +27,8 @@ class Sizes(TorchDispatchMode):
     """The largest plain tensor that this rank makes, and what arrives at it from other ranks, all in bytes.
 
     Views make nothing, whatever their shape: what counts is memory that no operand had. Everything that is sent is sent
-    by an operator of torch, be it through gloo or through the memory that ranks of one machine share. A reduction
-    brings its result.
+    by an operator of torch, be it through gloo or through the memory that ranks of one machine share. A gather and a
+    reduction bring their results.
     """
 
     def __init__(self) -> None:
@@ -37,6 +37,7 @@ class Sizes(TorchDispatchMode):
         self.maker = "nothing"
         self.received = 0
         self.received_at_once = 0
+        self.replicated_at_once = 0  # of that, what all ranks get alike: by a gather, a broadcast, a reduction
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
@@ -50,6 +51,8 @@ class Sizes(TorchDispatchMode):
         arriving = _arriving(func, args, made)
         self.received += arriving
         self.received_at_once = max(self.received_at_once, arriving)
+        if "to_all" not in func.name():
+            self.replicated_at_once = max(self.replicated_at_once, arriving)
         return result
 
     def _note(self, size: int, maker: str) -> None:
@@ -68,15 +71,16 @@ def is_whole(one: Sizes, many: Sizes, *given: torch.Tensor) -> bool:
 
 
 def is_sent_whole(one: Sizes, many: Sizes, tensors: Iterable[tuple[torch.Tensor | None, tuple[Any, ...]]]) -> bool:
-    """Whether a rank got most of a sharded tensor at once, however small that is; `tensors` with where they lie.
+    """Whether all ranks got most of a sharded tensor at once, however small that is; `tensors` with where they lie.
 
-    To add up a pending sum is to send all of it, and does not count.
+    To add up a pending sum is to send all of it, and does not count. Nor does what ranks send each other: of a small
+    tensor that is as much for a halo, or for statistics.
     """
     placed = [(tensor, at) for tensor, at in tensors if tensor is not None]
     cut = [tensor.nbytes for tensor, at in placed if any(isinstance(p, int) for p in at)]
     if not cut or any("P" in at for _, at in placed):
         return False
-    return many.received_at_once >= MOST * max([one.largest, *cut])
+    return many.replicated_at_once >= MOST * max([one.largest, *cut])
 
 
 def _plain(tree: Any) -> list[torch.Tensor]:
@@ -92,8 +96,6 @@ def _arriving(func: Any, args: Any, made: list[torch.Tensor]) -> int:
         return _bytes(_plain(args[0]))  # where torch.distributed's own functions put what comes
     if not name.startswith("_c10d_functional::") or _torch.name_of(func) not in COLLECTIVES:
         return 0
-    if "all_gather" in name:
-        return _bytes(made) - _bytes(_plain(args[0]))
     if "all_to_all" in name:
         receive, group = args[1], _torch.group_called(args[3])
         row = _bytes(made) // max(1, sum(receive))

@@ -60,7 +60,7 @@ def agree(
             assert (leaf.grad is None) == (wanted.grad is None), f"gradient {number}"
             if wanted.grad is not None:
                 compare(f"gradient {number}", leaf.grad, wanted.grad, scale)
-    assert not is_sent_whole(one, many, zip(sample.tensors, sample.at, strict=True)), many.received_at_once
+    assert not is_sent_whole(one, many, zip(sample.tensors, sample.at, strict=True)), many.replicated_at_once
     return taken
 
 

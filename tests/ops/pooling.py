@@ -79,7 +79,7 @@ def check_call(mesh: DeviceMesh, call: Call) -> None:
         placed_gradient = place(gradient, mesh, call.gradient or where)
         with many:
             actual[0].backward(placed_gradient)
-    assert call.gathers or not is_sent_whole(one, many, [(x, call.at)]), f"{many.received_at_once} bytes at once"
+    assert call.gathers or not is_sent_whole(one, many, [(x, call.at)]), f"{many.replicated_at_once} bytes at once"
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         try:
             assert_close(one.full_tensor(), other.detach())

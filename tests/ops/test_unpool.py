@@ -39,7 +39,7 @@ def check_unpool(mesh: DeviceMesh, case: tuple[Any, ...]) -> None:
         seed = place(gradient, mesh, letters(actual))
         with many:
             actual.backward(seed)
-        assert min(shape[:2]) < mesh.size() or not is_sent_whole(one, many, [(x, at)]), many.received_at_once
+        assert min(shape[:2]) < mesh.size() or not is_sent_whole(one, many, [(x, at)]), many.replicated_at_once
         assert letters(actual) == tuple("R" if p == "P" else p for p in at)
         assert_close(actual.full_tensor(), expected)
     assert placed.grad is not None
