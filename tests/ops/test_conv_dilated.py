@@ -14,7 +14,7 @@ SEEDS = range(0, 24, 2)
 
 
 def far_reaching(seed: int, mesh: tuple[int, ...]) -> Case:
-    """Random operands, strides and placements, and three taps along each dimension, about as far apart as it is long."""
+    """Random operands, strides and placements, and three taps a dimension, about as far apart as it is long."""
     case = random_case(seed, mesh)
     spatial = len(case.size)
     dilation, size = (5 + seed % 13,) * spatial, tuple(9 + (seed + axis) % 5 for axis in range(spatial))

@@ -18,8 +18,11 @@ from tests.gathers import Sizes, is_whole
 from tests.harness import Pool
 from tests.ops.snippets import SHAPE, SNIPPETS, UNEVEN
 
-# What is whole on a rank all the same. Of a window as large as the map there is one output, and one rank makes it.
-WHOLE = ("gem",)
+# What is whole on a rank all the same.
+WHOLE = (
+    "gem",  # Of a window as large as the map there is one output, and one rank makes it.
+    "cosine to prototype",  # torch repeats the replicated prototype for every pixel before it divides by its norm.
+)
 
 
 def outputs_and_gradient(name: str, x: torch.Tensor) -> tuple[list[Any], Any, Sizes]:

@@ -52,8 +52,9 @@ def gradients(
 
     target, inner = (tiling.coarse, tiling.inner_coarse) if local.conv.transposed else (tiling.fine, tiling.inner_fine)
     if tiling.reaches_far:
-        results = local.own_gradients(*conv_border.widened(gy, x, w), mask)
-        own, wide_w = conv_border.widened(coarse if fetches_fine else fine, w)
+        wide_gy, wide_x, wide_w = conv_border.widened(gy, x, w)
+        results = local.own_gradients(wide_gy, wide_x, wide_w, mask)
+        own = wide_gy if fetches_fine != local.conv.transposed else wide_x
         conv_border.add_gradients(local, own, *results[:2], fetch, fetches_fine, wide_w)
         gx, gw, gb = (None if result is None else fetch.tie(result.to(w.dtype)) for result in results)
         return gx, gw, gb
