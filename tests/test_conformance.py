@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import conformance_record
-from tests.conformance import FAULTS, RANKS, run
+from tests.conformance import FAULTS, RANKS, in_markdown, run
 from tests.conformance_record import Record, digest
 from tests.harness import Pool
 from tests.opinfo import FAMILIES, Case, cases
@@ -64,6 +64,7 @@ def test_the_digest_is_of_every_line_of_the_library(monkeypatch: pytest.MonkeyPa
     file.write_text("1")
     monkeypatch.setattr(conformance_record, "SOURCE", tmp_path)
     first = digest()
+    assert first in in_markdown({}, stock=False)
     file.write_text("2")
     assert digest() != first
     file.rename(file.with_name("two.py"))

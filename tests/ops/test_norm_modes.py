@@ -145,8 +145,8 @@ def far_from_zero(mesh: DeviceMesh) -> None:
                 lambda t: F.group_norm(t, 2),
                 lambda t: F.layer_norm(t, t.shape[1:]),
             ):
-                difference = (function(placed).full_tensor() - function(x)).abs().max().item()
-                assert difference < 1e-8, difference
+                # What is normalised has lost six digits already, to the rounding of numbers of a million.
+                assert_close(function(placed).full_tensor(), function(x), scale=1e6)
 
 
 def test_moments_are_merged_stably(pool: Pool) -> None:
