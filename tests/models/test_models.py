@@ -83,8 +83,8 @@ NETWORKS = {
 }
 
 
-def train(network: Network, mesh: DeviceMesh | None, at: tuple[Any, ...]) -> tuple[torch.Tensor, nn.Module]:
-    """Two steps of training; the last loss, and the network after them."""
+def train(network: Network, mesh: DeviceMesh | None, at: tuple[Any, ...]) -> tuple[torch.Tensor, nn.Module, Sizes]:
+    """Two steps of training; the last loss, the network after them, and the sizes of what was made for them."""
     torch.manual_seed(0)
     model = network.build().double().train()
     x = torch.randn(network.input, dtype=torch.float64)
@@ -94,20 +94,20 @@ def train(network: Network, mesh: DeviceMesh | None, at: tuple[Any, ...]) -> tup
         x = place(x, mesh, at)
         target = place(target, mesh, tuple(d if d == 0 else d - 1 if network.dense else "R" for d in at))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), target)
-        loss.backward()
-        optimizer.step()
-    return loss.detach(), model
+    with Sizes() as sizes:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), target)
+            loss.backward()
+            optimizer.step()
+    return loss.detach(), model, sizes
 
 
 def check(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
     name, at = case
-    with Sizes() as one:
-        expected_loss, expected = train(NETWORKS[name], None, at)
-    with convmesh.enable(), Sizes() as many:
-        loss, model = train(NETWORKS[name], mesh, at)
+    expected_loss, expected, one = train(NETWORKS[name], None, at)
+    with convmesh.enable():
+        loss, model, many = train(NETWORKS[name], mesh, at)
     assert isinstance(loss, DTensor)
     assert_close(loss.full_tensor(), expected_loss)
     for actual, value in zip(model.state_dict().values(), expected.state_dict().values(), strict=True):
