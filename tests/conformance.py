@@ -1,7 +1,8 @@
 """`make conformance`: PyTorch's own samples of every operator family, sharded, against the dense operator.
 
 Nobody here wrote the cases: they are the OpInfo samples that PyTorch tests its operators with. Each one runs sharded on
-each dimension of its input in turn, over 2 and over 4 ranks, forward and backward.
+each dimension of its input in turn, over 2 and over 4 ranks, forward and backward. What gathers or is refused is on
+record (`conformance_record.py`), and a case that does so and is not there fails.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from torch.utils._pytree import tree_map
 import convmesh
 from tests.cases import place, places_of
 from tests.compare import assert_close
-from tests.gathers import Gathers
+from tests.conformance_record import Record, digest
+from tests.gathers import Sizes, is_whole
 from tests.harness import Pool, RankError
-from tests.opinfo import FAMILIES, Case, cases, operators, samples_of, tensors_of
+from tests.opinfo import FAMILIES, Case, Family, cases, operators, samples_of, tensors_of
 
 RANKS = (2, 4)
 # From best to worst; a case is as bad as its worst rank. An error is anything but a ShardingError, or a hang.
 VERDICTS = ("not dense either", "right", "gathered", "refused", "error", "wrong")
 FAULTS = ("error", "wrong")
+# Of smaller samples every rank needs most for a result of its own, and so they do not tell whether something is whole.
+TELLING_BYTES = 512
 BATCH = 60
 BATCH_SECONDS, ALONE_SECONDS = 90.0, 20.0
 
@@ -43,18 +47,22 @@ Verdict = tuple[str, str]
 """One of VERDICTS, and what there is to say about it."""
 
 
-def _outputs(fn: Any, sample: Any, change: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
-    """The results and the gradients of all tensors of the sample, each of which `change` has been applied to."""
+def _outputs(fn: Any, sample: Any, change: Any, gradients: Any) -> tuple[list[Any], list[Any], Sizes]:
+    """The results and the gradients of all tensors of the sample, each of which `change` has been applied to, and the
+    sizes of what was made and sent for them."""
     given = tree_map(lambda t: change(t) if torch.is_tensor(t) else t, (sample.input, sample.args, sample.kwargs))
     torch.default_generator.manual_seed(1)
-    results = tensors_of(fn(given[0], *given[1], **given[2]))
+    with Sizes() as sizes:
+        results = tensors_of(fn(given[0], *given[1], **given[2]))
     leaves = [t for t in tensors_of(given) if t.requires_grad]
     heads = [t for t in results if t.requires_grad]
     if not heads or not leaves:
         # An operator that returns nothing has written into its input.
-        return results or tensors_of(given[0]), []
-    found = torch.autograd.grad(heads, leaves, [gradients(t) for t in heads], allow_unused=True)
-    return results, list(found)
+        return results or tensors_of(given[0]), [], sizes
+    seeds = [gradients(t) for t in heads]
+    with sizes:
+        found = torch.autograd.grad(heads, leaves, seeds, allow_unused=True)
+    return results, list(found), sizes
 
 
 def _numbers(like: torch.Tensor) -> torch.Tensor:
@@ -66,7 +74,7 @@ def _fresh(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=2)
-def _dense(operator: str, variant: str, in_place: bool, number: int) -> tuple[list[Any], list[Any]] | str:
+def _dense(operator: str, variant: str, in_place: bool, number: int) -> tuple[list[Any], list[Any], Sizes] | str:
     """What one device makes of a sample; the error's text of those that are made to be refused by the operator."""
     fn, samples = samples_of(operator, variant, in_place)
     try:
@@ -75,7 +83,7 @@ def _dense(operator: str, variant: str, in_place: bool, number: int) -> tuple[li
         return str(error)
 
 
-def judge(mesh: DeviceMesh, case: Case, alone: bool) -> Verdict:
+def judge(mesh: DeviceMesh, case: Case, family: Family) -> Verdict:
     """This rank's verdict on a case."""
     dense = _dense(case.operator, case.variant, case.in_place, case.sample)
     if isinstance(dense, str):
@@ -86,44 +94,55 @@ def judge(mesh: DeviceMesh, case: Case, alone: bool) -> Verdict:
     shapes = {t.shape for t in inputs if t.dim() > case.dim}
     own = {id(t) for t in inputs}
 
+    def is_cut(t: torch.Tensor) -> bool:
+        return t.shape in shapes and (id(t) in own or not family.alone)
+
     def sharded(t: torch.Tensor) -> torch.Tensor:
-        alike = t.shape in shapes and (id(t) in own or not alone)
-        return place(t.detach().clone(), mesh, (case.dim if alike else "R",)).requires_grad_(t.requires_grad)
+        at = case.dim if is_cut(t) else "R"
+        return place(t.detach().clone(), mesh, (at,)).requires_grad_(t.requires_grad)
 
     def gradient(t: torch.Tensor) -> torch.Tensor:
         # As DTensor gives it: the gradient of a pending sum is the same for all of its terms.
         at = tuple("R" if p == "P" else p for p in places_of(t))  # type: ignore[arg-type]
         return place(_numbers(torch.empty(t.shape, dtype=t.dtype)), mesh, at)
 
-    gathers = Gathers()
     try:
-        with gathers:
-            results = _outputs(fn, sample, sharded, gradient)
+        results = _outputs(fn, sample, sharded, gradient)
     except convmesh.ShardingError as error:
         return "refused", str(error)
     except Exception as error:
         return "error", f"{type(error).__name__}: {error}"
     try:
         for mine, wanted in zip([*results[0], *results[1]], [*dense[0], *dense[1]], strict=True):
-            _compare(mine, wanted)
+            _compare(mine, wanted, family.elementwise)
     except Exception as error:
         return "wrong", f"{type(error).__name__}: {error}"
-    # Of a tensor with at most one element a rank there is nothing worth keeping sharded, and results that are single
-    # numbers all ranks have. What is as small as a parameter may be that, or its gradient.
-    activation = max((t.numel() for t in inputs), default=0)
-    parameters = [_padded(t, mesh.size()) for t in tensors_of((sample.args, sample.kwargs)) if alone]
-    numbers = all(t.dim() == 0 for t in results[0])
-    half = 2 * gathers.largest >= activation > max([mesh.size(), *parameters])
-    gathered = half and gathers.largest > max(parameters, default=0) and not numbers
-    return ("gathered" if gathered else "right"), ""
+    replicated = [t for t in tensors_of((sample.input, sample.args, sample.kwargs)) if not is_cut(t)]
+    return ("gathered" if _gathered(mesh, case.dim, inputs, replicated, dense[2], results[2]) else "right"), ""
+
+
+def _gathered(
+    mesh: DeviceMesh, dim: int, inputs: list[torch.Tensor], replicated: list[torch.Tensor], one: Sizes, many: Sizes
+) -> bool:
+    """Whether this rank has made a tensor as large as the largest of one device, or got most of one at once.
+
+    Of replicated tensors, such as parameters, each rank has the gradient too.
+    """
+    size = max((t.shape[dim] for t in inputs if t.dim() > dim), default=0)
+    given = max((t.nbytes for t in inputs), default=0)
+    beside = max((_padded(t, mesh.size()) for t in replicated), default=0)
+    if size < 2 * mesh.size() or given < TELLING_BYTES or given <= beside:
+        return False
+    return is_whole(one, many, *inputs)
 
 
 def _padded(tensor: torch.Tensor, ranks: int) -> int:
-    """How many elements arrive where a tensor is gathered: as torch pads parts of one length."""
-    return max([1, *(tensor.numel() // max(1, size) * -(-size // ranks) * ranks for size in tensor.shape)])
+    """How many bytes a gathered tensor has: as torch pads parts of one length."""
+    parts = [tensor.nbytes // max(1, size) * -(-size // ranks) * ranks for size in tensor.shape]
+    return max([tensor.nbytes, *parts])
 
 
-def _compare(actual: Any, expected: torch.Tensor | None) -> None:
+def _compare(actual: Any, expected: torch.Tensor | None, elementwise: bool) -> None:
     """This rank's part with what it should be. A gradient that is missing is one of zeros."""
     if actual is None and expected is None:
         return
@@ -136,17 +155,17 @@ def _compare(actual: Any, expected: torch.Tensor | None) -> None:
     # The samples and the gradients that we give are numbers of about 1: what is far below it is what has cancelled.
     scale = max([1.0, *expected[expected.isfinite()].double().abs().tolist()])
     if any(isinstance(p, Partial) for p in actual.placements):
-        assert_close(actual.detach().full_tensor(), expected, scale)
+        assert_close(actual.detach().full_tensor(), expected, scale, elementwise)
         return
     wanted = place(expected, actual.device_mesh, places_of(actual)).to_local()
     assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    assert_close(actual.detach().to_local(), wanted, scale)
+    assert_close(actual.detach().to_local(), wanted, scale, elementwise)
 
 
-def judge_all(mesh: DeviceMesh, batch: list[Case], alone: bool, stock: bool) -> list[Verdict]:
+def judge_all(mesh: DeviceMesh, batch: list[Case], family: Family, stock: bool) -> list[Verdict]:
     with warnings.catch_warnings(), nullcontext() if stock else convmesh.enable():
         warnings.simplefilter("ignore")
-        return [judge(mesh, case, alone) for case in batch]
+        return [judge(mesh, case, family) for case in batch]
 
 
 def load(mesh: DeviceMesh) -> None:
@@ -159,7 +178,7 @@ def run(pool: Pool, family: str, chosen: list[Case], ranks: int, stock: bool = F
 
     def verdicts(batch: list[Case], seconds: float) -> list[Verdict]:
         pool.run(load, mesh=(ranks,))
-        by_rank = pool.run(judge_all, batch, FAMILIES[family].alone, stock, mesh=(ranks,), timeout=seconds)
+        by_rank = pool.run(judge_all, batch, FAMILIES[family], stock, mesh=(ranks,), timeout=seconds)
         return [max(told, key=lambda verdict: VERDICTS.index(verdict[0])) for told in zip(*by_rank, strict=True)]
 
     for start in range(0, len(chosen), BATCH):
@@ -217,9 +236,12 @@ def in_markdown(tallies: Tallies, stock: bool) -> str:
         "PyTorch's own OpInfo samples, each sharded on each dimension of its input in turn, over 2 and over 4 ranks,",
         "forward and backward, against the dense operator in float64. Made by `python -m tests.conformance --markdown`"
         + (" with `--stock`: torch's DTensor alone." if stock else "."),
-        "A gathered case is right, but some rank put together at least half of the input. (What is no larger than a",
-        "parameter may be that, or its gradient, and does not count; nor do results that are all single numbers, which",
-        "every rank has.) 'Not dense either' are samples that one device refuses, too.",
+        f"Of {digest()}.",
+        "",
+        "A gathered case is right, but some rank made a tensor as large as the largest of one device, or was sent",
+        "three quarters of one at once, whatever carried it. (Samples with less than two indices a rank, of less than",
+        f"{TELLING_BYTES} bytes, or no larger than a replicated operand do not tell.) 'Not dense either' are samples",
+        "that one device refuses, too. `make conformance` fails if a case that was right is gathered or refused.",
         "",
     ]
     head = ["family", *VERDICTS]
@@ -249,12 +271,15 @@ def main() -> int:
                         help="list the cases of this verdict, too")  # fmt: skip
     parser.add_argument("--stock", action="store_true", help="torch's DTensor without this library, for comparison")
     parser.add_argument("--markdown", type=Path, help="write the result to this file")
+    parser.add_argument("--update", action="store_true", help="put what gathers or is refused now on record, and take "
+                        "off what no longer does")  # fmt: skip
     options = parser.parse_args()
     chosen = {
         family: [case for case in cases(family, options.most) if case.operator in (options.operator or [case.operator])]
         for family in options.family or FAMILIES
     }
     tallies = {family: Tally() for family, some in chosen.items() if some}
+    record, found = Record.load(), Record()
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Pool() as pool, Progress(*columns, console=console) as progress:
@@ -264,6 +289,7 @@ def main() -> int:
                 progress.update(task, description=f"{family}, {ranks} ranks")
                 for case, verdict in run(pool, family, chosen[family], ranks, options.stock):
                     tally.add(case, verdict)
+                    found.add(case, ranks, verdict[0])
                     progress.update(task, advance=1)
                     if verdict[0] in options.show:
                         text = " ".join(verdict[1].split())[:400]
@@ -271,7 +297,12 @@ def main() -> int:
     console.print(on_screen(tallies))
     if options.markdown is not None:
         options.markdown.write_text(in_markdown(tallies, options.stock))
-    return 1 if any(tally.all[fault] for tally in tallies.values() for fault in FAULTS) else 0
+    if options.update:
+        record.updated(found).save()
+    changes = [] if options.stock or options.update else record.changes(found)
+    for change in changes:
+        console.print(change, markup=False, soft_wrap=True)
+    return 1 if changes or any(tally.all[fault] for tally in tallies.values() for fault in FAULTS) else 0
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ class Family:
 
     operators: tuple[str, ...]
     alone: bool = False  # the other tensors of a sample are parameters: only the input is sharded
+    elementwise: bool = False  # a result is made of a few values, to each of which it is compared by itself
 
 
 def _functional(*names: str) -> tuple[str, ...]:
@@ -51,13 +52,14 @@ FAMILIES = {
                       "grid_sample"),
          "_upsample_bilinear2d_aa", "grid_sampler_2d", "grid_sampler_3d"),
     ),
-    "padding": Family((*_functional("pad"), "constant_pad_nd")),
+    "padding": Family((*_functional("pad"), "constant_pad_nd"), elementwise=True),
     "indexing": Family(
         ("select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind", "slice_scatter",
          "select_scatter", "stack", "cat", "hstack", "vstack", "flip", "fliplr", "flipud", "roll",
          "__getitem__", "index_select", "index_add", "gather", *_functional("unfold"), "tensor_split", "rot90",
          "scatter", "scatter_add", "take_along_dim", "index_put", "masked_select", "masked_scatter", "nonzero",
          "argwhere", "tril", "triu"),
+        elementwise=True,
     ),
     "linear": Family(
         (*_functional("linear", "gelu", "prelu"), "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum",
@@ -78,10 +80,12 @@ FAMILIES = {
     "foreach": Family(
         _foreach("neg", "reciprocal", "sqrt", "rsqrt", "abs", "add", "sub", "mul", "div", "addcdiv", "addcmul", "pow",
                  "lerp", "norm", "max", "maximum", "minimum", "clamp_min", "clamp_max", "exp", "sign", "copy", "zero"),
+        elementwise=True,
     ),
     "random": Family(
         (*_functional("dropout", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
          "normal", "bernoulli", "uniform", "exponential", "rand_like", "randn_like", "randint_like"),
+        elementwise=True,
     ),
 }  # fmt: skip
 

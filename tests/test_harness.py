@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.compare import assert_close, same_on_all_ranks
 from tests.harness import Pool, RankDied, RankError, RankHung
 
+# So long that who waits for it never comes to an end.
+DAYS = 1e6
+
 
 def rank_and_coordinate(mesh: DeviceMesh) -> tuple[int, tuple[int, ...]]:
     return dist.get_rank(), tuple(mesh.get_coordinate() or ())
@@ -146,10 +149,8 @@ def test_one_raising_rank_while_others_return(pool: Pool) -> None:
 
 
 def test_one_raising_rank_while_others_wait_for_it(pool: Pool) -> None:
-    began = time.monotonic()
     with pytest.raises(RankError, match="no good on rank 1") as caught:
-        pool.run(raise_on, (1,), True, mesh=(4,))
-    assert time.monotonic() - began < 60
+        pool.run(raise_on, (1,), True, mesh=(4,), timeout=DAYS)
     assert caught.value.rank == 1
     assert "ranks 0, 2, 3 had not returned" in str(caught.value)
     assert "in all_reduce" in str(caught.value)
@@ -183,20 +184,16 @@ def test_other_ways_to_raise(pool: Pool, fn: Any, text: str) -> None:
 @pytest.mark.parametrize(("by_signal", "code"), [(False, 7), (True, -9)])
 def test_a_dying_rank(pool: Pool, by_signal: bool, code: int) -> None:
     assert_works(pool)
-    began = time.monotonic()
     with pytest.raises(RankDied, match=rf"test_harness\.die: rank 1 died \(exit code {code}\)") as caught:
-        pool.run(die, 1, by_signal, mesh=(4,))
-    assert time.monotonic() - began < 10
+        pool.run(die, 1, by_signal, mesh=(4,), timeout=DAYS)
     assert caught.value.rank == 1
     assert_works(pool)
 
 
 def test_a_hanging_rank(pool: Pool) -> None:
     assert_works(pool)
-    began = time.monotonic()
     with pytest.raises(RankHung, match=r"test_harness\.hang: rank 3 had not returned after 3 s") as caught:
         pool.run(hang, 3, timeout=3)
-    assert time.monotonic() - began < 10
     assert caught.value.rank == 3
     assert "in hang" in caught.value.traceback
     assert_works(pool)
@@ -262,7 +259,7 @@ def test_no_process_is_left_when_the_run_is_interrupted(tmp_path: Path, how: sig
 @pytest.mark.parametrize(
     ("dtype", "rounding", "error"),
     [
-        (torch.float64, 1e-13, 1e-8),
+        (torch.float64, 1e-13, 1e-11),
         (torch.float32, 1e-6, 1e-3),
         (torch.float16, 1e-3, 1e-1),
         (torch.bfloat16, 5e-3, 1e-1),
@@ -289,6 +286,12 @@ def test_assert_close_at_the_edges() -> None:
     assert_close(torch.empty(0, 3), torch.empty(0, 3))
     assert_close(torch.tensor(2.0 + 1j), torch.tensor(2.0 + 1j))
     assert_close(torch.tensor([1e-9]), torch.tensor([0.0]), scale=1.0)
+    # What is small beside others is compared with itself only if that is asked for.
+    many, wrong = torch.tensor([1.0, 1e-10], dtype=torch.float64), torch.tensor([1.0, 1.001e-10], dtype=torch.float64)
+    assert_close(wrong, many)
+    with pytest.raises(AssertionError, match=r"at \(1,\)"):
+        assert_close(wrong, many, elementwise=True)
+    assert_close(many * (1 + 1e-13), many, elementwise=True)
     with pytest.raises(AssertionError, match="shape"):
         assert_close(torch.zeros(1, 3), torch.zeros(3))
     with pytest.raises(AssertionError, match="allowed 0"):

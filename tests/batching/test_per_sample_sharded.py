@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_module
 import convmesh
 from tests.cases import place
 from tests.compare import assert_close
-from tests.gathers import Gathers
+from tests.gathers import Sizes
 from tests.harness import Pool
 
 
@@ -47,11 +47,12 @@ def run(mesh: DeviceMesh, case: Case) -> None:
     function: Callable[..., Any] = getattr(convmesh, case.what)
     expected = function(model, F.cross_entropy, x, y, **options)
     y_at = tuple(0 if at == 0 else "R" for at in case.x_at)
-    with convmesh.enable(), Gathers() as gathers:
+    with convmesh.enable(), Sizes() as sizes:
         placed = MODELS[case.parameters](network(), mesh)
         actual = function(placed, F.cross_entropy, place(x, mesh, case.x_at), place(y, mesh, y_at), **options)
     if case.samples > 1:  # what torch does with one sample on several ranks is its own affair
-        assert gathers.largest <= 24 * case.samples  # the pooled features, never an activation
+        largest = max(parameter.nbytes for parameter in model.parameters())
+        assert sizes.replicated_at_once <= case.samples * largest, "a parameter's gradients, never an activation"
     if isinstance(actual, Tensor):
         actual, expected = {"": actual}, {"": expected}
     assert actual.keys() == expected.keys()

@@ -15,12 +15,15 @@ intervals = st.builds(lambda a, n: Interval(a, a + n), st.integers(-5, 15), st.i
 windows = st.builds(
     Window, kernel=st.integers(1, 6), stride=st.integers(1, 5), padding=st.integers(0, 7), dilation=st.integers(1, 4)
 )
+wide_windows = st.builds(
+    Window, kernel=st.integers(1, 4), stride=st.integers(1, 3), padding=st.integers(0, 20), dilation=st.integers(1, 20)
+)
 mesh_sizes = st.lists(st.integers(1, 5), min_size=1, max_size=2).map(tuple)
 
 
 @st.composite
 def splits(draw: st.DrawFn) -> Split:
-    window = draw(windows)
+    window = draw(st.one_of(windows, wide_windows))
     if draw(st.booleans()):  # as a convolution has it
         fine = draw(st.integers(1, 30))
         coarse = window.coarse_size(fine)
@@ -72,6 +75,37 @@ def test_taps_are_all_pairs_of_a_coarse_index_and_a_fine_one_that_it_reads(
         for o in range(coarse.start, coarse.stop)
         if (i := o * window.stride - window.padding + window.dilation * index) in fine
     ]
+
+
+@given(wide_windows, intervals)
+def test_parts_are_what_is_read_without_what_is_stepped_over(window: Window, side: Interval) -> None:
+    everything = range(-200, 200)
+    inside = range(side.start, side.stop)
+    reads = {index for o in inside for index in touched(window, o)}
+    read_by = {o for o in everything if touched(window, o) & set(inside)}
+    for parts, exact, covering in (
+        (window.parts_read(side), reads, window.reads(side)),
+        (window.parts_read_by(side), read_by, window.read_by(side)),
+    ):
+        found = [index for part in parts for index in range(part.start, part.stop)]
+        assert len(found) == len(set(found)), "no part overlaps another"
+        assert found == sorted(found)
+        assert exact <= set(found) <= set(range(covering.start, covering.stop))
+        if window.dilation > (len(side) - 1) * window.stride + 1 and window.stride == 1:
+            assert set(found) == exact
+
+
+@given(wide_windows, intervals, intervals, st.integers(1, 4))
+def test_pieces_of_a_tap_are_the_tap(window: Window, fine: Interval, coarse: Interval, most: int) -> None:
+    for tap in window.taps(fine, coarse):
+        pieces = list(tap.pieces(most))
+        assert all(0 < len(piece.coarse) <= most for piece in pieces)
+        assert [o for piece in pieces for o in range(piece.coarse.start, piece.coarse.stop)] == [
+            *range(tap.coarse.start, tap.coarse.stop)
+        ]
+        assert [i for piece in pieces for i in range(piece.fine.start, piece.fine.stop, piece.step)] == [
+            *range(tap.fine.start, tap.fine.stop, tap.step)
+        ]
 
 
 @given(windows, intervals)

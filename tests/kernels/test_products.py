@@ -15,7 +15,7 @@ from torch import Tensor
 from convmesh import kernels
 from convmesh.geometry import Convolution
 
-TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.float64: {"rtol": 1e-10, "atol": 1e-10}}
+TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.float64: {"rtol": 1e-12, "atol": 1e-12}}
 
 
 def layer(

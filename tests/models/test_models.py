@@ -17,7 +17,7 @@ import convmesh
 from convmesh.models import ConvNeXt, ResNet, UNet, convnext_small, convnext_tiny, resnet18, resnet50
 from tests.cases import place
 from tests.compare import assert_close
-from tests.gathers import Gathers
+from tests.gathers import Sizes, is_whole
 from tests.harness import Pool
 
 # As torchvision publishes them for its networks of these names.
@@ -83,8 +83,8 @@ NETWORKS = {
 }
 
 
-def train(network: Network, mesh: DeviceMesh | None, at: tuple[Any, ...]) -> tuple[torch.Tensor, nn.Module]:
-    """Two steps of training; the last loss, and the network after them."""
+def train(network: Network, mesh: DeviceMesh | None, at: tuple[Any, ...]) -> tuple[torch.Tensor, nn.Module, Sizes]:
+    """Two steps of training; the last loss, the network after them, and the sizes of what was made for them."""
     torch.manual_seed(0)
     model = network.build().double().train()
     x = torch.randn(network.input, dtype=torch.float64)
@@ -94,24 +94,26 @@ def train(network: Network, mesh: DeviceMesh | None, at: tuple[Any, ...]) -> tup
         x = place(x, mesh, at)
         target = place(target, mesh, tuple(d if d == 0 else d - 1 if network.dense else "R" for d in at))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), target)
-        loss.backward()
-        optimizer.step()
-    return loss.detach(), model
+    with Sizes() as sizes:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), target)
+            loss.backward()
+            optimizer.step()
+    return loss.detach(), model, sizes
 
 
 def check(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
     name, at = case
-    expected_loss, expected = train(NETWORKS[name], None, at)
-    with convmesh.enable(), Gathers() as gathers:
-        loss, model = train(NETWORKS[name], mesh, at)
+    expected_loss, expected, one = train(NETWORKS[name], None, at)
+    with convmesh.enable():
+        loss, model, many = train(NETWORKS[name], mesh, at)
     assert isinstance(loss, DTensor)
     assert_close(loss.full_tensor(), expected_loss)
     for actual, value in zip(model.state_dict().values(), expected.state_dict().values(), strict=True):
         assert_close(actual.full_tensor(), value)
-    assert gathers.count == 0, f"{gathers.count} all-gathers, of up to {gathers.largest} elements"
+    image = torch.empty(NETWORKS[name].input, dtype=torch.float64)
+    assert not is_whole(one, many, image), f"{many.largest} bytes by {many.maker}, {many.received_at_once} at once"
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -10,11 +10,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import convmesh
 from tests.cases import local_shape, place
 from tests.compare import assert_close
+from tests.gathers import Sizes, is_sent_whole
 
 At = tuple[Any, ...]  # placements by mesh dimension: a dimension, "R" or "P"
 
@@ -28,39 +28,29 @@ class Sample:
     needs: Sequence[bool]
 
 
-class Gathers(TorchDispatchMode):
-    """Notes the size of the largest tensor that is gathered."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # so that it is taken apart, and its collectives come by here
-        result = func(*args, **(kwargs or {}))
-        if "all_gather" in func.__name__:
-            self.largest = max(self.largest, result.numel())
-        return result
-
-
 def agree(
     mesh: DeviceMesh, function: Callable[..., Any], sample: Sample, scale: float | None = None
 ) -> Mapping[str, int]:
     """`function` of the sample on the mesh equals that on one process; returns the collectives it took, by name.
 
-    No activation is gathered: stock operators may gather small results, of less than half the largest operand.
+    No activation is gathered: stock operators may gather small results.
     """
     plain = [_leaf(t, needed) for t, needed in zip(sample.tensors, sample.needs, strict=True)]
-    expected = _outputs(function(*plain))
+    with Sizes() as one:
+        expected = _outputs(function(*plain))
     gradients = [_gradient(number, output) for number, output in enumerate(expected)]
-    _backward(expected, gradients)
-    with convmesh.enable(), CommDebugMode() as communication, Gathers() as gathers:
+    with one:
+        _backward(expected, gradients)
+    with convmesh.enable():
         leaves = [
             None if t is None else place(t, mesh, at).requires_grad_(needed)
             for t, at, needed in zip(sample.tensors, sample.at, sample.needs, strict=True)
         ]
-        actual = _outputs(function(*leaves))
+        with CommDebugMode() as communication, Sizes() as many:
+            actual = _outputs(function(*leaves))
         seeds = [g if g is None else place(g, mesh, _like(y)) for g, y in zip(gradients, actual, strict=True)]
-        _backward(actual, seeds)
+        with communication, many:
+            _backward(actual, seeds)
     taken = {str(name).split(".")[-1]: count for name, count in communication.get_comm_counts().items()}
     assert len(actual) == len(expected)
     for number, (y, wanted) in enumerate(zip(actual, expected, strict=True)):
@@ -70,8 +60,7 @@ def agree(
             assert (leaf.grad is None) == (wanted.grad is None), f"gradient {number}"
             if wanted.grad is not None:
                 compare(f"gradient {number}", leaf.grad, wanted.grad, scale)
-    largest = max(tensor.numel() for tensor in sample.tensors if tensor is not None)
-    assert gathers.largest < largest / 2, f"gathered {gathers.largest} of {largest} elements: {taken}"
+    assert not is_sent_whole(one, many, zip(sample.tensors, sample.at, strict=True)), many.replicated_at_once
     return taken
 
 

@@ -17,7 +17,7 @@ SHAPE = (2, 4, 11, 6)
 
 def unpooled(x: torch.Tensor) -> torch.Tensor:
     values, indices = F.max_pool2d(x, 2, return_indices=True)
-    return F.max_unpool2d(values, indices, 2, output_size=list(SHAPE[2:]))
+    return F.max_unpool2d(values, indices, 2, output_size=list(x.shape[2:]))
 
 
 def sampled(x: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:

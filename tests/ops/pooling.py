@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 import convmesh
 from tests.cases import place
 from tests.compare import assert_close
+from tests.gathers import Sizes, is_sent_whole
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,19 @@ def check_call(mesh: DeviceMesh, call: Call) -> None:
     if call.channels_last:
         x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
     dense = x.clone().requires_grad_()
-    expected = call(dense)
+    with Sizes() as one:
+        expected = call(dense)
     gradient = torch.randn(expected[0].shape, generator=generator, dtype=torch.float64).to(call.dtype)
     expected[0].backward(gradient)
-    with convmesh.enable(), CommDebugMode() as counted:
+    with convmesh.enable():
         placed = place(x, mesh, call.at).requires_grad_()
-        actual = call(placed)
+        with Sizes() as many:
+            actual = call(placed)
         where = letters(actual[0])
         placed_gradient = place(gradient, mesh, call.gradient or where)
-        actual[0].backward(placed_gradient)
-    names = " ".join(str(operator) for operator in counted.get_comm_counts())
-    assert call.gathers or "all_gather" not in names, names
+        with many:
+            actual[0].backward(placed_gradient)
+    assert call.gathers or not is_sent_whole(one, many, [(x, call.at)]), f"{many.replicated_at_once} bytes at once"
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         try:
             assert_close(one.full_tensor(), other.detach())

@@ -13,7 +13,7 @@ import convmesh
 from tests.cases import place
 from tests.compare import assert_close
 from tests.harness import Pool
-from tests.ops.against_dense import Sharded, check
+from tests.ops.against_dense import Sharded, check_elements
 
 SHAPE = (2, 3, 5, 7)
 
@@ -109,8 +109,8 @@ def test_indices_are_taken_by_their_owners(pool: Pool) -> None:
     def cases(*places: tuple[Any, ...]) -> list[Sharded]:
         return [Sharded(fn, ((SHAPE, at),), pick) for fn in (index_select, index) for at in places for pick in picks]
 
-    pool.run_cases(check, cases((3,), (2,), ("P",)), mesh=(2,))
-    pool.run_cases(check, cases((2, 3), (3, 3)), mesh=(2, 2))
+    pool.run_cases(check_elements, cases((3,), (2,), ("P",)), mesh=(2,))
+    pool.run_cases(check_elements, cases((2, 3), (3, 3)), mesh=(2, 2))
 
 
 def numbers_among_lists(mesh: DeviceMesh, at: Any) -> None:
@@ -194,8 +194,8 @@ def test_several_dimensions_indexed_together(pool: Pool) -> None:
     def cases(*places: tuple[Any, ...]) -> list[Sharded]:
         return [Sharded(at_places, ((SHAPE, at),), dims) for at in places for dims in picks]
 
-    pool.run_cases(check, cases((3,), (2,), (0,), ("P",)), mesh=(2,))
-    pool.run_cases(check, cases((2, 3), (3, 3), ("P", 2)), mesh=(2, 2))
+    pool.run_cases(check_elements, cases((3,), (2,), (0,), ("P",)), mesh=(2,))
+    pool.run_cases(check_elements, cases((2, 3), (3, 3), ("P", 2)), mesh=(2, 2))
 
 
 def windows(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
@@ -212,8 +212,8 @@ def test_repeats_and_windows(pool: Pool) -> None:
         made = [Sharded(windows, ((SHAPE, at),), numbers) for at in places for numbers in sizes]
         return made + [Sharded(repeated, ((SHAPE, at),), numbers) for at in places for numbers in counts]
 
-    pool.run_cases(check, cases((3,), (2,), (0,)), mesh=(2,))
-    pool.run_cases(check, cases((2, 3), (0, 2)), mesh=(2, 2))
+    pool.run_cases(check_elements, cases((3,), (2,), (0,)), mesh=(2,))
+    pool.run_cases(check_elements, cases((2, 3), (0, 2)), mesh=(2, 2))
 
 
 def same(mesh: DeviceMesh) -> None:
@@ -250,9 +250,11 @@ def columns(at: tuple[Any, ...], back: tuple[Any, ...]) -> list[Sharded]:
 
 
 def test_windows_as_columns(pool: Pool) -> None:
-    pool.run_cases(check, columns((2,), (2,)) + columns((3,), (1,)) + columns((1,), (0,)), mesh=(2,))
-    pool.run_cases(check, columns((2,), (2,)), mesh=(4,))
-    pool.run_cases(check, columns((0, 2), (0, 2)) + columns((2, 2), (2, 2)) + columns(("P", 2), (2, "P")), mesh=(2, 2))
+    pool.run_cases(check_elements, columns((2,), (2,)) + columns((3,), (1,)) + columns((1,), (0,)), mesh=(2,))
+    pool.run_cases(check_elements, columns((2,), (2,)), mesh=(4,))
+    pool.run_cases(
+        check_elements, columns((0, 2), (0, 2)) + columns((2, 2), (2, 2)) + columns(("P", 2), (2, "P")), mesh=(2, 2)
+    )
 
 
 LAYOUTS: list[tuple[tuple[int, ...], list[Any], list[Any]]] = [
@@ -264,17 +266,17 @@ LAYOUTS: list[tuple[tuple[int, ...], list[Any], list[Any]]] = [
 
 @pytest.mark.parametrize(("mesh", "ones"), [(mesh, ones) for mesh, ones, _ in LAYOUTS])
 def test_parts_of_one_tensor(pool: Pool, mesh: tuple[int, ...], ones: list[Any]) -> None:
-    pool.run_cases(check, [case for at in ones for case in of_one(at)], mesh=mesh)
+    pool.run_cases(check_elements, [case for at in ones for case in of_one(at)], mesh=mesh)
 
 
 @pytest.mark.parametrize(("mesh", "pairs"), [(mesh, pairs) for mesh, _, pairs in LAYOUTS])
 def test_joining_tensors(pool: Pool, mesh: tuple[int, ...], pairs: list[Any]) -> None:
-    pool.run_cases(check, [case for pair in pairs for case in of_two(*pair)], mesh=mesh)
+    pool.run_cases(check_elements, [case for pair in pairs for case in of_two(*pair)], mesh=mesh)
 
 
 def test_putting_one_index_back(pool: Pool) -> None:
-    pool.run_cases(check, put_index((3,), (2,)) + put_index((3,), ("R",)) + put_index((1,), (1,)), mesh=(2,))
-    pool.run_cases(check, put_index((3, 2), (0, 2)), mesh=(2, 2))
+    pool.run_cases(check_elements, put_index((3,), (2,)) + put_index((3,), ("R",)) + put_index((1,), (1,)), mesh=(2,))
+    pool.run_cases(check_elements, put_index((3, 2), (0, 2)), mesh=(2, 2))
 
 
 def infer(mesh: DeviceMesh, at: tuple[Any, ...]) -> None:

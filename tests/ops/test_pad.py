@@ -14,7 +14,7 @@ from convmesh.ops.remap import Remap
 from tests.cases import place
 from tests.compare import same_on_all_ranks
 from tests.harness import Pool
-from tests.ops.against_dense import Sharded, check
+from tests.ops.against_dense import Sharded, check_elements
 
 
 def pad(x: torch.Tensor, pads: tuple[int, ...], mode: str, value: float | None) -> torch.Tensor:
@@ -43,7 +43,7 @@ def cases(*placements: tuple[Any, ...]) -> list[Sharded]:
     ],
 )
 def test_padding_is_that_of_one_process(pool: Pool, mesh: tuple[int, ...], placements: list[Any]) -> None:
-    pool.run_cases(check, cases(*placements), mesh=mesh)
+    pool.run_cases(check_elements, cases(*placements), mesh=mesh)
 
 
 def test_any_number_of_dimensions(pool: Pool) -> None:
@@ -52,13 +52,13 @@ def test_any_number_of_dimensions(pool: Pool) -> None:
         for mode in ("reflect", "replicate", "circular", "constant")
         for spatial, shape in ((1, (2, 9)), (1, (1, 2, 9)), (2, (2, 4, 5)), (3, (2, 3, 4, 5)), (3, (1, 1, 3, 4, 5)))
     ]
-    pool.run_cases(check, made, mesh=(2,))
+    pool.run_cases(check_elements, made, mesh=(2,))
 
 
 def by_one_kernel(mesh: DeviceMesh, case: Sharded) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Remap, "__call__", None)  # nothing is copied piece by piece
-        check(mesh, case)
+        check_elements(mesh, case)
 
 
 def test_what_needs_no_other_rank_is_padded_by_one_kernel(pool: Pool) -> None:

@@ -16,7 +16,7 @@ import convmesh
 from tests.cases import place
 from tests.compare import assert_close
 from tests.harness import Pool
-from tests.ops.against_dense import Sharded, check
+from tests.ops.against_dense import Sharded, check_elements
 
 SHAPE = (2, 3, 5, 7)
 
@@ -87,7 +87,7 @@ def test_operands_in_any_placement(pool: Pool, mesh: tuple[int, ...]) -> None:
     cases += [Sharded(function, ((SHAPE, at),)) for function in ONE for at in {pair[0] for pair in PAIRS[mesh]}]
     even, slopes = (4, 3, 4, 4), ((3,), ("R",) * len(mesh))
     cases += [Sharded(gated, ((even, (2, 3)[: len(mesh)]), slopes), (dim,)) for dim in (0, 2, 3)]
-    pool.run_cases(check, cases, mesh=mesh)
+    pool.run_cases(check_elements, cases, mesh=mesh)
 
 
 def squeeze_excite(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ def blocks(at: tuple[Any, ...]) -> list[Sharded]:
     ("mesh", "places"), [((2,), [(2,), (3,), (0,)]), ((4,), [(2,)]), ((2, 2), [(0, 2), (2, 3), (2, 2)])]
 )
 def test_blocks_of_networks(pool: Pool, mesh: tuple[int, ...], places: list[Any]) -> None:
-    pool.run_cases(check, [case for at in places for case in blocks(at)], mesh=mesh)
+    pool.run_cases(check_elements, [case for at in places for case in blocks(at)], mesh=mesh)
 
 
 def pending(mesh: DeviceMesh) -> None:

@@ -14,18 +14,27 @@ from torch.utils._pytree import tree_flatten
 import convmesh
 from tests.cases import local_shape, place, places_of
 from tests.compare import assert_close
-from tests.gathers import Gathers
+from tests.gathers import Sizes, is_whole
 from tests.harness import Pool
 from tests.ops.snippets import SHAPE, SNIPPETS, UNEVEN
 
+# What is whole on a rank all the same.
+WHOLE = (
+    "gem",  # Of a window as large as the map there is one output, and one rank makes it.
+    "cosine to prototype",  # torch repeats the replicated prototype for every pixel before it divides by its norm.
+)
 
-def outputs_and_gradient(name: str, x: torch.Tensor) -> tuple[list[Any], Any]:
-    """All results, and the gradient that comes from those that have one."""
+
+def outputs_and_gradient(name: str, x: torch.Tensor) -> tuple[list[Any], Any, Sizes]:
+    """All results, the gradient that comes from those that have one, and the sizes of what was made for them."""
     # As in the forward pass of a distributed model.
-    with convmesh.implicit_replication(x.device_mesh) if isinstance(x, DTensor) else nullcontext():
+    allowed = convmesh.implicit_replication(x.device_mesh) if isinstance(x, DTensor) else nullcontext()
+    with allowed, Sizes() as sizes:
         outputs = tree_flatten(SNIPPETS[name](x))[0]
     heads = [output for output in outputs if output.requires_grad]
-    return outputs, torch.autograd.grad(heads, x, [_seed(head) for head in heads])[0] if heads else None
+    seeds = [_seed(head) for head in heads]
+    with sizes:
+        return outputs, torch.autograd.grad(heads, x, seeds)[0] if heads else None, sizes
 
 
 def _seed(output: torch.Tensor) -> torch.Tensor:
@@ -35,16 +44,18 @@ def _seed(output: torch.Tensor) -> torch.Tensor:
     return place(numbers, output.device_mesh, tuple("R" if at == "P" else at for at in places_of(output)))
 
 
-def check_snippet(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...], tuple[int, ...]]) -> None:
+def check_snippet(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...], tuple[int, ...]]) -> bool:
+    """Returns whether the map was whole on this rank."""
     name, at, shape = case
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    expected, expected_gradient = outputs_and_gradient(name, x.clone().requires_grad_())
+    expected, expected_gradient, one = outputs_and_gradient(name, x.clone().requires_grad_())
     with convmesh.enable():
-        with Gathers() as gathers:
-            actual, gradient = outputs_and_gradient(name, place(x, mesh, at).requires_grad_())
+        actual, gradient, many = outputs_and_gradient(name, place(x, mesh, at).requires_grad_())
         for mine, wanted in zip([*actual, gradient], [*expected, expected_gradient], strict=True):
             _compare(mine, wanted)
-    assert 2 * gathers.largest < x.numel(), f"gathers {gathers.largest} of {x.numel()}"
+    whole = is_whole(one, many, x)
+    assert name in WHOLE or not whole, f"{many.largest} bytes by {many.maker}, {many.received_at_once} arrived at once"
+    return whole
 
 
 def _compare(actual: Any, expected: Any) -> None:
@@ -60,7 +71,8 @@ def _compare(actual: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(("mesh", "at", "shape"), [((2,), (3,), SHAPE), ((2, 2), (2, 3), UNEVEN)])
 def test_snippets_stay_sharded(pool: Pool, mesh: tuple[int, ...], at: tuple[Any, ...], shape: tuple[int, ...]) -> None:
-    pool.run_cases(check_snippet, [(name, at, shape) for name in SNIPPETS], mesh=mesh)
+    results = pool.run_cases(check_snippet, [(name, at, shape) for name in SNIPPETS], mesh=mesh)
+    assert [name for name, ranks in zip(SNIPPETS, results, strict=True) if any(ranks)] == list(WHOLE)
 
 
 def refused(mesh: DeviceMesh) -> list[str]:

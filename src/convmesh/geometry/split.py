@@ -33,12 +33,16 @@ class Split:
     @cached_property
     def fine_plan(self) -> HaloPlan:
         """Each rank produces its coarse part, and needs what that reads; this overhangs where the input is padded."""
-        return HaloPlan(self.fine_size, self.fine, tuple((self.window.reads(part),) for part in self.coarse))
+        return HaloPlan(self.fine_size, self.fine, tuple(map(self.window.parts_read, self.coarse)))
 
     @cached_property
     def coarse_plan(self) -> HaloPlan:
         """Each rank produces its fine part, and needs the coarse indices that read it."""
-        return HaloPlan(self.coarse_size, self.coarse, tuple((self.coarse_for(part),) for part in self.fine))
+        whole = Interval(0, self.coarse_size)
+        readers = [self.window.parts_read_by(part) for part in self.fine]
+        return HaloPlan(
+            self.coarse_size, self.coarse, tuple(tuple(part & whole for part in parts) for parts in readers)
+        )
 
     def coarse_for(self, fine: Interval) -> Interval:
         return self.window.read_by(fine) & Interval(0, self.coarse_size)

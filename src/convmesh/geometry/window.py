@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .interval import Interval
@@ -15,6 +16,18 @@ class Tap:
     coarse: Interval
     fine: Interval
     step: int
+
+    def pieces(self, most: int) -> Iterator[Tap]:
+        """The same in pieces of at most so many indices."""
+        for first in range(0, len(self.coarse), most):
+            count = min(most, len(self.coarse) - first)
+            at = self.coarse.start + first, self.fine.start + first * self.step
+            yield Tap(
+                self.index,
+                Interval(at[0], at[0] + count),
+                Interval(at[1], at[1] + (count - 1) * self.step + 1),
+                self.step,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,25 @@ class Window:
         # ... and from o * stride - padding on, which has to be at most fine.stop - 1.
         stop = (fine.stop - 1 + self.padding) // self.stride + 1
         return Interval(start, max(start, stop))
+
+    def parts_read(self, coarse: Interval) -> tuple[Interval, ...]:
+        """`reads` without what a dilation wider than all of `coarse` steps over: then a part for each tap."""
+        span = (len(coarse) - 1) * self.stride + 1
+        if not coarse or self.dilation <= span:
+            return (self.reads(coarse),)
+        first = coarse.start * self.stride - self.padding
+        return tuple(Interval(first, first + span).shift(self.dilation * tap) for tap in range(self.kernel))
+
+    def parts_read_by(self, fine: Interval) -> tuple[Interval, ...]:
+        """`read_by` without those that step over all of `fine`, likewise; the last tap's readers come first."""
+        if not fine or self.dilation <= len(fine):
+            return (self.read_by(fine),)
+        shifts = [self.dilation * tap - self.padding for tap in reversed(range(self.kernel))]
+        parts = [
+            Interval(-(-(fine.start - shift) // self.stride), (fine.stop - 1 - shift) // self.stride + 1)
+            for shift in shifts
+        ]
+        return tuple(part for part in parts if part) or (Interval(0, 0),)
 
     def taps(self, fine: Interval, coarse: Interval) -> list[Tap]:
         """The indices of the kernel with which any of `coarse` reads any of `fine`, and which do."""

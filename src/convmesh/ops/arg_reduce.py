@@ -9,7 +9,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..sharding.hints import remember
 from ..sharding.registry import rule
 from .reduce import TWICE, check_filled, extreme_of, local_extreme
 from .reduce_plan import Reduction, absent, begin
@@ -36,8 +35,6 @@ def extreme_along(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict
     check_filled(name, plan, input)
     if local is None:
         return absent(input, plan.output), absent(input, plan.output.typed(torch.int64))
-    if plan.mesh_dims:
-        remember(_torch.spec_of(input))  # its gradient is written into zeros
     value, place = _extreme_and_place(plan, local, name == "max")
     return plan.wrap(value), plan.wrap(place, torch.int64)
 

@@ -51,6 +51,13 @@ def gradients(
         return local.weight_gradient(own.read(tiling.reads(halo)), held.read(halo), w)
 
     target, inner = (tiling.coarse, tiling.inner_coarse) if local.conv.transposed else (tiling.fine, tiling.inner_fine)
+    if tiling.reaches_far:
+        wide_gy, wide_x, wide_w = conv_border.widened(gy, x, w)
+        results = local.own_gradients(wide_gy, wide_x, wide_w, mask)
+        own = wide_gy if fetches_fine != local.conv.transposed else wide_x
+        conv_border.add_gradients(local, own, *results[:2], fetch, fetches_fine, wide_w)
+        gx, gw, gb = (None if result is None else fetch.tie(result.to(w.dtype)) for result in results)
+        return gx, gw, gb
     if not tiling.computes_own:
         held = fetch.complete()
         return (

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..comm import Held
 from ..geometry import Box, Tap
 from .conv_local import LocalConvolution
+from .reduce_plan import wide
 from .tiling import Fetch
 
 FEWEST_CHANNELS = 8
@@ -24,6 +26,11 @@ FEWEST_CHANNELS = 8
 def pays(weight: torch.Tensor) -> bool:
     """Whether a tap is work enough for a call of its own; and sums in half precision are not rounded twice."""
     return weight.shape[1] >= FEWEST_CHANNELS and weight.dtype in (torch.float32, torch.float64)
+
+
+def widened(*tensors: Any) -> list[Any]:
+    """In a type in which they may be added up tap by tap; None stays None."""
+    return [None if tensor is None else tensor.to(wide(tensor.dtype)) for tensor in tensors]
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,8 @@ class Border:
         return block if step == 1 else block[(*[slice(None)] * self.dim, slice(None, None, step))]
 
     def _planes(self, block: torch.Tensor) -> torch.Tensor:
-        """[N C .. n ..] -> [N*n C .. ..]; a sole spatial dimension is left with size 1."""
-        planes = block.movedim(self.dim, 1).flatten(0, 1)
+        """[N C .. n ..] -> [N*n C .. ..], wide; a sole spatial dimension is left with size 1."""
+        planes = block.to(wide(block.dtype)).movedim(self.dim, 1).flatten(0, 1)
         return planes if planes.dim() > 2 else planes.unsqueeze(2)
 
     def _add(self, place: torch.Tensor, planes: torch.Tensor) -> None:

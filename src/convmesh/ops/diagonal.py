@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Shard
 from .. import _torch
 from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed
+from ..sharding.hints import remember
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, rule
 from .parts import copy_of
@@ -29,6 +30,7 @@ def diagonal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     check_placed("diagonal", (("input", input),))
     if not any(sharded(input, dim % max(1, input.dim())) for dim in (first, second)):
         return view_of(operator, (input, offset, first, second), {}, _plan(_torch.spec_of(input), *args[1:]))
+    remember(_torch.spec_of(input))  # its gradient is written into zeros
     return _taken(input, offset, first, second)
 
 

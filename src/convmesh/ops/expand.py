@@ -12,6 +12,7 @@ from .. import _torch
 from ..sharding.cache import planned
 from ..sharding.dispatch import move
 from ..sharding.errors import refuse
+from ..sharding.hints import Placements, placements_of
 from ..sharding.layout import Layout
 from ..sharding.registry import Behaviour, rule
 
@@ -30,8 +31,9 @@ class ExpandPlan:
 
 
 @planned
-def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...]) -> ExpandPlan | None:
-    """None where only torch's DTensor knows what to do."""
+def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], wish: Placements | None) -> ExpandPlan | None:
+    """None where only torch's DTensor knows what to do. Of `wish` it takes what costs nothing: a rank can have any part
+    of what is repeated."""
     layout = Layout.of(spec)
     new = len(sizes) - len(layout.shape)
     if not _torch.plain_order(spec) or any(type(p) not in (Replicate, Shard, Partial) for p in layout.placements):
@@ -56,6 +58,12 @@ def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...]) -> ExpandPlan | None:
     source = layout.placed(placements)
     stride = (*(0,) * new, *(0 if dim in repeated else step for dim, step in enumerate(layout.stride)))
     outputs = tuple(Shard(p.dim + new) if isinstance(p, Shard) else p for p in placements)
+    if wish is not None:
+        grown = {*range(new), *(dim + new for dim in repeated)}
+        taken = [type(p) is Shard and p.dim in grown for p in wish]
+        outputs = tuple(
+            w if free and isinstance(p, Replicate) else p for p, w, free in zip(outputs, wish, taken, strict=True)
+        )
     return ExpandPlan(source, Layout(layout.mesh, outputs, shape, stride, layout.dtype))
 
 
@@ -63,7 +71,9 @@ def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...]) -> ExpandPlan | None:
 @_torch.view_rule
 def expand(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, sizes, _ = _torch.arguments(operator, args, kwargs)
-    plan = plan_expand(_torch.spec_of(input), tuple(int(size) for size in sizes))
+    spec, shape = _torch.spec_of(input), tuple(int(size) for size in sizes)
+    # The gradient of a reduction is a few numbers for all of its input: cut as that was, it is never whole.
+    plan = plan_expand(spec, shape, placements_of(spec.mesh, shape))
     if plan is None:
         return _torch.stock(operator, args, kwargs)
     local = move(input, plan.source)

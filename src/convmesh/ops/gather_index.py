@@ -17,6 +17,7 @@ from ..geometry import Interval
 from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.errors import refuse
+from ..sharding.hints import remember
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import Behaviour, rule
 from ..sharding.rows import Assignment, Row, choose, input_placements, output_placements
@@ -69,6 +70,7 @@ def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
         return aten.view.default(index_select(operator, (aten.unsqueeze.default(input, 0), 0, index), {}), [])  # type: ignore[no-any-return]
     dim, at = dim % input.dim(), local_index(index).reshape(-1)
     source, output = plan_index(_torch.spec_of(input), dim, at.shape[0])
+    remember(source.spec)  # its gradient is written into zeros
     x = move(input, source)
     if source.mesh.get_coordinate() is None:
         return _torch.wrap(x.new_empty(0), output.spec)

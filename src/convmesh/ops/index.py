@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from .. import _torch
 from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
+from ..sharding.hints import remember
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.registry import rule
 from .bad_index import check_within
@@ -126,6 +127,7 @@ def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
         return _torch.stock(operator, args, kwargs)
     picked = tuple(next(iter(picks.values())).shape)
     source, output, moved = _plan(_torch.spec_of(input), tuple(picks), picked)
+    remember(source.spec)  # its gradient is written into zeros
     x = move(input, source)
     if source.mesh.get_coordinate() is None:
         return _torch.wrap(x.new_empty(0), output.spec)

@@ -86,7 +86,6 @@ def plan_order(operator: str, spec: _torch.Spec, dim: int) -> OrderPlan:
     source = given
     for mesh_dim in given.cuts.get(dim, ()):
         source = _recut(source, mesh_dim, dim)
-    # The gradient of a selection is written into zeros.
     alone = dim in given.cuts and prod(layout.shape) == layout.shape[dim]
     return OrderPlan(given, source, dim, alone, layout.mesh.get_coordinate() is not None)
 
@@ -106,8 +105,8 @@ def begin_order(operator: _torch.Operator, values: tuple[Any, ...]) -> OrderPlan
     name = _torch.name_of(operator)
     (spec,) = specs_of(name, (("input", input),))
     plan = plan_order(name, spec, -1 if dim is None else dim)
-    if plan.dim in plan.given.cuts:
-        remember(spec)
+    if plan.given.cuts:
+        remember(spec)  # the gradient of a selection is written into zeros
     return plan
 
 

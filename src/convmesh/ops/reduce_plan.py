@@ -19,6 +19,7 @@ from ..comm import all_reduce
 from ..sharding.cache import planned
 from ..sharding.dispatch import layouts_of, move, specs_of
 from ..sharding.errors import refuse
+from ..sharding.hints import remember
 from ..sharding.layout import Layout, dense_stride, is_sum
 from .numbers import Numbers
 
@@ -130,6 +131,8 @@ def begin(
     (spec,) = specs_of(operator, (("input", input),))
     dims = dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     plan = plan_reduction(operator, spec, dims, keepdim, linear)
+    if plan.operand.cuts:
+        remember(spec)  # its gradient is expanded to its shape, or written into zeros
     if plan.mesh.get_coordinate() is None:
         return plan, None
     return plan, move(input, plan.operand)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
 
 from .. import _torch
 from ..comm import Halo, Held, Line, Pending, start
-from ..geometry import Box, HaloPlan, Interval, Split, Tap, slabs, volume
+from ..geometry import Box, HaloPlan, Interval, Split, Tap, hull, slabs, volume
 
 # Strips cost more per element than the whole does. Where the border is more than this part of the tile,
 # it is cheaper to put tile and halos together first (measured: benchmarks, small shards).
@@ -69,6 +70,22 @@ class Tiling:
         inner = min(volume(inside) / max(1, volume(own)) for own, inside in sides)
         return self.own_padding is not None and 1 - inner <= LARGEST_BORDER
 
+    @cached_property
+    def reaches_far(self) -> bool:
+        """Dilated windows reach beyond the tile by more than its size, most of it gaps and padding: tile and halos are
+        never put together then."""
+        far = (
+            split.window.dilation > 1 and reach > 2 * size
+            for split, (reach, size) in zip(self.splits, self._reaches, strict=True)
+        )
+        return self.own_padding is not None and any(far)
+
+    @cached_property
+    def _reaches(self) -> list[tuple[int, int]]:
+        """Along each split dimension, how much of the fine side is read by all that read of the tile, and the tile."""
+        sides = zip(self.splits, self.fine, strict=True)
+        return [(len(split.window.reads(split.coarse_for(side))), len(side)) for split, side in sides]
+
     def reads(self, coarse: Box) -> Box:
         """The fine box that a coarse box reads; overhangs where the input is padded."""
         return tuple(split.window.reads(side) for split, side in zip(self.splits, coarse, strict=True))
@@ -105,9 +122,19 @@ class Tiling:
         self, halos: list[list[Box]], sides: Callable[[Box, int], tuple[Interval, Interval]]
     ) -> tuple[tuple[Meeting, ...], ...]:
         return tuple(
-            tuple(Meeting(number, halo, tap) for halo in around for tap in split.window.taps(*sides(halo, number)))
+            tuple(
+                Meeting(number, halo, piece)
+                for halo in around
+                for tap in split.window.taps(*sides(halo, number))
+                for piece in tap.pieces(self._most_planes(number))
+            )
             for number, (split, around) in enumerate(zip(self.splits, halos, strict=True))
         )
+
+    def _most_planes(self, number: int) -> int:
+        """So many planes across a split dimension are no more than the tile, even with what far windows read around."""
+        widest = prod(reach for other, (reach, _) in enumerate(self._reaches) if other != number)
+        return max(1, volume(self.fine) // widest) if self.reaches_far else self.splits[number].coarse_size
 
     def without(self, number: int) -> Tiling:
         """Of a plane across one of the split dimensions, which has a dimension less."""
@@ -122,9 +149,9 @@ class Tiling:
 
 
 def needed_here(plans: Sequence[HaloPlan], lines: Sequence[Line]) -> Box:
-    """What this rank has to hold along each split dimension, without overhangs."""
+    """What this rank has to hold along each split dimension, without overhangs: the hull of what it needs."""
     sides = zip(plans, lines, strict=True)
-    return tuple(plan.needed[line.rank][0] & Interval(0, plan.size) for plan, line in sides)
+    return tuple(hull(plan.needed[line.rank]) & Interval(0, plan.size) for plan, line in sides)
 
 
 class Tiles(Protocol):
