@@ -57,6 +57,8 @@ def convolution(
     level = current_level()
     x, w = Mapped(*unwrap(input, level)), Mapped(*unwrap(weight, level))
     b = None if bias is None else Mapped(*unwrap(bias, level))
+    if x.dim is None and w.dim is None and (b is None or b.dim is None):  # an outer level's: it passes this one
+        return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
     nature = nature_of(x.value, w.value) if b is None else nature_of(x.value, w.value, b.value)
     plan = known_forward_task if nature is Nature.PLAIN else forward_task
     task = plan(laid(x), laid(w), None if b is None else laid(b), arguments, circumstances_of(nature, x.value))
@@ -101,6 +103,8 @@ def convolution_backward(
         return by_torch(stock, keys, grad_output, input, weight, None, *asked)  # type: ignore[no-any-return]
     level = current_level()
     g, x, w = Mapped(*unwrap(grad_output, level)), Mapped(*unwrap(input, level)), Mapped(*unwrap(weight, level))
+    if g.dim is None and x.dim is None and w.dim is None:
+        return stock(keys, grad_output, input, weight, bias_sizes, *arguments, output_mask)  # type: ignore[no-any-return]
     nature = nature_of(g.value, x.value, w.value)
     plan = known_backward_tasks if nature is Nature.PLAIN else backward_tasks
     both = output_mask[0] and output_mask[1]
