@@ -4,6 +4,8 @@ from .exchange import Halo as Halo
 from .exchange import Pending as Pending
 from .exchange import give_back as give_back
 from .exchange import start as start
+from .facts import agreed as agreed
+from .facts import of_first_rank as of_first_rank
 from .gradients import BUCKET_BYTES as BUCKET_BYTES
 from .gradients import Summation as Summation
 from .gradients import Term as Term
