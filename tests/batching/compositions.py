@@ -53,6 +53,10 @@ class Level:
     def dims(self) -> tuple[int | None, ...]:
         return tuple(0 if each else None for each in self.mapped)
 
+    def __str__(self) -> str:
+        mapped = self.mapped if self.transform == "vmap" else [i == self.operand for i in range(3)]
+        return f"{self.transform}({''.join(name for name, each in zip('xwb', mapped, strict=True) if each)})"
+
 
 @dataclass(frozen=True)
 class Composition:
@@ -61,6 +65,9 @@ class Composition:
     convolution: str
     levels: tuple[Level, ...]
     batches: tuple[int, ...]  # samples of each level, where it is one of vmap
+
+    def __str__(self) -> str:
+        return f"{' '.join(map(str, self.levels))} {self.convolution}, {self.batches}"
 
     def operands(self) -> list[Tensor]:
         generator, made = torch.Generator().manual_seed(0), []
@@ -86,24 +93,24 @@ def all_compositions(most: int = 3) -> Iterator[Composition]:
     for depth in range(1, most + 1):
         for names in product(TRANSFORMS, repeat=depth):
             for subsets in product(SUBSETS, repeat=names.count("vmap")):
-                left = iter(subsets)
-                levels = tuple(
-                    Level(name, next(left)) if name == "vmap" else Level(name, operand=rng.randrange(3))
-                    for name in names
-                )
-                yield Composition(rng.choice(list(CONVOLUTIONS)), levels, tuple(rng.choice([1, 2, 2, 3]) for _ in names))
+                yield _composition(rng, names, iter(subsets), (1, 2, 2, 3))
 
 
-def some_compositions(count: int, seed: int) -> list[Composition]:
-    """With vmap among them, and levels that map no samples, too."""
-    rng, found = random.Random(seed), []
-    while len(found) < count:
+def some_compositions(count: int, seed: int) -> Iterator[Composition]:
+    """With levels of vmap that have no samples, too."""
+    rng = random.Random(seed)
+    for _ in range(count):
         names = rng.choices(TRANSFORMS, weights=(5, 1, 1, 1, 1, 1), k=rng.randint(1, 3))
-        levels = tuple(Level(name, rng.choice(SUBSETS), rng.randrange(3)) for name in names)
-        levels = tuple(each if each.transform == "vmap" else Level(each.transform, operand=each.operand) for each in levels)
-        batches = tuple(rng.choice([0, 1, 2, 2, 3]) for _ in names)
-        found.append(Composition(rng.choice(list(CONVOLUTIONS)), levels, batches))
-    return found
+        yield _composition(rng, names, iter(rng.choices(SUBSETS, k=len(names))), (0, 1, 2, 2, 3))
+
+
+def _composition(
+    rng: random.Random, names: Sequence[str], subsets: Iterator[tuple[bool, ...]], sizes: Sequence[int]
+) -> Composition:
+    levels = tuple(
+        Level(name, next(subsets)) if name == "vmap" else Level(name, operand=rng.randrange(3)) for name in names
+    )
+    return Composition(rng.choice(list(CONVOLUTIONS)), levels, tuple(rng.choice(sizes) for _ in names))
 
 
 def _transformed(function: Function, level: Level, batch: int, looped: bool) -> Function:
