@@ -3,7 +3,7 @@
 Ranks that choose each for itself get results that differ in their last bits where they should be replicated. So a
 process that is alone goes by all it knows. Ranks of a mesh go by what they have agreed upon, at the first call in which
 all of them take part. And a rank that computes with plain tensors, which it may do alone, goes by what every rank knows
-without asking, unless all of them agreed on more beforehand (`agreed_on`).
+without asking, unless all of them agreed on more beforehand (`agree`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,8 @@ from ..comm import agreed, of_first_rank
 from . import cost, memory
 from .algorithms import Machine
 
-# This one. Looked up anew, since a calibration changes prices.
-OWN = Machine(
-    lambda: cost.price_table(),
-    lambda: kernels.available(),
-    lambda: memory.returns_large_blocks(),
-)
+# This one. Looked up each time, since a calibration changes prices.
+OWN = Machine(lambda: cost.price_table(), lambda: kernels.available(), lambda: memory.returns_large_blocks())
 # Any machine: what is built in, no kernels that would have to be compiled, and the C library as it is unless told.
 ANY = Machine(lambda: cost.built_in(), lambda: False, lambda: True)
 
@@ -82,15 +78,16 @@ class Ranks:
         return cls(mesh, any(placement != Replicate() for placement in placements), call)
 
     def machine(self) -> Machine:
-        """What they have alike: the prices of the first one, and kernels if all have the same."""
-        first = of_first_rank("machine of mapped convolutions", _described, self.mesh, self.together)
+        """What they have alike: the prices of the first one, and kernels if all have the same. These are for CPUs."""
+        asked = self.mesh, self.together
+        first = of_first_rank("machine of mapped convolutions", _described, *asked)
         if first is None:
             return ANY
-        vectors = _said(first)["vectors"]
-        alike = agreed("kernels", kernels.available, self.mesh, self.together) and agreed(
-            f"kernels with vectors of {vectors} bytes", lambda: kernels.lanes(1) == vectors, self.mesh, self.together
-        )
-        return _agreed(first, alike)
+        has_kernels = self.mesh.device_type == "cpu" and agreed("kernels", kernels.available, *asked)
+        if has_kernels:
+            vectors = of_first_rank("vectors of kernels", _vectors, *asked)
+            has_kernels = agreed(f"kernels with vectors of {vectors} bytes", lambda: _vectors() == vectors, *asked)
+        return _agreed(first, has_kernels)
 
     def by_the_first(self, say: Callable[[], str]) -> str | None:
         """What the first rank says about this call. The others are not asked, and None is said where nobody is."""
@@ -102,17 +99,16 @@ class Ranks:
 def _described() -> str:
     """This machine, for the others."""
     source, prices = cost.calibration()
-    vectors = kernels.lanes(1) if kernels.available() else 0
-    returns = memory.returns_large_blocks()
-    return json.dumps({"source": source, "prices": prices, "returns": returns, "vectors": vectors})
+    return json.dumps({"source": source, "prices": prices, "returns": memory.returns_large_blocks()})
 
 
-_said = lru_cache(maxsize=64)(json.loads)
+def _vectors() -> str:
+    return str(kernels.lanes(1))
 
 
 @lru_cache(maxsize=64)
 def _agreed(first: str, has_kernels: bool) -> Machine:
     """One for each, so that what was chosen by it is found again."""
-    said = _said(first)
+    said = json.loads(first)
     table = cost.table_of(said["source"], cost.parsed(said["prices"]))
     return Machine(lambda: table, lambda: has_kernels, lambda: said["returns"])

@@ -223,7 +223,8 @@ def mapped(function: Callable[..., Any], *batch: Tensor, **options: Any) -> Any:
     try:
         return vmap(function, **options)(*batch)
     except RuntimeError as error:
-        if not str(error).startswith("vmap:") or "random" in str(error):
+        # A loop draws other random numbers for each sample: never unasked, nor where all are to have the same.
+        if not str(error).startswith("vmap:") or "random" in str(error) or options.get("randomness") == "same":
             raise
     samples = [function(*sample) for sample in zip(*(each.unbind() for each in batch), strict=True)]
     return tree_map(lambda *each: torch.stack(each), *samples)
