@@ -34,8 +34,9 @@ CONVOLUTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "2d, one of everything": (F.conv2d, ((1, 1, 1, 1), (1, 1, 1, 1), (1,))),
     "2d, no images": (F.conv2d, ((0, 2, 3, 3), (2, 2, 2, 2), (2,))),
     "1d, transposed": (lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2), ((2, 2, 3), (2, 2, 2), (2,))),
+    # Without output padding, with which torch itself has no third derivatives.
     "2d, transposed, grouped": (
-        lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2, padding=1, output_padding=(1, 0), groups=2),
+        lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2, padding=(1, 0), groups=2),
         ((1, 4, 2, 2), (4, 1, 3, 2), (2,)),
     ),
 }
