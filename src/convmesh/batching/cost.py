@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.resources import files
@@ -158,12 +159,22 @@ def cache_file() -> Path:
 @lru_cache(maxsize=1)
 def calibration() -> tuple[str, dict[str, Features]]:
     """Where this machine's prices come from, and those measured on it. Never raises: one can do without them."""
+    path = _calibration()
+    if path is None:
+        return BUILT_IN, {}
     try:
-        path = cache_file()
-        return (f"calibration in {path}", load(path)) if path.is_file() else (BUILT_IN, {})
+        return f"calibration in {path}", load(path)
     except UNREADABLE as error:
         log.warning("a calibration of vmapped convolutions cannot be read, and is left alone: %r", error)
         return f"{BUILT_IN}, because a calibration cannot be read: {error!r}", {}
+
+
+def _calibration() -> Path | None:
+    """The file, if there is one and a home directory that can be looked into."""
+    with suppress(OSError, RuntimeError):
+        if (path := cache_file()).is_file():
+            return path
+    return None
 
 
 @lru_cache(maxsize=1)
@@ -189,7 +200,7 @@ def _built_in_prices() -> dict[str, Features]:
 
 
 BUILT_IN = "built-in table"
-# Whatever a file, its folder or a home directory may be: RuntimeError is said where there is no home at all.
+# Whatever a file may hold: a RuntimeError is that of lists within lists without end.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 
 
