@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from . import batching
 from . import ops as ops  # declares the rules
 from .sharding import agreement, registry
@@ -17,6 +19,7 @@ class Enabled:
         self._before = registry.installed()
         self._checked_before = agreement.checking()
         self._tried_before = batching.tries_all()
+        self._agreed_before = batching.agreed_machine()
 
     def __enter__(self) -> Enabled:
         return self
@@ -27,11 +30,14 @@ class Enabled:
         if not self._checked_before:
             agreement.end()
         batching.try_all(self._tried_before)
+        batching.agree(self._agreed_before)
         if not self._before:
             disable()
 
 
-def enable(*, check: bool = False, timeout: float | None = None, benchmark: bool = False) -> Enabled:
+def enable(
+    *, check: bool = False, timeout: float | None = None, benchmark: bool = False, mesh: DeviceMesh | None = None
+) -> Enabled:
     """Make the operators of convolutional networks exact on sharded DTensors, and `torch.func.vmap` over convolutions
     fast; from now on, or for a `with` block.
 
@@ -41,9 +47,14 @@ def enable(*, check: bool = False, timeout: float | None = None, benchmark: bool
     ranks have to switch it on at the same point.
 
     With `benchmark` the first vmapped convolution of every shape tries all algorithms by the clock, in place of
-    estimating what they cost: slower once, and right for the machine at hand.
+    estimating what they cost: slower once, and right for the machine at hand. Of DTensors the first rank tries, and
+    all do the same; of plain tensors in a job of several processes, nobody does.
 
-    Once on, either stays on until `disable()` or the end of the `with` block.
+    With `mesh`, its ranks agree, now, on how they compute vmapped convolutions of plain tensors: by kernels of our own
+    if all have them, and by the first rank's calibration. All of them make this call. Without it, processes of a job
+    compute plain tensors in ways that every machine has: they get the same bits, and ask nobody.
+
+    Once on, each stays on until `disable()` or the end of the `with` block.
     """
     state = Enabled()
     registry.install()
@@ -52,6 +63,8 @@ def enable(*, check: bool = False, timeout: float | None = None, benchmark: bool
         agreement.begin(timeout)
     if benchmark:
         batching.try_all(True)
+    if mesh is not None:
+        batching.agree(batching.machine_of(mesh))
     return state
 
 
@@ -60,4 +73,5 @@ def disable() -> None:
     agreement.end()
     batching.uninstall()
     batching.try_all(False)
+    batching.agree(None)
     registry.uninstall()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from convmesh import batching
-from convmesh.batching.choice import ALGORITHMS
 from convmesh.geometry import Convolution
 
 Dims = tuple[int | None, ...]
@@ -26,11 +23,6 @@ class Case:
     b: tuple[int, ...] | None
     y: tuple[int, ...]
     batch: int
-    algorithm: str | None
-
-    def forced(self) -> AbstractContextManager[None]:
-        """With the algorithm; where none is named, with the one that is chosen, which is as a rule torch's own."""
-        return nullcontext() if self.algorithm is None else batching.force(self.algorithm)
 
     def tensor(self, shape: tuple[int, ...], dim: int | None) -> Tensor:
         if dim is None:
@@ -67,7 +59,6 @@ def cases(draw: st.DrawFn) -> Case:
         (outputs,) if draw(st.booleans()) else None,
         (N, outputs, *geometry.output_size(size, kernel)),
         draw(st.sampled_from([0, 1, 2, 3])),
-        draw(st.sampled_from([*[None] * 4, *(algorithm.name for algorithm in ALGORITHMS)])),
     )
 
 

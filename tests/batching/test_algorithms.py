@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product as all_combinations
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +15,7 @@ from torch.func import vmap
 from convmesh import batching
 from convmesh.batching import choice, patches
 from convmesh.batching.choice import ALGORITHMS
+from tests.batching.forcing import FOLDS, by, that_apply
 from tests.batching.oracle import assert_same, loop_and_stack
 
 aten = torch.ops.aten
@@ -39,27 +45,73 @@ def layer(name: str, transposed: bool, N: int) -> tuple[tuple[object, ...], Tens
     return geometry, *(value.double() for value in (x, w, b, torch.randn_like(y)))
 
 
-@pytest.mark.parametrize("N", [1, 2])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("algorithm", [algorithm.name for algorithm in ALGORITHMS])
-@pytest.mark.parametrize(
-    "dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 0, None), (0, None, 0), (None, 0, None)]
-)
-def test_forced(algorithm: str, name: str, transposed: bool, N: int, dims: tuple[int | None, ...]) -> None:
-    geometry, x, w, b, y = layer(name, transposed, N)
-    forward = [value if dim == 0 else value[0] for value, dim in zip((x, w, b), dims, strict=True)]
-    backward = [value if dim == 0 else value[0] for value, dim in zip((y, x, w), dims, strict=True)]
+DIMS = [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 0, None), (0, None, 0), (None, 0, None)]
+PRODUCTS = {"forward": (), "of the input": (True, False), "of the weight": (False, True), "of both": (True, True)}
 
-    def output(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return aten.convolution(x, w, b, *geometry)
 
-    def gradients(y: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        return aten.convolution_backward(y, x, w, [w.shape[0]], *geometry, [True, True, True])
+@dataclass(frozen=True)
+class Forced:
+    """A product, or both gradients at once, to all of which the algorithm applies."""
 
-    with batching.force(algorithm):
-        assert_same(vmap(output, dims)(*forward), loop_and_stack(output, dims, *forward))
-        assert_same(vmap(gradients, dims)(*backward), loop_and_stack(gradients, dims, *backward))
+    algorithm: str
+    name: str
+    transposed: bool
+    N: int
+    product: str
+    dims: tuple[int | None, ...]
+
+    def call(self) -> tuple[Callable[..., Any], list[Tensor]]:
+        """What is mapped, and over what: (x, w, b), or (y, x, w)."""
+        geometry, x, w, b, y = layer(self.name, self.transposed, self.N)
+        mask = PRODUCTS[self.product]
+
+        def output(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            return aten.convolution(x, w, b, *geometry)
+
+        def gradients(y: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
+            found = aten.convolution_backward(y, x, w, [y.shape[1]], *geometry, [*mask, True])
+            return [each for each in found if each is not None]
+
+        operands = (y, x, w) if mask else (x, w, b)
+        args = [value if dim == 0 else value[0] for value, dim in zip(operands, self.dims, strict=True)]
+        return (gradients if mask else output), args
+
+
+def forced_cases() -> dict[tuple[str, str, bool], list[Forced]]:
+    """By algorithm, layer and whether it is transposed: all that apply, and no others."""
+    found: dict[tuple[str, str, bool], list[Forced]] = {}
+    batching.install()
+    for name, transposed, N, product, dims in all_combinations(LAYERS, (False, True), (1, 2), PRODUCTS, DIMS):
+        function, args = Forced("", name, transposed, N, product, dims).call()
+        for algorithm in that_apply(vmap(function, dims), *args):
+            case = Forced(algorithm, name, transposed, N, product, dims)
+            found.setdefault((algorithm, name, transposed), []).append(case)
+    batching.uninstall()
+    return found
+
+
+FORCED = forced_cases()
+
+
+@pytest.mark.parametrize("which", FORCED, ids=lambda which: f"{which[0]}-{which[1]}{'-transposed' * which[2]}")
+def test_forced(which: tuple[str, str, bool]) -> None:
+    for case in FORCED[which]:
+        function, args = case.call()
+        want, terms = (loop_and_stack(function, case.dims, *some) for some in (args, [each.abs() for each in args]))
+        assert_same(by(case.algorithm, vmap(function, case.dims), *args), want, terms)
+
+
+def test_every_algorithm_is_forced() -> None:
+    assert {algorithm for algorithm, _, _ in FORCED} == {each.name for each in ALGORITHMS}
+
+
+def test_what_does_not_apply_cannot_be_forced() -> None:
+    geometry, x, w, _, _ = layer("dense", False, 1)
+    convolve = vmap(lambda x, w: aten.convolution(x, w, None, *geometry))
+    with batching.force("pointwise"), pytest.raises(ValueError, match="pointwise is forced, but does not apply to the"):
+        convolve(x, w)
+    with batching.force("pointwise", "loop"):
+        assert [each.algorithm.name for each in batching.explain(convolve, x, w)] == ["loop"]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
@@ -71,7 +123,7 @@ def test_force_takes_it_wherever_it_applies(algorithm: choice.Algorithm) -> None
                 args = [value if dim == 0 else value[0] for value, dim in zip((y, x, w), dims, strict=True)]
                 vmap(lambda *a, g=geometry: aten.convolution_backward(*a, None, *g, [True] * 3)[:2], dims)(*args)
 
-    with batching.force(algorithm.name):
+    with batching.force(algorithm.name, *FOLDS):
         decisions = batching.explain(everything)
     applicable = [decision for decision in decisions if algorithm.applies(decision.task)]
     assert applicable
@@ -99,7 +151,7 @@ def test_patches_are_made_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("workspace", [1, 2**20])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "pointwise"])
 def test_images_of_a_sample_multiplied_one_by_one(
     name: str, transposed: bool, workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +175,4 @@ def test_images_of_a_sample_multiplied_one_by_one(
 def test_patches_of_one_sample_that_are_too_large_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry, x, w, _, _ = layer("dense", False, 1)
     monkeypatch.setattr(patches, "WORKSPACE_LIMIT", 8)
-    with batching.force("unfold"):
-        (decision,) = batching.explain(vmap(lambda x, w: aten.convolution(x, w, None, *geometry)), x, w)
-    assert decision.algorithm.name != "unfold"
+    assert "unfold" not in that_apply(vmap(lambda x, w: aten.convolution(x, w, None, *geometry)), x, w)

@@ -19,11 +19,12 @@ from convmesh.batching import calibration, choice, cost
 from convmesh.batching._functorch import Nature
 from convmesh.batching.algorithms import Task
 from convmesh.batching.contraction import Contraction, Role
+from convmesh.batching.machines import OWN
 from convmesh.geometry import Convolution
 
 PLAIN = Convolution((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
 WIDE = Contraction(Role.KERNEL, PLAIN, (1, 64, 8, 8), (64, 64, 3, 3), (1, 64, 8, 8))
-TASK = Task(WIDE, 16, (True, True), Nature.PLAIN, "float32", 4, "cpu", 1)
+TASK = Task(WIDE, 16, (True, True), Nature.PLAIN, "float32", 4, "cpu", 1, OWN)
 
 
 @pytest.fixture(autouse=True)
@@ -120,14 +121,40 @@ def test_a_device_that_was_never_measured_needs_a_very_clear_gain(monkeypatch: p
         assert choice.choose(elsewhere).algorithm.name == taken
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"prices": 3}', '{"prices": {"a": 1}}', '{"prices": {"a": ["b"]}}'])
-def test_a_file_that_is_no_calibration_is_passed_over(text: str, cache: Path) -> None:
+NO_CALIBRATIONS = ["", "{", "[]", '{"prices": 3}', '{"prices": {"a": 1}}', '{"prices": {"a": ["b"]}}', "[" * 10**5]
+NO_PRICES = ['{"prices": {"a": [1, NaN, 1, 1, 1]}}', '{"prices": {"a": [-1, 1, 1, 1, 1]}}', '{"prices": {"a": []}}']
+
+
+@pytest.mark.parametrize("text", [*NO_CALIBRATIONS, *NO_PRICES])
+def test_a_file_that_is_no_calibration_is_passed_over(text: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache.write_text(text)
-    with pytest.warns(RuntimeWarning, match="no calibration is in"):
-        (decision,) = decisions_of(TASK)
-    assert "is no calibration" in decision.reason
-    choice.choose(replace(TASK, batch=3))  # says it once: warnings are errors here
+    (decision,) = decisions_of(TASK)
+    assert "built-in table, because a calibration cannot be read" in decision.reason
+    choice.choose(replace(TASK, batch=3))
+    (said,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "cannot be read, and is left alone" in said.message
     assert cache.read_text() == text
+
+
+@pytest.mark.parametrize("error", [PermissionError("no"), RuntimeError("Could not determine home directory.")])
+@pytest.mark.parametrize("where", ["home", "is_file", "read_text"])
+def test_an_unreadable_home_is_passed_over(
+    error: Exception, where: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: object, **__: object) -> None:
+        raise error
+
+    assert cost.built_in().prices  # which is no file of the user's
+    cache.write_text("")
+    if where == "home":
+        monkeypatch.setattr(cost, "cache_directory", unreadable)
+    else:
+        monkeypatch.setattr(Path, where, unreadable)
+    x, w = torch.randn(3, 1, 2, 6, 6), torch.randn(3, 4, 2, 3, 3)
+    (decision,) = batching.explain(vmap(torch.conv2d), x, w)
+    cannot_be_read = ", because a calibration cannot be read" if where == "read_text" else ""
+    assert decision.reason.startswith(f"built-in table{cannot_be_read}")
+    assert ("cannot be read" in decision.reason) == (where == "read_text")
 
 
 def test_calibrating_replaces_a_file_that_is_no_calibration(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import subprocess
 import sys
 
@@ -92,14 +91,6 @@ def test_tensors_are_what_torch_would_make(
     assert torch.equal(memory.contiguous(turned), turned)
     assert memory.contiguous(turned).is_contiguous()
     assert memory.contiguous(zeros) is zeros
-
-
-def test_what_is_touched_first_is_counted() -> None:
-    before, size = memory.gotten_anew(), 2**23
-    with mmap.mmap(-1, size) as block:
-        block.madvise(mmap.MADV_NOHUGEPAGE)
-        block.write(bytes(size))
-    assert memory.gotten_anew() - before >= size
 
 
 def test_it_is_known_whether_large_blocks_are_given_back() -> None:

@@ -37,7 +37,11 @@ def test_samples(name: str, dims: tuple[int | None, int | None]) -> None:
             value if dim is None else torch.stack([value, value + 1, -value])
             for value, dim in zip((sample.input, weight), dims, strict=True)
         ]
-        assert_same(vmap(one, dims)(*args), loop_and_stack(one, dims, *args))
+        want = loop_and_stack(one, dims, *args)
+        assert_same(vmap(one, dims)(*args), want)
+        # The inner level maps nothing of the operator, as in torch's own tests of batching rules.
+        inner = vmap(lambda _, x, w, one=one: one(x, w), (0, None, None))
+        assert_same(vmap(inner, (0, *dims))(torch.ones(3, 1), *args)[:, 0], want)
         gradients = grad(lambda x, w, one=one: one(x, w).sin().sum(), (0, 1))
         assert_same(vmap(gradients, dims)(*args), loop_and_stack(gradients, dims, *args))
         count += 1

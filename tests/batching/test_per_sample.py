@@ -95,11 +95,11 @@ def problem(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor, Tensor]:
     return model, inputs(), torch.randint(0, 10, (B,))
 
 
-def one_by_one(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+def one_by_one(
+    model: nn.Module, x: Tensor, y: Tensor, loss: Callable[..., Tensor] = F.cross_entropy
+) -> dict[str, Tensor]:
     names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad), strict=True)
-    samples = [
-        torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), parameters) for i in range(len(x))
-    ]
+    samples = [torch.autograd.grad(loss(model(x[i : i + 1]), y[i : i + 1]), parameters) for i in range(len(x))]
     return {name: torch.stack(each) for name, each in zip(names, zip(*samples, strict=True), strict=True)}
 
 
@@ -140,6 +140,31 @@ def test_norm_of_a_convolution_by_either_way(outputs: int) -> None:
     x, y = torch.randn(B, 16, 9, 9).double(), torch.randint(0, 10, (B,))
     model.double()(x)
     assert_same(batching.per_sample_norms(model, F.cross_entropy, x, y), norms_of(one_by_one(model, x, y)))
+
+
+def written(output: Tensor, y: Tensor) -> Tensor:
+    """A loss that writes what it is told into zeros of its own, as those of segmentation do; vmap cannot."""
+    target = torch.zeros(output.shape, dtype=output.dtype).scatter_(1, y.unsqueeze(1), 1)
+    return (target - output.softmax(1)).square().sum()
+
+
+@pytest.mark.parametrize("randomness", ["error", "different"])
+def test_a_loss_that_torch_cannot_map(randomness: str) -> None:
+    model, x, y = network().double().eval(), images(), torch.randint(0, 10, (B,))
+    model.get_parameter("0.bias").requires_grad_(False)  # its gradient is zero, up to rounding: a norm follows
+    want = one_by_one(model, x, y, written)
+    norms = norms_of(want)
+    scales = (norms.median() / norms).clamp(max=1)
+    assert_same(batching.per_sample_gradients(model, written, x, y, randomness=randomness), want)
+    assert_same(batching.per_sample_norms(model, written, x, y), norms)
+    got = batching.clipped_gradient(model, written, x, y, max_norm=norms.median().item())
+    assert_same(got, {name: torch.einsum("b,b...->...", scales, each) for name, each in want.items()})
+
+
+def test_random_numbers_are_never_drawn_unasked() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(256, 10)).double()
+    with pytest.raises(RuntimeError, match="random"):
+        batching.per_sample_gradients(model, written, images(), torch.randint(0, 10, (B,)))
 
 
 def test_a_batch_of_none() -> None:

@@ -180,3 +180,37 @@ def compiled(mesh: DeviceMesh, case: Sharded) -> None:
 def test_compiled(pool: Pool) -> None:
     kinds = ("both", "per-sample gradients", "gradient through vmap")
     pool.run_cases(compiled, [Sharded(kind, (place,), 5) for kind in kinds for place in ("mapped", "width")], mesh=(2,))
+
+
+# Over a table [V D] or [B V D], and indices [B n]: torch's own rules for these make indices beside them.
+LOOKUPS = {
+    "one table": lambda table, i: vmap(F.embedding, (0, None))(i, table[0]),
+    "a table for each": lambda table, i: vmap(F.embedding)(i, table),
+    "one list of indices": lambda table, i: vmap(F.embedding, (None, 0))(i[0], table),
+    "gradients of tables": lambda table, i: vmap(grad(lambda t, i: F.embedding(i, t).square().sum()))(table, i),
+    "one-hot": lambda table, i: vmap(lambda i, t: F.one_hot(i, 7).to(t.dtype) @ t)(i, table),
+}
+
+
+def look_up(mesh: DeviceMesh, case: tuple[str, Any, Any]) -> None:
+    name, table_at, at = case
+    torch.manual_seed(0)
+    table, indices = torch.randn(3, 7, 4, dtype=torch.float64), torch.randint(0, 7, (3, 5))
+    with convmesh.enable():
+        actual = LOOKUPS[name](place(table, mesh, (table_at,)), place(indices, mesh, (at,)))
+        assert_close(actual.full_tensor(), LOOKUPS[name](table, indices))
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_tables_and_indices(pool: Pool, name: str) -> None:
+    pool.run_cases(look_up, [(name, table_at, at) for table_at in ("R", 0, 1, 2) for at in ("R", 0, 1)], mesh=(2,))
+
+
+def plain_table(mesh: DeviceMesh) -> None:
+    table, indices = torch.randn(3, 7, 4), torch.randint(0, 7, (3, 5))
+    with convmesh.enable(), pytest.raises(convmesh.ShardingError, match=r"plain torch.Tensor beside DTensors"):
+        vmap(F.embedding)(place(indices, mesh, (0,)), table)
+
+
+def test_a_plain_table_is_no_constant(pool: Pool) -> None:
+    pool.run(plain_table, mesh=(2,))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import cycle
 
 import pytest
 import torch
@@ -38,50 +37,6 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _no_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them everything is left to torch."""
     monkeypatch.setattr(cost, "price_table", lru_cache(lambda: cost.PriceTable("an empty table", {})))
-
-
-LARGE = (torch.randn(4, 8, 8, 64, 64), torch.randn(4, 8, 8, 3, 3))
-
-
-def counter(*anew: int) -> Iterator[int]:
-    """Bytes gotten anew so far, asked for before and after every call, of calls that get so many by turns."""
-    so_far = 0
-    for each in cycle(anew):
-        yield so_far
-        so_far += each
-        yield so_far
-
-
-@pytest.mark.parametrize("anew", [0, 2**30])
-def test_torch_is_left_where_it_gets_its_memory_anew_again_and_again(
-    anew: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shortcut, "gotten_anew", counter(anew).__next__)
-    forward = vmap(torch.conv2d)
-    results = [forward(*LARGE) for _ in range(shortcut.IN_A_ROW + 1)]
-    for each in results:
-        torch.testing.assert_close(each, results[0], rtol=1e-5, atol=1e-4)  # two of torch's kernels, in float32
-    (decision,) = batching.explain(forward, *LARGE)
-    assert decision.algorithm.keeps_memory == ("gotten anew" in decision.reason) == (anew > 0)
-    assert left_to_torch() == (decision.algorithm.name == "fold-groups") == (anew == 0)
-
-
-def test_torch_is_not_left_where_it_gets_memory_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    often = [2**30] * (shortcut.IN_A_ROW - 1)
-    monkeypatch.setattr(shortcut, "gotten_anew", counter(*often, 0).__next__)
-    for _ in range(3 * shortcut.IN_A_ROW):
-        vmap(torch.conv2d)(*LARGE)
-    assert left_to_torch() == 1
-
-
-def test_where_the_same_bits_are_asked_for_memory_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shortcut, "gotten_anew", lambda: pytest.fail("looked at memory"))
-    torch.use_deterministic_algorithms(True)
-    try:
-        vmap(torch.conv2d)(*LARGE)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert left_to_torch() == 1
 
 
 def left_to_torch() -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from convmesh import batching
+from tests.batching.compositions import Composition, some_compositions
+from tests.batching.forcing import by, by_each
 from tests.batching.oracle import assert_same, loop_and_stack
 
 B = 3
@@ -28,6 +30,14 @@ def transposed(x: Tensor, w: Tensor) -> Tensor:
     return F.conv_transpose2d(x, w, stride=(2, 1), padding=1, output_padding=(1, 0), groups=2)
 
 
+def depthwise(x: Tensor, w: Tensor) -> Tensor:
+    return F.conv2d(x, w[:, :1], padding=1, groups=4)
+
+
+def pointwise(x: Tensor, w: Tensor) -> Tensor:
+    return F.conv2d(x[:, :2], w[:, :, :1, :1], stride=2)
+
+
 def loss_of(conv: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, w: conv(x, w).sin().sum()
 
@@ -39,29 +49,32 @@ def operands() -> tuple[Tensor, Tensor]:
 
 both = pytest.mark.parametrize("conv", [plain, transposed])
 any_dims = pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0)])
-all_algorithms = pytest.mark.parametrize(
-    "algorithm", ["fold-groups", "pointwise", "unfold", "taps", "loop", "exchange"]
-)
+every_kind = pytest.mark.parametrize("conv", [plain, transposed, depthwise, pointwise])
 
 
 def some(dims: tuple[int | None, ...]) -> list[Tensor]:
     return [value if dim == 0 else value[0] for value, dim in zip(operands(), dims, strict=True)]
 
 
-@both
+def compare(function: Callable[..., object], want: object, *args: Tensor, least: Sequence[str] = ("loop",)) -> None:
+    """By each algorithm that applies to some of it, and these at `least`."""
+    found = by_each(function, *args)
+    assert set(least) <= found.keys()
+    for got in found.values():
+        assert_same(got, want)
+
+
+@every_kind
 @any_dims
-@all_algorithms
-def test_vmap_of_grad(conv, dims, algorithm) -> None:
+def test_vmap_of_grad(conv, dims) -> None:
     one = grad(loss_of(conv), (0, 1))
-    with batching.force(algorithm):
-        args = some(dims)
-        assert_same(vmap(one, dims)(*args), loop_and_stack(one, dims, *args))
+    args = some(dims)
+    compare(vmap(one, dims), loop_and_stack(one, dims, *args), *args, least=("loop", "direct"))
 
 
-@both
+@every_kind
 @any_dims
-@all_algorithms
-def test_grad_of_vmap(conv, dims, algorithm) -> None:
+def test_grad_of_vmap(conv, dims) -> None:
     def looped(*args: Tensor) -> Tensor:
         return loop_and_stack(loss_of(conv), dims, *args).square().sum()
 
@@ -69,23 +82,20 @@ def test_grad_of_vmap(conv, dims, algorithm) -> None:
         return vmap(loss_of(conv), dims)(*args).square().sum()
 
     args = some(dims)
-    with batching.force(algorithm):
-        assert_same(grad(mapped, (0, 1))(*args), grad(looped, (0, 1))(*args))
+    compare(grad(mapped, (0, 1)), grad(looped, (0, 1))(*args), *args)
 
 
-@both
+@every_kind
 @any_dims
-@all_algorithms
-def test_ordinary_autograd_through_vmap_twice(conv, dims, algorithm) -> None:
+def test_ordinary_autograd_through_vmap_twice(conv, dims) -> None:
     def second(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         torch.manual_seed(1)
         args = [arg.requires_grad_() for arg in some(dims)]
         first = torch.autograd.grad(function(*args).square().sum(), args, create_graph=True)
         return torch.autograd.grad(sum(each.square().sum() for each in first), args)
 
-    with batching.force(algorithm):
-        got = second(vmap(loss_of(conv), dims))
-    assert_same(got, second(lambda *args: loop_and_stack(loss_of(conv), dims, *args)))
+    want = second(lambda *args: loop_and_stack(loss_of(conv), dims, *args))
+    compare(lambda: second(vmap(loss_of(conv), dims)), want)
 
 
 @both
@@ -177,13 +187,21 @@ def test_randomness_is_untouched() -> None:
 
 @both
 @any_dims
-@all_algorithms
-def test_compiled(conv, dims, algorithm) -> None:
+def test_compiled(conv, dims) -> None:
+    one, args = grad(loss_of(conv), (0, 1)), some(dims)
     torch.compiler.reset()
-    one = grad(loss_of(conv), (0, 1))
-    args = some(dims)
-    with batching.force(algorithm):
-        assert_same(torch.compile(vmap(one, dims), backend="aot_eager")(*args), loop_and_stack(one, dims, *args))
+    assert_same(torch.compile(vmap(one, dims), backend="aot_eager")(*args), loop_and_stack(one, dims, *args))
+
+
+@pytest.mark.parametrize(
+    ("conv", "algorithm"),
+    [(plain, "unfold"), (transposed, "taps"), (plain, "loop"), (depthwise, "exchange"), (pointwise, "pointwise")],
+)
+def test_compiled_by(conv, algorithm) -> None:
+    one, args = grad(loss_of(conv), (0, 1)), operands()
+    torch.compiler.reset()
+    compiled = torch.compile(vmap(one), backend="aot_eager")
+    assert_same(by(algorithm, compiled, *args), loop_and_stack(one, (0, 0), *args))
 
 
 def test_compiled_with_symbolic_sizes() -> None:
@@ -201,3 +219,40 @@ def test_dispatch_modes_see_what_runs() -> None:
     with FlopCounterMode(display=False) as looped:
         loop_and_stack(plain, (0, 0), x, w)
     assert counter.get_total_flops() == looped.get_total_flops()
+
+
+@pytest.mark.parametrize("composition", list(some_compositions(250, seed=0)), ids=str)
+def test_compositions(composition: Composition) -> None:
+    composition.check()
+
+
+@pytest.mark.parametrize("outer", [None, 0])
+def test_a_level_that_maps_no_operand_passes_by(outer: int | None) -> None:
+    """What vmap maps may have nothing to do with a convolution, whose operands another level maps, or none."""
+    x, w = (value if outer == 0 else value[0] for value in operands())
+    beside = torch.ones(2)
+    gradients = grad(loss_of(plain), (0, 1))
+    for one in (plain, gradients):
+        inner = vmap(lambda _, x, w, one=one: one(x, w), (0, None, None))
+        got = vmap(inner, (None, outer, outer))(beside, x, w) if outer == 0 else inner(beside, x, w)
+        want = loop_and_stack(one, (0, 0), x, w) if outer == 0 else one(x, w)
+        for each, expected in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
+            for i in range(2):
+                assert_same(each.select(1 if outer == 0 else 0, i), expected)
+
+
+@pytest.mark.parametrize("kind", ["negated", "conjugated", "zeros"])
+def test_values_that_are_not_what_memory_holds(kind: str) -> None:
+    x, w = operands()
+    if kind == "negated":
+        x = torch._neg_view(x)
+    elif kind == "conjugated":
+        x = torch.complex(x, 2 * x).conj()
+        w = torch.complex(w, w)
+    else:
+        x = torch._efficientzerotensor(x.shape, dtype=x.dtype)
+    for got in by_each(vmap(plain), x, w).values():
+        assert_same(got, loop_and_stack(plain, (0, 0), x, w))
+    of_weight = grad(lambda w, x: plain(x, w).abs().square().sum())
+    for got in by_each(vmap(of_weight), w, x).values():
+        assert_same(got, loop_and_stack(of_weight, (0, 0), w, x))

@@ -8,6 +8,9 @@ from .choice import force as force
 from .choice import forget as forget
 from .choice import tries_all as tries_all
 from .choice import try_all as try_all
+from .machines import agree as agree
+from .machines import agreed_machine as agreed_machine
+from .machines import machine_of as machine_of
 from .per_sample import clipped_gradient as clipped_gradient
 from .per_sample import per_sample_gradients as per_sample_gradients
 from .per_sample import per_sample_norms as per_sample_norms

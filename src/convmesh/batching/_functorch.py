@@ -24,6 +24,7 @@ PRIVATE_NAMES = (
     "torch._C._functorch.get_unwrapped",
     "torch._C._ExcludeDispatchKeyGuard",
     "torch._C.DispatchKeySet",
+    "torch.Tensor._is_zerotensor",
     "torch._C.DispatchKey.FuncTorchBatched",
     "torch._C.DispatchKey.FuncTorchDynamicLayerBackMode",
     "torch._subclasses.fake_tensor.FakeTensor",
@@ -46,7 +47,9 @@ class Nature(Enum):
     TRACED = "traced"  # torch.compile records a graph: anything goes, too
     TRACKED = "tracked"  # autograd watches: no writing in place, and nothing large to keep for backward
     SHARDED = "sharded"  # DTensors that nobody watches: anything goes with their parts
-    OPAQUE = "opaque"  # a watched DTensor, another subclass, or another level of vmap: only what dispatches further
+    # A watched DTensor, another subclass, another level of vmap, or values that are not what memory holds: only what
+    # dispatches further.
+    OPAQUE = "opaque"
 
 
 def current_level() -> int:
@@ -134,7 +137,15 @@ def _nature(tensor: Tensor) -> Nature:
         return Nature.TRACED
     if type(tensor) is DTensor:
         return Nature.SHARDED
-    return Nature.PLAIN if _dense(tensor) else Nature.OPAQUE
+    return Nature.PLAIN if _dense(tensor) and not _is_lazy(tensor) else Nature.OPAQUE
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """Whether a bit says that its memory is to be negated or conjugated when read, or that there is none: zeros.
+
+    Operators know that, but not those that pass every level of functorch at once, nor a kernel of our own.
+    """
+    return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
 
 
 def _dense(tensor: Tensor) -> bool:

@@ -7,9 +7,11 @@ works where the mapped values are DTensors or mapped once more.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +20,21 @@ from ._functorch import Nature
 from .contraction import FACTORS, Contraction, Role
 from .folding import Mapped, Operand, fold, unfold_from, unfold_result
 from .memory import new_empty
+
+if TYPE_CHECKING:
+    from .cost import PriceTable
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """What a choice goes by beside the call: what is known of the machine, or of all those that have to choose alike.
+
+    Asked when it is needed: to see whether there are kernels may mean to compile them.
+    """
+
+    prices: Callable[[], PriceTable]
+    has_kernels: Callable[[], bool]  # of our own
+    returns_large_blocks: Callable[[], bool]  # as soon as they are freed
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,7 @@ class Task:
     itemsize: int
     device: str
     threads: int
+    machine: Machine
     lies_folded: bool = False  # an activation has its samples within its batch, as folds leave them
     shared: Role | None = None  # an operand of another product of the same call, too: both may fold it at once
 

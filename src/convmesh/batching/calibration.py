@@ -16,6 +16,7 @@ from ._functorch import Nature
 from .algorithms import Algorithm, Task
 from .contraction import FACTORS, Contraction, Role
 from .folding import Mapped, Operand
+from .machines import OWN
 from .race import interleaved
 
 # dims, C, O, size, kernel, stride, groups: layers as networks have them, a few of every kind that has its own prices.
@@ -78,10 +79,9 @@ def tasks(device: str, dtype: torch.dtype) -> Iterator[Task]:
         for batch, N, mapped in MAPPINGS:
             shapes = (N, C, *sizes), (O, C // groups, *kernels), (N, O, *geometry.output_size(sizes, kernels))
             for wanted in Role:
-                yield Task(
-                    *(Contraction(wanted, geometry, *shapes), batch, mapped, Nature.PLAIN),
-                    *(str(dtype).removeprefix("torch."), dtype.itemsize, device, torch.get_num_threads()),
-                )
+                contraction, name = Contraction(wanted, geometry, *shapes), str(dtype).removeprefix("torch.")
+                numbers, threads = (name, dtype.itemsize), torch.get_num_threads()
+                yield Task(contraction, batch, mapped, Nature.PLAIN, *numbers, device, threads, OWN)
 
 
 def measurements(some_tasks: Iterable[Task]) -> Iterator[tuple[Task, Algorithm, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -14,6 +14,7 @@ from ._functorch import Nature
 from .algorithms import Algorithm, Fold, FoldGroups, Loop, Task
 from .direct import Direct, Winograd
 from .grouped import Exchange, Repeat
+from .machines import OWN, Ranks
 from .memory import returns_large_blocks
 from .patches import Taps, Unfold
 from .pointwise import Pointwise
@@ -41,8 +42,6 @@ CLEAR_GAIN, GAIN_UNMEASURED = 0.85, 0.5
 # Prices are of operands that have their samples in front. Where they lie as a fold left them, others have to copy them,
 # but for those that read operands as they lie. These have little beside the arithmetic, and are estimated well.
 GAIN_OVER_FOLDED, GAIN_AS_LAID = 0.8, 1.0
-# What a fold loses to memory that it gets anew was seen, and not estimated.
-GAIN_OVER_SEEN = 0.95
 # Nor for less seconds than a few calls from Python take.
 LEAST_GAIN = 2e-4
 
@@ -50,10 +49,9 @@ LEAST_GAIN = 2e-4
 LONGEST = 4096
 
 log = logging.getLogger("convmesh.batching")
-_forced: str | None = None
+_forced: tuple[str, ...] = ()
 _trying = False
-_found: dict[Task, Decision] = {}
-_gotten_anew: dict[Task, int] = {}  # bytes, where it was seen
+_found: dict[Hashable, Decision | None] = {}
 _listeners: list[list[Decision]] = []
 _when_forgotten: list[Callable[[], None]] = []
 
@@ -66,18 +64,25 @@ class Decision:
     as_torch: bool = False  # torch's own rule would do just that
 
     def __str__(self) -> str:
-        product = self.task.contraction
-        first, second = ("[B" if mapped else "[" for mapped in self.task.mapped)
-        return (
-            f"{product.wanted.name.lower()} of {first}...] x {second}...], B={self.task.batch}, "
-            f"image {list(product.image)}, kernel {list(product.kernel)}, response {list(product.response)}, "
-            f"groups={product.geometry.groups}: {self.algorithm.name} ({self.reason})"
-        )
+        return f"{_described(self.task)}: {self.algorithm.name} ({self.reason})"
 
 
-def choose(task: Task, *operands: Any) -> Decision:
-    """The algorithm for a task; said to the debug log and to `explain`. `operands` are there to be tried with."""
-    decision = None if _forced is None and not _trying else _forced_decision(task) or _tried(task, operands)
+def _described(task: Task) -> str:
+    product = task.contraction
+    first, second = ("[B" if mapped else "[" for mapped in task.mapped)
+    return (
+        f"{product.wanted.name.lower()} of {first}...] x {second}...], B={task.batch}, "
+        f"image {list(product.image)}, kernel {list(product.kernel)}, response {list(product.response)}, "
+        f"groups={product.geometry.groups}"
+    )
+
+
+def choose(task: Task, *operands: Any, ranks: Ranks | None = None) -> Decision:
+    """The algorithm for a task; said to the debug log and to `explain`. `operands` are there to be tried with.
+
+    `ranks` are those that have parts of the same call.
+    """
+    decision = _forced_decision(task) if _forced else _tried(task, operands, ranks) if _trying else None
     if decision is None:
         static = task.nature is Nature.PLAIN or _is_static(task)
         decision = _decide(task) if static else _fold(task, "sizes are symbolic")
@@ -101,7 +106,7 @@ def _estimated(task: Task) -> Decision:
         return Decision(task, usable[0], "the only one for such operands")
     if task.is_empty or task.batch == 1:
         return Decision(task, usable[0], "nothing to gain")
-    table = cost.price_table()
+    table = task.machine.prices()
     estimates = {algorithm: table.seconds(algorithm, task) for algorithm in usable}
     known = {algorithm: seconds for algorithm, seconds in estimates.items() if seconds is not None}
     if usable[0] not in known:
@@ -109,14 +114,13 @@ def _estimated(task: Task) -> Decision:
     measured = table.measured_for(task)
     best = _best(task, usable[0], known, measured.startswith(f"{task.device}/"))
     listed = ", ".join(f"{algorithm.name} {1e3 * seconds:.2f} ms" for algorithm, seconds in known.items())
-    listed += f", and {_gotten_anew[task] >> 20} MB gotten anew by folding" if task in _gotten_anew else ""
     scaled = "" if measured == cost.circumstances(task) else f", scaled from {measured}"
     return Decision(task, best, f"{table.source}{scaled}: {listed}")
 
 
 def _best(task: Task, fold: Algorithm, known: Mapping[Algorithm, float], measured: bool) -> Algorithm:
     """The fold, unless another one promises a gain that is clear."""
-    touch = cost.FIRST_TOUCH * max(cost.first_touch(fold, task), _gotten_anew.get(task, 0))
+    touch = cost.FIRST_TOUCH * cost.first_touch(fold, task)
     seconds = {each: known[each] + (0.0 if each.keeps_memory else touch) for each in known}
     if not any(each.reads_as_laid for each in known):  # which would most likely be taken for the other product
         seconds[fold] -= cost.shared_copy(fold, task)
@@ -129,28 +133,54 @@ def _clear_gain(algorithm: Algorithm, task: Task, measured: bool) -> float:
     """Of the fold's time, how much another algorithm may take at most to be preferred."""
     if not measured:
         return GAIN_UNMEASURED
-    if task in _gotten_anew:
-        return GAIN_OVER_SEEN
     if algorithm.reads_as_laid:
         return GAIN_AS_LAID
     return GAIN_OVER_FOLDED if task.lies_folded else CLEAR_GAIN
 
 
-def _tried(task: Task, operands: Sequence[Any]) -> Decision | None:
-    """By the clock, at the first call with such a task, if `try_all` asks for it and nobody watches."""
-    if not _trying or not operands or task.nature is not Nature.PLAIN or task.is_empty:
+def _tried(task: Task, operands: Sequence[Any], ranks: Ranks | None) -> Decision | None:
+    """By the clock, at the first call with such a task, if `try_all` asks for it and nobody watches.
+
+    Ranks with parts of one call take what is fastest for the first of them. Of a plain tensor other ranks know
+    nothing: only a process that is alone may go by its clock.
+    """
+    if not operands or (ranks is None and task.machine is not OWN):
         return None
-    if task not in _found:
-        usable = {each: partial(each.run, task, *operands) for each in ALGORITHMS if each.applies(task)}
-        seconds = interleaved(usable, task.device)
-        listed = ", ".join(f"{each.name} {1e3 * seconds[each]:.2f} ms" for each in usable)
-        _found[task] = Decision(task, min(seconds, key=lambda each: seconds[each]), f"tried: {listed}")
-    return _found[task]
+    key = (task, ranks)
+    if key not in _found:
+        _found[key] = _fastest(task, operands) if ranks is None else _as_the_first(task, operands, ranks)
+    return _found[key]
+
+
+def _fastest(task: Task, operands: Sequence[Any]) -> Decision | None:
+    if task.nature is not Nature.PLAIN or task.is_empty:
+        return None
+    usable = {each: partial(each.run, task, *operands) for each in ALGORITHMS if each.applies(task)}
+    seconds = interleaved(usable, task.device)
+    listed = ", ".join(f"{each.name} {1e3 * seconds[each]:.2f} ms" for each in usable)
+    return Decision(task, min(seconds, key=lambda each: seconds[each]), f"tried: {listed}")
+
+
+def _as_the_first(task: Task, operands: Sequence[Any], ranks: Ranks) -> Decision | None:
+    """None where the first rank could not tell, or where its part differs so much that its algorithm is none here."""
+
+    def say() -> str:
+        best = _fastest(task, operands)
+        return "" if best is None else f"{best.algorithm.name} {best.reason}"
+
+    name, _, reason = (ranks.by_the_first(say) or "").partition(" ")
+    return next((Decision(task, each, reason) for each in ALGORITHMS if each.name == name and each.applies(task)), None)
+
+
+def attend(ranks: Ranks) -> None:
+    """On a rank that has no sample to choose for: be there where `choose` asks the first rank."""
+    if _trying and not _forced:
+        ranks.by_the_first(str)
 
 
 def is_watched() -> bool:
     """Whether choices are to be made in another way than by estimates, or told to somebody."""
-    return _forced is not None or _trying or bool(_listeners) or log.isEnabledFor(logging.DEBUG)
+    return bool(_forced) or _trying or bool(_listeners) or log.isEnabledFor(logging.DEBUG)
 
 
 def tries_all() -> bool:
@@ -163,11 +193,15 @@ def try_all(wanted: bool) -> None:
     _trying = wanted
 
 
-def _forced_decision(task: Task) -> Decision | None:
-    for algorithm in ALGORITHMS:
-        if algorithm.name == _forced and algorithm.applies(task):
-            return Decision(task, algorithm, "forced")
-    return None
+def _forced_decision(task: Task) -> Decision:
+    usable = {algorithm.name: algorithm for algorithm in ALGORITHMS if algorithm.applies(task)}
+    for name in _forced:
+        if name in usable:
+            return Decision(task, usable[name], "forced")
+    raise ValueError(
+        f"{' or '.join(_forced)} is forced, but does not apply to the {_described(task)}\n"
+        f"  remedy: force another one ({', '.join(usable)}), or name some of these, too"
+    )
 
 
 def _fold(task: Task, reason: str) -> Decision:
@@ -185,23 +219,11 @@ def forget() -> None:
     """Drop remembered choices, after the prices or a limit have changed."""
     _decide.cache_clear()
     _found.clear()
-    _gotten_anew.clear()
+    cost.calibration.cache_clear()
     cost.price_table.cache_clear()
     returns_large_blocks.cache_clear()
     for reaction in _when_forgotten:
         reaction()
-
-
-def reconsider(tasks: Sequence[Task], anew: int) -> None:
-    """Choose once more for tasks whose folds were seen to get so many bytes of memory anew, call after call."""
-    if len(_gotten_anew) >= LONGEST:
-        _gotten_anew.clear()
-    _gotten_anew.update((task, anew // len(tasks)) for task in tasks)
-    _decide.cache_clear()
-
-
-def was_reconsidered(tasks: Sequence[Task]) -> bool:
-    return any(task in _gotten_anew for task in tasks)
 
 
 def when_forgotten(reaction: Callable[[], None]) -> None:
@@ -210,13 +232,14 @@ def when_forgotten(reaction: Callable[[], None]) -> None:
 
 
 @contextmanager
-def force(name: str) -> Iterator[None]:
-    """Take the algorithm of this name wherever it applies: for tests, measurements and doubts."""
+def force(*names: str) -> Iterator[None]:
+    """Take the first of these algorithms that applies; a ValueError where none does. For tests, and for doubts."""
     global _forced
-    names = [algorithm.name for algorithm in ALGORITHMS]
-    if name not in names:
-        raise ValueError(f"no algorithm is called {name!r}; there are {', '.join(names)}")
-    previous, _forced = _forced, name
+    known = [algorithm.name for algorithm in ALGORITHMS]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no algorithm is called {name!r}; there are {', '.join(known)}")
+    previous, _forced = _forced, names
     try:
         yield
     finally:

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from .. import _torch
 from ..geometry import Convolution, Shape
 from ..sharding.layout import Layout, dense_stride
-from ._functorch import unwrapped
+from ._functorch import innermost, unwrapped
 
 
 class Role(Enum):
@@ -120,4 +120,5 @@ def _placeholder(like: Tensor, shape: Shape, groups: int) -> Tensor:
     stays = [isinstance(p, Shard) and (p.dim != 1 or groups > 1) for p in spec.placements]
     placements = tuple(p if stay else Replicate() for p, stay in zip(spec.placements, stays, strict=True))
     layout = Layout(spec.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), like.dtype)
-    return _torch.wrap(_torch.local_of(sharded).new_empty(layout.local_shape), layout.spec)
+    # A tensor that is made within a transform of torch.func belongs to its level; a local tensor belongs to none.
+    return _torch.wrap(innermost(_torch.local_of(sharded).new_empty(layout.local_shape)), layout.spec)

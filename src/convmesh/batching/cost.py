@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.resources import files
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import NamedTuple
 
 from ..user_cache import cache_directory, make_private
 from .algorithms import Algorithm, Task
 from .contraction import FACTORS, Role
-from .memory import GIVEN_BACK, returns_large_blocks
+from .memory import GIVEN_BACK
+
+log = logging.getLogger("convmesh.batching")
 
 
 class Features(NamedTuple):
@@ -138,9 +140,9 @@ def first_touch(fold: Algorithm, task: Task) -> int:
     """Bytes that a fold gets anew for certain: prices are of memory that was used before.
 
     What a fold makes, and what libraries lay out for it, comes from the C library, which as a rule gives the largest
-    blocks back when they are freed. Others it may keep or not: `shortcut` watches what it does.
+    blocks back when they are freed. Others it may keep or not, which depends on all that a process does beside.
     """
-    if task.device != "cpu" or not task.may_write or not returns_large_blocks():
+    if task.device != "cpu" or not task.may_write or not task.machine.returns_large_blocks():
         return 0
     wanted = task.contraction.wanted
     mapped = [role for role, mapped in zip(FACTORS[wanted], task.mapped, strict=True) if mapped]
@@ -155,37 +157,63 @@ def cache_file() -> Path:
 
 
 @lru_cache(maxsize=1)
-def price_table() -> PriceTable:
-    """The calibration of this machine over the built-in table, or that alone if the file cannot be read."""
-    built_in = _parse(files("convmesh.batching").joinpath("prices.json").read_text())
+def calibration() -> tuple[str, dict[str, Features]]:
+    """Where this machine's prices come from, and those measured on it. Never raises: one can do without them."""
     path = _calibration()
     if path is None:
-        return PriceTable("built-in table", built_in)
+        return BUILT_IN, {}
     try:
-        measured = load(path)
+        return f"calibration in {path}", load(path)
     except UNREADABLE as error:
-        warnings.warn(f"no calibration is in {path}, which is left alone: {error!r}", RuntimeWarning, stacklevel=2)
-        return PriceTable(f"built-in table, because {path} is no calibration", built_in)
-    return PriceTable(f"calibration in {path}", {**built_in, **measured})
+        log.warning("a calibration of vmapped convolutions cannot be read, and is left alone: %r", error)
+        return f"{BUILT_IN}, because a calibration cannot be read: {error!r}", {}
 
 
 def _calibration() -> Path | None:
     """The file, if there is one and a home directory that can be looked into."""
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):
         if (path := cache_file()).is_file():
             return path
     return None
 
 
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+@lru_cache(maxsize=1)
+def price_table() -> PriceTable:
+    """Of this machine."""
+    return table_of(*calibration())
+
+
+@lru_cache(maxsize=1)
+def built_in() -> PriceTable:
+    """Of any machine."""
+    return table_of(BUILT_IN, {})
+
+
+def table_of(source: str, measured: dict[str, Features]) -> PriceTable:
+    """What was measured over the built-in table."""
+    return PriceTable(source, {**_built_in_prices(), **measured})
+
+
+@lru_cache(maxsize=1)
+def _built_in_prices() -> dict[str, Features]:
+    return parsed(json.loads(files("convmesh.batching").joinpath("prices.json").read_text())["prices"])
+
+
+BUILT_IN = "built-in table"
+# Whatever a file may hold: a RuntimeError is that of lists within lists without end.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 
 
 def load(path: Path) -> dict[str, Features]:
-    return _parse(path.read_text())
+    return parsed(json.loads(path.read_text())["prices"])
 
 
-def _parse(text: str) -> dict[str, Features]:
-    return {key: Features(*map(float, price)) for key, price in json.loads(text)["prices"].items()}
+def parsed(prices: Mapping[str, Sequence[float]]) -> dict[str, Features]:
+    """Prices as files hold them; a ValueError where a price is none."""
+    made = {str(key): Features(*map(float, price)) for key, price in prices.items()}
+    if not all(isfinite(number) and number >= 0 for price in made.values() for number in price):
+        raise ValueError("a price is negative, or not a number")
+    return made
 
 
 def save(prices: Mapping[str, Features], path: Path) -> None:

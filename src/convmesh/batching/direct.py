@@ -32,7 +32,7 @@ class Direct(Algorithm):
     def applies(self, task: Task) -> bool:
         plain = task.nature is Nature.PLAIN and task.device == "cpu" and task.dtype in ("float32", "float64")
         fits = any(task.mapped) and not task.is_empty and len(task.contraction.image) <= 5
-        return plain and fits and self.workspace(task) <= WORKSPACE_LIMIT and kernels.available()
+        return plain and fits and self.workspace(task) <= WORKSPACE_LIMIT and task.machine.has_kernels()
 
     def workspace(self, task: Task) -> int:
         """For each thread an image with what is around it, and columns of the other operand, packed."""

@@ -17,6 +17,7 @@ from .algorithms import Task
 from .contraction import Contraction, Role
 from .layer_calls import calls_of_layers
 from .layer_gradients import gradients_of, is_usual
+from .machines import OWN
 from .patches import View
 
 
@@ -89,7 +90,7 @@ def _kernel_norms(layer: _ConvNd, read: Tensor, grad: Tensor, limit: int) -> Ten
     geometry = Convolution.of(len(size), layer.stride, padding, layer.dilation, False, (0,), layer.groups)
     shapes = ((1, *read.shape[1:]), tuple(layer.weight.shape), (1, *grad.shape[1:]))
     contraction = Contraction(Role.KERNEL, geometry, *shapes)
-    view = View(Task(contraction, len(read), (True, True), Nature.PLAIN, "", 0, "", 0))
+    view = View(Task(contraction, len(read), (True, True), Nature.PLAIN, "", 0, "", 0, OWN))
     at_once = max(1, limit // (read.element_size() * layer.groups * places * (gradient[0] + 2 * places)))
     parts = []
     for x, g in zip(read.split(at_once), grad.split(at_once), strict=True):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -51,15 +50,6 @@ def returns_large_blocks() -> bool:
     after = heap().mapped
     del block
     return bool(after > before)
-
-
-def gotten_anew() -> int:
-    """Bytes that the threads of this process have touched first so far; 0 where nobody counts them."""
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * mmap.PAGESIZE
 
 
 class Shelf:

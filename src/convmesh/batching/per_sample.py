@@ -7,6 +7,9 @@ All of it is mapped along dimension 0. The loss is called with single samples, e
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._pytree import tree_map
 
 from .layer_gradients import gradients_by_layer
 from .layer_norms import squared_norms_by_layer
+from .machines import agreed_on
 from .spread import Spread, settled
 
 Loss = Callable[..., Tensor]
@@ -41,7 +46,8 @@ def per_sample_gradients(
         by_layer = gradients_by_layer(model, list(trainable), _total(model, loss_fn, trainable, fixed, batch), batch[0])
         if by_layer is not None:
             return by_layer
-    gradients = _gradients(model, loss_fn, trainable, fixed, batch, chunk_size, randomness)
+    with _choosing_alike(spread):
+        gradients = _gradients(model, loss_fn, trainable, fixed, batch, chunk_size, randomness)
     if spread is None or not spread.whole:
         return gradients
     return {name: spread.by_sample(own) for name, own in gradients.items()}
@@ -63,8 +69,9 @@ def _gradients(
         x, *others = (each.unsqueeze(0) for each in sample)
         return _single(loss_fn(functional_call(model, {**parameters, **fixed}, (x,)), *others))
 
-    mapped = vmap(grad(sample_loss), in_dims=(None, *[0] * len(batch)), chunk_size=chunk_size, randomness=randomness)
-    gradients: Tensors = mapped(trainable, *batch)
+    gradients: Tensors = mapped(
+        partial(grad(sample_loss), trainable), *batch, chunk_size=chunk_size, randomness=randomness
+    )
     return gradients
 
 
@@ -77,7 +84,8 @@ def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Tensor) -> Tensor:
     check_samples_are_independent(model)
     batch_size(batch)
     spread, trainable, fixed, batch = _placed(model, batch)
-    norms = _norms(model, loss_fn, trainable, fixed, batch)
+    with _choosing_alike(spread):
+        norms = _norms(model, loss_fn, trainable, fixed, batch)
     return norms if spread is None or not spread.whole else spread.by_sample(norms)
 
 
@@ -111,7 +119,8 @@ def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Tensor, max_norm: 
     check_samples_are_independent(model)
     batch_size(batch)
     spread, trainable, fixed, batch = _placed(model, batch)
-    gradients = _clipped(model, loss_fn, trainable, fixed, batch, max_norm)
+    with _choosing_alike(spread):
+        gradients = _clipped(model, loss_fn, trainable, fixed, batch, max_norm)
     if spread is None:
         return gradients
     parameters = dict(model.named_parameters())
@@ -146,6 +155,11 @@ def _placed(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Spread | None,
         {name: spread.everywhere(value) for name, value in each.items()} for each in (trainable, fixed)
     ]
     return spread, everywhere[0], everywhere[1], batch
+
+
+def _choosing_alike(spread: Spread | None) -> AbstractContextManager[None]:
+    """Ranks that have the same samples get the same bits."""
+    return nullcontext() if spread is None else agreed_on(spread.mesh, spread.placements)
 
 
 def check_samples_are_independent(model: nn.Module) -> None:
@@ -193,12 +207,27 @@ def _losses(loss_fn: Loss, output: Tensor, others: tuple[Tensor, ...]) -> Tensor
         output = settled(output, others)
     spread = Spread.of((output, *others))
     if spread is not None and spread.whole:
-        own: Tensor = vmap(one)(*(each.to_local() for each in (output, *others)))  # type: ignore[attr-defined]
+        own: Tensor = mapped(one, *(each.to_local() for each in (output, *others)))  # type: ignore[attr-defined]
         return DTensor.from_local(
             own, spread.mesh, spread.placements, run_check=False, shape=torch.Size([spread.batch]), stride=(1,)
         )
-    losses: Tensor = vmap(one)(output, *others)
+    losses: Tensor = mapped(one, output, *others)
     return losses
+
+
+def mapped(function: Callable[..., Any], *batch: Tensor, **options: Any) -> Any:
+    """`vmap(function)(*batch)`; by a loop where torch cannot map what it does.
+
+    That is, as a rule, a loss that makes a tensor of zeros and writes something of the sample into it.
+    """
+    try:
+        return vmap(function, **options)(*batch)
+    except RuntimeError as error:
+        # A loop draws other random numbers for each sample: never unasked, nor where all are to have the same.
+        if not str(error).startswith("vmap:") or "random" in str(error) or options.get("randomness") == "same":
+            raise
+    samples = [function(*sample) for sample in zip(*(each.unbind() for each in batch), strict=True)]
+    return tree_map(lambda *each: torch.stack(each), *samples)
 
 
 def _single(loss: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..geometry import Convolution, Shape
 from ._functorch import Nature, nature_of
-from .algorithms import Task
+from .algorithms import Machine, Task
 from .contraction import FACTORS, Contraction, Role
 from .folding import Mapped, Operand
 
@@ -44,10 +44,11 @@ class Circumstances(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     threads: int
+    machine: Machine
 
 
-def circumstances_of(nature: Nature, value: Tensor) -> Circumstances:
-    return Circumstances(nature, value.dtype, value.device, torch.get_num_threads())
+def circumstances_of(nature: Nature, value: Tensor, machine: Machine) -> Circumstances:
+    return Circumstances(nature, value.dtype, value.device, torch.get_num_threads(), machine)
 
 
 def laid(mapped: Mapped) -> Laid:
@@ -88,9 +89,9 @@ known_forward_task = lru_cache(maxsize=4096)(forward_task)
 known_backward_tasks = lru_cache(maxsize=4096)(backward_tasks)
 
 
-def task_of(contraction: Contraction, batch: int, first: Operand, second: Operand) -> Task:
+def task_of(contraction: Contraction, batch: int, first: Operand, second: Operand, machine: Machine) -> Task:
     """Of operands that are not DTensors."""
-    around = circumstances_of(nature_of(first.value, second.value), first.value)
+    around = circumstances_of(nature_of(first.value, second.value), first.value, machine)
     return _task(contraction, batch, (laid(first.mapped), laid(second.mapped)), around)
 
 
@@ -111,6 +112,7 @@ def _task(
         around.dtype.itemsize,
         around.device.type,
         around.threads,
+        around.machine,
         around.nature is Nature.PLAIN and any(map(Laid.lies_folded, factors, roles)),
         shared,
     )

@@ -15,6 +15,8 @@ from . import memory, rules
 RULES: dict[str, Callable[..., object]] = {
     "convolution": rules.convolution,
     "convolution_backward": rules.convolution_backward,
+    "embedding": rules.with_indices_of_its_own,
+    "one_hot": rules.with_indices_of_its_own,
 }
 
 _lock = threading.Lock()

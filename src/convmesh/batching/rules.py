@@ -7,16 +7,18 @@ Where B ends up in memory is up to the algorithm. `stock` is torch's own rule, f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import compress
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ._functorch import Keys, Nature, below_vmap, current_level, nature_of, unwrap, wrap
+from ..sharding.constants import constants_allowed
+from ._functorch import Keys, Nature, below_vmap, current_level, innermost, nature_of, unwrap, wrap
 from .algorithms import Task, add_bias
-from .choice import Decision, choose
+from .choice import Decision, attend, choose
 from .contraction import FACTORS, Contraction, Role
 from .folding import Mapped, Operand
+from .machines import Ranks, of_plain_tensors
 from .products import (
     backward_tasks,
     circumstances_of,
@@ -27,7 +29,7 @@ from .products import (
     task_of,
 )
 from .sharded import by_own_samples, expressible, without_filling
-from .shortcut import key_of, leave_to_torch, left_to_torch
+from .shortcut import is_left_to_torch, key_of, leave_to_torch
 
 Stock = Callable[..., Any]
 
@@ -52,14 +54,17 @@ def convolution(
     """`aten.convolution` under vmap."""
     arguments = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
     key = key_of((input, weight, bias), arguments)
-    if by_torch := left_to_torch(key):
-        return by_torch(stock, keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
+    if is_left_to_torch(key):
+        return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
     level = current_level()
     x, w = Mapped(*unwrap(input, level)), Mapped(*unwrap(weight, level))
     b = None if bias is None else Mapped(*unwrap(bias, level))
+    if x.dim is None and w.dim is None and (b is None or b.dim is None):  # an outer level's: it passes this one
+        return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
     nature = nature_of(x.value, w.value) if b is None else nature_of(x.value, w.value, b.value)
+    around = circumstances_of(nature, x.value, of_plain_tensors())
     plan = known_forward_task if nature is Nature.PLAIN else forward_task
-    task = plan(laid(x), laid(w), None if b is None else laid(b), arguments, circumstances_of(nature, x.value))
+    task = plan(laid(x), laid(w), None if b is None else laid(b), arguments, around)
     first, second = map(Operand, FACTORS[task.contraction.wanted], (x, w))
     with below_vmap(nature):
         # [N C *]   [O C *]   [B O]        -> [B N O *]
@@ -74,8 +79,8 @@ def convolution(
         best_by_torch = _as_torch(decision) and (b is None or (w.dim is None and b.dim is None))
         if not best_by_torch:
             return wrap(*_contract(task, decision, first, second, b), level)
-    by_torch = leave_to_torch(key, (task,), True)
-    return by_torch(stock, keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
+    leave_to_torch(key)
+    return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
 
 
 def convolution_backward(
@@ -96,15 +101,17 @@ def convolution_backward(
     """`aten.convolution_backward` under vmap."""
     arguments = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
     key = key_of((grad_output, input, weight), arguments, tuple(output_mask))
-    if by_torch := left_to_torch(key):
-        asked = (*arguments, output_mask)
-        return by_torch(stock, keys, grad_output, input, weight, None, *asked)  # type: ignore[no-any-return]
+    if is_left_to_torch(key):
+        return stock(keys, grad_output, input, weight, None, *arguments, output_mask)  # type: ignore[no-any-return]
     level = current_level()
     g, x, w = Mapped(*unwrap(grad_output, level)), Mapped(*unwrap(input, level)), Mapped(*unwrap(weight, level))
+    if g.dim is None and x.dim is None and w.dim is None:
+        return stock(keys, grad_output, input, weight, bias_sizes, *arguments, output_mask)  # type: ignore[no-any-return]
     nature = nature_of(g.value, x.value, w.value)
+    around = circumstances_of(nature, g.value, of_plain_tensors())
     plan = known_backward_tasks if nature is Nature.PLAIN else backward_tasks
     both = output_mask[0] and output_mask[1]
-    tasks = plan(laid(g), laid(x), laid(w), arguments, circumstances_of(nature, g.value), both)
+    tasks = plan(laid(g), laid(x), laid(w), arguments, around, both)
     all_mapped = g.dim is not None and x.dim is not None and w.dim is not None
     taken, given = (Role.RESPONSE, Role.IMAGE) if transposed else (Role.IMAGE, Role.RESPONSE)
     from_g, from_x, from_w = Operand(given, g), Operand(taken, x), Operand(Role.KERNEL, w)
@@ -129,10 +136,19 @@ def convolution_backward(
         if output_mask[2]:
             gradients[2] = wrap(*_sum_to_channels(g), level)
     if any(left):
-        by_torch = leave_to_torch(key, list(compress(tasks, left)), left == list(output_mask))
-        theirs = by_torch(stock, keys, grad_output, input, weight, None, *arguments, left)
+        if left == list(output_mask):
+            leave_to_torch(key)
+        theirs = stock(keys, grad_output, input, weight, None, *arguments, left)
         return tuple(their if asked else our for our, their, asked in zip(gradients, theirs, left, strict=True))
     return tuple(gradients)
+
+
+def with_indices_of_its_own(stock: Stock, keys: Keys, *args: Any) -> Any:
+    """An operator whose batching rule counts samples or classes: beside DTensors alone, what it makes are constants."""
+    if all(isinstance(innermost(each), DTensor) for each in args if isinstance(each, Tensor)):
+        with constants_allowed():
+            return stock(keys, *args)
+    return stock(keys, *args)
 
 
 def _decision(task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Decision | None:
@@ -169,10 +185,15 @@ def _run(task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Ma
     return choose(task, first, second, bias).algorithm.run(task, first, second, bias)
 
 
-def _compute(contraction: Contraction, batch: int, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
-    """Of tensors that are not DTensors."""
-    task = task_of(contraction, batch, first, second)
-    return _contract(task, None if batch == 0 else choose(task, first, second, bias), first, second, bias)
+def _compute(
+    contraction: Contraction, batch: int, first: Operand, second: Operand, bias: Mapped | None, ranks: Ranks
+) -> Mapped:
+    """Of local parts of DTensors."""
+    task = task_of(contraction, batch, first, second, ranks.machine())
+    if batch == 0:
+        attend(ranks)
+        return _contract(task, None, first, second, bias)
+    return _contract(task, choose(task, first, second, bias, ranks=ranks), first, second, bias)
 
 
 def _nothing(contraction: Contraction, first: Operand, second: Operand) -> Mapped:

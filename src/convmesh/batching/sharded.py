@@ -20,8 +20,9 @@ from .. import _torch
 from ..sharding.layout import dense_stride
 from .contraction import Contraction, Role
 from .folding import Mapped, Operand
+from .machines import Ranks
 
-Compute = Callable[[Contraction, int, Operand, Operand, Mapped | None], Mapped]
+Compute = Callable[[Contraction, int, Operand, Operand, Mapped | None, Ranks], Mapped]
 
 
 def by_own_samples(
@@ -42,7 +43,9 @@ def by_own_samples(
     own_batch = next(part.value.shape[part.dim] for part in parts if part.dim is not None)
     own = _with_batch(product, next(p.sample_shape[0] for (r, _), p in zip(operands, parts, strict=True) if _has_N(r)))
     a, b = Operand(first.role, parts[0]), Operand(second.role, parts[1])
-    result = compute(own, own_batch, a, b, None if bias is None else parts[2]).in_front.contiguous()
+    placed = tuple(placement for spec in specs for placement in spec.placements)
+    ranks = Ranks.that_share(mesh, placed, (product, batch, placed))
+    result = compute(own, own_batch, a, b, None if bias is None else parts[2], ranks).in_front.contiguous()
     shape = (batch, *product.shape(product.wanted))
     stride = dense_stride(shape, torch.contiguous_format)
     return Mapped(_torch.wrap(result, _torch.make_spec(mesh, placements, shape, stride, result.dtype)), 0)
