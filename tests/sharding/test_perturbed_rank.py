@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import convmesh
 from convmesh.sharding import registry
+from tests.batching import test_sharded as mapped
 from tests.cases import place
 from tests.harness import Pool
 from tests.ops import families, test_optim
@@ -42,6 +43,12 @@ def snippet(name: str, mesh: DeviceMesh) -> Any:
 
 def optimizer(recipe: test_optim.Recipe, mesh: DeviceMesh) -> Any:
     return test_optim.train(recipe, mesh, [(("R",), ("P",))] * 5)
+
+
+def mapped_convolution(kind: str, where: str, mesh: DeviceMesh) -> Any:
+    case = mapped.Sharded(kind, (where,), 4)
+    (x, w), (x_at, w_at) = case.tensors(), case.layouts()
+    return mapped.KINDS[kind][0](place(x, mesh, x_at), place(w, mesh, w_at))
 
 
 def clipped(by_gradient: bool, mesh: DeviceMesh) -> Any:
@@ -94,6 +101,11 @@ def programs(folder: Path) -> dict[str, Program]:
     recipes = [*test_optim.RECIPES, *test_optim.CLIPPED, *test_optim.SCALED]
     found |= {f"optimizer: {recipe}": partial(optimizer, recipe) for recipe in recipes}
     found |= {f"clipped {by}": partial(clipped, by) for by in (True, False)}
+    found |= {
+        f"mapped convolution: {kind}, {where}": partial(mapped_convolution, kind, where)
+        for kind in mapped.KINDS
+        for where in ("mapped", "width")
+    }
     return found | {"training": partial(trained, folder)}
 
 
