@@ -32,6 +32,7 @@ from .groups import inherit_timeout as inherit_timeout
 from .groups import is_gloo as is_gloo
 from .groups import store as store
 from .groups import timeout_of as timeout_of
+from .guards import guard_global_sizes as guard_global_sizes
 from .names import COLLECTIVES as COLLECTIVES
 from .names import REQUIRED as REQUIRED
 from .names import VERSION as VERSION

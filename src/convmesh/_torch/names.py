@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo.guards
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor
@@ -82,6 +83,8 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._C, "_get_dispatch_mode"),
     (torch._C._TorchDispatchModeKey, "PROXY"),
     (torch._C, "_dispatch_get_all_op_names"),
+    (torch._dynamo.guards.GuardBuilder, "DTENSOR_SPEC_MATCH"),
+    (torch._dynamo.guards, "convert_to_concrete_values"),
 )
 
 
