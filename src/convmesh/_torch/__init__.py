@@ -32,7 +32,7 @@ from .groups import inherit_timeout as inherit_timeout
 from .groups import is_gloo as is_gloo
 from .groups import store as store
 from .groups import timeout_of as timeout_of
-from .guards import guard_global_sizes as guard_global_sizes
+from .guards import guard_what_rules_know as guard_what_rules_know
 from .names import COLLECTIVES as COLLECTIVES
 from .names import REQUIRED as REQUIRED
 from .names import VERSION as VERSION
@@ -75,7 +75,9 @@ from .tensors import spec_of as spec_of
 from .tensors import whole_data as whole_data
 from .tensors import wrap as wrap
 from .tracing import compile_for_any_rank as compile_for_any_rank
+from .tracing import compiles_call_of as compiles_call_of
 from .tracing import keep_whole as keep_whole
+from .tracing import never_alone as never_alone
 from .tracing import no_modes as no_modes
 from .tracing import tie as tie
 from .tracing import tracing as tracing

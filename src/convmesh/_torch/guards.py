@@ -9,9 +9,12 @@ from typing import Any
 from torch._dynamo.guards import GuardBuilder, convert_to_concrete_values
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from .dispatch import replicates_implicitly
 
-def guard_global_sizes() -> Callable[[], None]:
-    """Let compiled code run only for the global sizes and strides that it was compiled for; returns what undoes that.
+
+def guard_what_rules_know() -> Callable[[], None]:
+    """Let compiled code run only for the global sizes and strides that it was compiled for, and only where plain tensors
+    are, or are not, taken for replicated ones as they were then; returns what undoes that.
 
     torch.compile guards the placements and the local tensor. Over two ranks 7 rows and 8 leave the first rank the same
     local tensor, and a size that was a symbol at first may have become a number for good.
@@ -26,8 +29,10 @@ def guard_global_sizes() -> Callable[[], None]:
         if traced is None:
             return
         sizes, strides = (convert_to_concrete_values(traced[name]) for name in ("size", "stride"))
-        says = f"global size={sizes}, stride={strides}"
-        builder.get_guard_manager(guard).add_lambda_guard(_fits(sizes, strides), [says], guard.user_stack)
+        implicitly = replicates_implicitly()
+        says = f"global size={sizes}, stride={strides}, plain tensors replicated={implicitly}"
+        fits = _fits(sizes, strides, implicitly)
+        builder.get_guard_manager(guard).add_lambda_guard(fits, [says], guard.user_stack)
 
     GuardBuilder.DTENSOR_SPEC_MATCH = match
 
@@ -38,7 +43,9 @@ def guard_global_sizes() -> Callable[[], None]:
     return undo
 
 
-def _fits(sizes: Sequence[int | None], strides: Sequence[int | None]) -> Callable[[DTensorSpec], bool]:
+def _fits(
+    sizes: Sequence[int | None], strides: Sequence[int | None], implicitly: bool
+) -> Callable[[DTensorSpec], bool]:
     """None stands for a size or stride that is a symbol, which has guards of its own."""
 
     def same(actual: Sequence[int], expected: Sequence[int | None]) -> bool:
@@ -46,6 +53,8 @@ def _fits(sizes: Sequence[int | None], strides: Sequence[int | None]) -> Callabl
 
     def fits(spec: DTensorSpec) -> bool:
         meta = spec.tensor_meta
+        if replicates_implicitly() != implicitly:
+            return False
         return meta is not None and same(meta.shape, sizes) and same(meta.stride, strides)
 
     return fits

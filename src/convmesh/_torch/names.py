@@ -85,6 +85,9 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._C, "_dispatch_get_all_op_names"),
     (torch._dynamo.guards.GuardBuilder, "DTENSOR_SPEC_MATCH"),
     (torch._dynamo.guards, "convert_to_concrete_values"),
+    (torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+    (torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
+    (torch._C._dynamo.eval_frame, "_FrameAction"),
 )
 
 

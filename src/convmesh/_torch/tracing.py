@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
+from torch.fx import traceback
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .names import VERSION, Operator
+
+AnyFunction = TypeVar("AnyFunction", bound=FunctionType)
 
 
 def tracing() -> bool:
     """Under torch.compile, where sizes may be symbols."""
     return bool(collectives._are_we_tracing())
+
+
+def compiles_call_of(modules: Container[int]) -> bool:
+    """Whether what a compiler traces now is part of a call of a module, of these by their ids.
+
+    Dynamo itself, which comes first, does not say; the backend, which traces the same once more, is told.
+    """
+    if not tracing():
+        return False
+    node = traceback.current_meta
+    calls = (key.partition("@")[0] for key in node.get("nn_module_stack", ()))
+    return not node or any(key.isdigit() and int(key) in modules for key in calls)
+
+
+def never_alone(function: AnyFunction) -> AnyFunction:
+    """Keep torch.compile from compiling a function by itself; as a part of a function that calls it, it may.
+
+    A hook of a compiled module is either one or the other, as the module's class is torch's own or a user's.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
 
 
 def no_modes() -> AbstractContextManager[Any]:

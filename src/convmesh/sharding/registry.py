@@ -33,7 +33,7 @@ _behaviour: dict[Operator, Behaviour] = {}
 _composites: dict[str, Callable[..., object]] = {}
 _guards: dict[Operator, Handler] = {}
 _replaced: dict[Operator, Handler | None] = {}
-_switches: list[Callable[[], Callable[[], None]]] = [keep_watch, _torch.guard_global_sizes]
+_switches: list[Callable[[], Callable[[], None]]] = [keep_watch, _torch.guard_what_rules_know]
 _undo: list[Callable[[], None]] = []
 _library: torch.library.Library | None = None
 
