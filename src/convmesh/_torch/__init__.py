@@ -72,11 +72,13 @@ from .tensors import redistribute as redistribute
 from .tensors import relocate as relocate
 from .tensors import shares_memory as shares_memory
 from .tensors import spec_of as spec_of
+from .tensors import takes_notes as takes_notes
 from .tensors import whole_data as whole_data
 from .tensors import wrap as wrap
 from .tracing import compile_for_any_rank as compile_for_any_rank
 from .tracing import compiles_call_of as compiles_call_of
 from .tracing import keep_whole as keep_whole
+from .tracing import kept as kept
 from .tracing import never_alone as never_alone
 from .tracing import no_modes as no_modes
 from .tracing import tie as tie

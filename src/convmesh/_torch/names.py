@@ -88,6 +88,9 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
     (torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
     (torch._C._dynamo.eval_frame, "_FrameAction"),
+    (torch._guards.TracingContext, "try_get"),
+    (torch._subclasses.functional_tensor, "FunctionalTensor"),
+    (torch._subclasses, "FakeTensor"),
 )
 
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._guards import TracingContext
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
@@ -46,6 +48,20 @@ def never_alone(function: AnyFunction) -> AnyFunction:
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
+
+
+_kept: WeakKeyDictionary[TracingContext, list[torch.Tensor]] = WeakKeyDictionary()
+
+
+def in_a_trace() -> bool:
+    """Whether torch.compile traces, which begins and ends."""
+    return TracingContext.try_get() is not None
+
+
+def kept(tensor: torch.Tensor) -> ref[torch.Tensor]:
+    """A reference to a compiler's tensor that holds as long as the compiler traces, and keeps nothing afterwards."""
+    _kept.setdefault(TracingContext.get(), []).append(tensor)
+    return ref(tensor)
 
 
 def no_modes() -> AbstractContextManager[Any]:

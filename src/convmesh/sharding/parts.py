@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -43,15 +44,20 @@ class Place:
 
     spec: _torch.Spec
     dtype: torch.dtype
-    geometry: tuple[int, tuple[int, ...], tuple[int, ...]]
+    geometry: tuple[int, tuple[int, ...], tuple[int, ...]] = (0, (), ())
+    traced: ref[torch.Tensor] | None = None  # a compiler's tensor itself, which cannot be made again
 
     @staticmethod
     def of(tensor: DTensor) -> Place:
         local = _torch.local_of(tensor)
+        if type(local) is not torch.Tensor:
+            return Place(_torch.spec_of(tensor), local.dtype, traced=_torch.kept(local))
         geometry = int(local.storage_offset()), tuple(local.shape), tuple(local.stride())
         return Place(_torch.spec_of(tensor), local.dtype, geometry)
 
     def tensor(self, memory: torch.UntypedStorage) -> DTensor:
+        if self.traced is not None:
+            return _torch.wrap(cast(torch.Tensor, self.traced()), self.spec)
         local = torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.geometry)
         return _torch.wrap(local, self.spec)
 
@@ -82,14 +88,14 @@ class Origin:
 
 
 def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> bool:
-    """Note that `part` is a copy of some of `whole`. A compiler makes functions of writes, and needs no notes."""
+    """Note that `part` is a copy of some of `whole`, also while a graph is traced."""
     local = _torch.local_of(whole)
-    plain = type(_torch.local_of(part)) is torch.Tensor and type(local) is torch.Tensor
-    if plain:
+    noted = _torch.takes_notes(_torch.local_of(part)) and _torch.takes_notes(local)
+    if noted:
         memory = local.untyped_storage()
         origin = Origin(memory, Place.of(whole), Place.of(part), take, put_back, _made(memory).writes)
         _made(_torch.local_of(part).untyped_storage()).origin = origin
-    return plain
+    return noted
 
 
 def hand_on(before: DTensor, after: DTensor) -> None:
@@ -143,7 +149,7 @@ def _before(target: Any) -> None:
     notes = _torch.noted(target, _NOTES)
     if notes is not None and notes.origin is not None:
         _refresh(_torch.local_of(target).untyped_storage(), notes.origin)
-    elif isinstance(target, DTensor) and target._is_view():
+    elif isinstance(target, DTensor) and target._is_view() and target.numel():
         base = target._base
         if base is not None and not _torch.shares_memory(target, base):
             raise refuse("an operator that writes in place", "would write into a copy that torch takes for a view",
