@@ -58,6 +58,12 @@ from .operators import takes_tensors as takes_tensors
 from .operators import values_alone as values_alone
 from .operators import view_operators as view_operators
 from .operators import writing_operators as writing_operators
+from .symbols import has_symbols as has_symbols
+from .symbols import known as known
+from .symbols import meta_tensors as meta_tensors
+from .symbols import named as named
+from .symbols import settle as settle
+from .symbols import settles_symbols as settles_symbols
 from .tensors import eager_spec_of as eager_spec_of
 from .tensors import give_attributes as give_attributes
 from .tensors import in_rank_order as in_rank_order
@@ -83,3 +89,4 @@ from .tracing import never_alone as never_alone
 from .tracing import no_modes as no_modes
 from .tracing import tie as tie
 from .tracing import tracing as tracing
+from .zero_tensors import give_zeros_memory as give_zeros_memory

@@ -91,6 +91,8 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._guards.TracingContext, "try_get"),
     (torch._subclasses.functional_tensor, "FunctionalTensor"),
     (torch._subclasses, "FakeTensor"),
+    (torch.Tensor, "_is_zerotensor"),
+    (torch.library, "get_kernel"),
 )
 
 

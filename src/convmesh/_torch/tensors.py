@@ -18,6 +18,7 @@ from ..strides import usual
 from .arrivals import memory_of
 from .collectives import arrived
 from .order import in_order
+from .symbols import known
 from .tracing import compile_for_this_rank, in_a_trace, no_modes, tracing
 
 
@@ -55,10 +56,10 @@ def eager_spec_of(tensor: DTensor) -> DTensorSpec:
 
 
 def _settled(spec: DTensorSpec) -> DTensorSpec:
-    """Without symbolic sizes: a plan holds for the sizes that it was made for, and int() makes the compiler know."""
+    """With numbers where symbolic sizes have become numbers."""
     meta = spec.tensor_meta
     assert meta is not None, "a DTensor's spec knows its shape"
-    shape, stride = tuple(int(size) for size in meta.shape), tuple(int(step) for step in meta.stride)
+    shape, stride = tuple(map(known, meta.shape)), tuple(map(known, meta.stride))
     return DTensorSpec(spec.mesh, spec.placements, TensorMeta(torch.Size(shape), stride, meta.dtype))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from types import FunctionType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -19,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.fx import traceback
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .names import VERSION, Operator
+from .names import VERSION, Handler, Operator
 
-AnyFunction = TypeVar("AnyFunction", bound=FunctionType)
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 def tracing() -> bool:
@@ -97,8 +96,9 @@ def compile_for_any_rank() -> None:
         _tag = ""
 
 
-def keep_whole(operator: Operator) -> Callable[[], None]:
-    """Keep torch.compile from taking an operator apart before DTensor sees it; returns what undoes that.
+def keep_whole(operator: Operator, made_of: Handler | None = None) -> Callable[[], None]:
+    """Keep torch.compile from taking an operator apart before DTensor sees it, or let `made_of` do so; returns what
+    undoes that.
 
     Tensors of other kinds are still treated as before.
     """
@@ -109,6 +109,8 @@ def keep_whole(operator: Operator) -> Callable[[], None]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not isinstance(args[0], DTensor):
                 return kernel(*args, **kwargs)
+            if made_of is not None:
+                return made_of(operator, args, kwargs)
             with torch._C._DisablePythonDispatcher():
                 return operator(*args, **kwargs)
 

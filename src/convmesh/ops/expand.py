@@ -63,7 +63,7 @@ def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...]) -> ExpandPlan | None:
 @_torch.view_rule
 def expand(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, sizes, _ = _torch.arguments(operator, args, kwargs)
-    plan = plan_expand(_torch.spec_of(input), tuple(int(size) for size in sizes))
+    plan = plan_expand(_torch.spec_of(input), tuple(map(_torch.known, sizes)))
     if plan is None:
         return _torch.stock(operator, args, kwargs)
     local = move(input, plan.source)
