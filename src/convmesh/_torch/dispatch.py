@@ -66,7 +66,9 @@ def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], r
     Not while a graph is traced: autograd knows it anyway, and so do the local tensors. What a graph returns as sharing
     memory with an input torch.compile makes once more, by strides and offsets, which DTensors do not have.
     """
-    return result if tracing() and not operator._schema.is_mutable else return_and_correct_aliasing(operator, args, kwargs, result)
+    if tracing() and not operator._schema.is_mutable:
+        return result
+    return return_and_correct_aliasing(operator, args, kwargs, result)
 
 
 def keeps_communication(handler: Handler) -> Handler:

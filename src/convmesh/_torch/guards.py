@@ -13,8 +13,8 @@ from .dispatch import replicates_implicitly
 
 
 def guard_what_rules_know() -> Callable[[], None]:
-    """Let compiled code run only for the global sizes and strides that it was compiled for, and only where plain tensors
-    are, or are not, taken for replicated ones as they were then; returns what undoes that.
+    """Let compiled code run only for the global sizes and strides that it was compiled for, and only where plain
+    tensors are taken for replicated ones, or are not, as then; returns what undoes that.
 
     torch.compile guards the placements and the local tensor. Over two ranks 7 rows and 8 leave the first rank the same
     local tensor, and a size that was a symbol at first may have become a number for good.
@@ -34,13 +34,17 @@ def guard_what_rules_know() -> Callable[[], None]:
         fits = _fits(sizes, strides, implicitly)
         builder.get_guard_manager(guard).add_lambda_guard(fits, [says], guard.user_stack)
 
-    GuardBuilder.DTENSOR_SPEC_MATCH = match
+    _set(match)
 
     def undo() -> None:
         if GuardBuilder.DTENSOR_SPEC_MATCH is match:
-            GuardBuilder.DTENSOR_SPEC_MATCH = before
+            _set(before)
 
     return undo
+
+
+def _set(match: Callable[[Any, Any], None]) -> None:
+    GuardBuilder.DTENSOR_SPEC_MATCH = match  # type: ignore[method-assign]
 
 
 def _fits(

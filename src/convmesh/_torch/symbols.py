@@ -22,7 +22,7 @@ from .names import Handler, Operator
 from .tracing import no_modes
 
 
-def known(size: int) -> int:
+def known(size: Any) -> Any:
     """A size that is settled as a number; others as they are."""
     number = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
     return size if number is None else number

@@ -30,7 +30,7 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 
 def noted(tensor: Any, name: str) -> Any:
     """What was noted at this rank's memory, None for nothing. None also beside a collective."""
-    local = getattr(tensor, "_local_tensor", None)
+    local: Any = getattr(tensor, "_local_tensor", None)
     return getattr(local.untyped_storage(), name, None) if takes_notes(local) else None
 
 

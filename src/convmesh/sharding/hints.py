@@ -22,7 +22,8 @@ def _key(known: Hashable) -> Hashable:
     try:
         hash(known)
     except TypeError:
-        return _torch.named(known)
+        key: Hashable = _torch.named(known)
+        return key
     return known
 
 
