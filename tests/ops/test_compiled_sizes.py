@@ -38,11 +38,11 @@ HERE: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
 }
 # Of the families, those with a batch of any size: the others have one of 2 in their arguments.
 ALL = [*HERE, *(name for name in FUNCTIONS if name != "grid_sample")]
-# These are compiled anew for every batch: torch's kernels of their gradients want numbers.
-ANEW = ("bilinear", "bicubic")
+# These are compiled anew for every batch: torch's kernels want numbers.
+ANEW = ("bilinear", "bicubic", "sum")
 SAMPLE = (
-    "elementwise", "convolution", "linear", "matmul", "view", "sum", "sort", "cat along the batch", "rows",
-    "max_pool", "bilinear", "nearest", "reflect pad", "batch_norm", "group_norm", "cross_entropy", "mean", "select",
+    "elementwise", "convolution", "linear", "max_pool", "cat along the batch", "rows", "bilinear", "reflect pad",
+    "batch_norm", "group_norm", "cross_entropy", "select", "sum", "view",
 )  # fmt: skip
 
 
@@ -89,16 +89,16 @@ def check(mesh: DeviceMesh, case: tuple[str, int, str]) -> int:
 
 def test_a_changing_batch(pool: Pool) -> None:
     """Of a symbol, even and uneven sizes are compiled apart, and the first number before there is a symbol."""
-    cases = [(name, dim, "automatic") for name in SAMPLE for dim in (0, 2)]
+    cases = [(name, 2 * (number % 2), "automatic") for number, name in enumerate(SAMPLE)]
     for case, counts in zip(cases, pool.run_cases(check, cases, mesh=(2,)), strict=True):
         assert max(counts) <= (len(SIZES) if case[0] in ANEW else 4), (case, counts)
 
 
 def test_a_marked_batch(pool: Pool) -> None:
     names = [name for name in SAMPLE if name not in ANEW]
-    pool.run_cases(check, [(name, 2 * (number % 2), "marked") for number, name in enumerate(names)], mesh=(2,))
+    pool.run_cases(check, [(name, 2 - 2 * (number % 2), "marked") for number, name in enumerate(names[::2])], mesh=(2,))
 
 
 def test_everything_dynamic(pool: Pool) -> None:
-    names = ("elementwise", "convolution", "max_pool", "batch_norm", "view", "mean")
+    names = ("elementwise", "convolution", "batch_norm", "view")
     pool.run_cases(check, [(name, 0, "dynamic") for name in names], mesh=(2,))

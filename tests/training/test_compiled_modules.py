@@ -106,7 +106,7 @@ def check_module(mesh: DeviceMesh, case: tuple[str, str, bool]) -> None:
 
 def test_a_compiled_module_refuses_plain_inputs_and_has_constants(pool: Pool) -> None:
     cases = [(name, way, fullgraph) for name in MODELS for way in WAYS for fullgraph in (False, True)]
-    pool.run_cases(check_module, cases[::3] + cases[1::5], mesh=(2,))
+    pool.run_cases(check_module, cases[::3], mesh=(2,))
 
 
 def check_beside(mesh: DeviceMesh, fullgraph: bool) -> None:

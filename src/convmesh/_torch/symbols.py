@@ -83,5 +83,10 @@ def settles_symbols(handler: Handler) -> Handler:
     return run
 
 
+def has_symbols_within(arguments: Any) -> bool:
+    """Whether arguments of an operator are symbols, or have symbolic sizes."""
+    return any(has_symbols(known(leaf)) or _is_symbolic(leaf) for leaf in tree_iter(arguments))
+
+
 def _is_symbolic(value: Any) -> bool:
     return isinstance(value, DTensor) and has_symbols((*map(known, value.shape), *map(known, value.stride())))
