@@ -56,10 +56,10 @@ def meta_tensors(symbolic: bool) -> Iterator[None]:
                 yield
 
 
-def settle(*tensors: torch.Tensor) -> None:
-    """Make numbers of the symbols in sizes: the compiled code holds for these alone, and another size compiles anew."""
-    for tensor in tensors:
-        for number in (*tensor.shape, *tensor.stride()):
+def settle(*values: torch.Tensor | torch.SymInt) -> None:
+    """Make numbers of symbols, also in sizes: the compiled code holds for these alone, and another compiles anew."""
+    for value in values:
+        for number in (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,):
             int(number)
 
 
@@ -74,7 +74,7 @@ def settles_symbols(handler: Handler) -> Handler:
         try:
             return handler(operator, args, kwargs)
         except (TypeError, RuntimeError):
-            symbolic = [tensor for tensor in tree_iter((args, kwargs)) if _is_symbolic(tensor)]
+            symbolic = [leaf for leaf in tree_iter((args, kwargs)) if has_symbols_within(leaf)]
             if not symbolic:
                 raise
         settle(*symbolic)

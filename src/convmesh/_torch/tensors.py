@@ -25,7 +25,12 @@ from .tracing import compile_for_this_rank, in_a_trace, no_modes, tracing
 def local_of(tensor: DTensor) -> torch.Tensor:
     """This rank's part, without recording the access for autograd as `to_local` does; fit for any kernel."""
     meta: Any = tensor._spec.tensor_meta
-    return usual(arrived(tensor._local_tensor), meta.stride)
+    local = arrived(tensor._local_tensor)
+    if type(local) is torch.Tensor:
+        return usual(local, meta.stride)
+    for dim in range(local.dim()):  # a compiler takes no writes through as_strided
+        local = local.squeeze(dim).unsqueeze(dim) if type(local.shape[dim]) is int and local.shape[dim] == 1 else local
+    return local
 
 
 def noted(tensor: Any, name: str) -> Any:

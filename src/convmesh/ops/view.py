@@ -179,6 +179,8 @@ _came_from = Hints()
 @_torch.view_rule
 def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, wanted = _torch.arguments(operator, args, kwargs)
+    if sum(map(_torch.has_symbols, map(_torch.known, input.shape))) > 1:
+        _torch.settle(input)  # torch does not trace products of several symbols
     before = tuple(map(_torch.known, input.shape))
     shape = whole_shape(before, tuple(map(_torch.known, wanted)))
     if not prod(before) and not prod(shape):
