@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
 Stride = tuple[int, ...]
 
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+def _kept(find: AnyFunction) -> AnyFunction:
+    """Keep what a function finds, but for sizes that are a compiler's symbols, which are no keys."""
+    cache = lru_cache(maxsize=4096)(find)
+
+    @wraps(find)
+    def look_up(*key: Any) -> Any:
+        try:
+            return cache(*key)
+        except TypeError:
+            return find(*key)
+
+    return cast(AnyFunction, look_up)
+
+
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-@lru_cache(maxsize=4096)
+@_kept
 def dense_stride(shape: tuple[int, ...], memory_format: torch.memory_format) -> Stride:
     """The strides of a new tensor of this shape."""
     order = list(range(len(shape)))
@@ -50,7 +69,7 @@ def usual(local: torch.Tensor, whole: Stride) -> torch.Tensor:
     return local if stride is None else local.as_strided(shape, stride)
 
 
-@lru_cache(maxsize=4096)
+@_kept
 def _usual_stride(shape: tuple[int, ...], stride: Stride, whole: Stride) -> Stride | None:
     """Those of a memory format, if the part has one; else, along dimensions of size 1, as far as the dimensions inside
     of them reach. None where it is so already."""

@@ -32,6 +32,7 @@ from .groups import inherit_timeout as inherit_timeout
 from .groups import is_gloo as is_gloo
 from .groups import store as store
 from .groups import timeout_of as timeout_of
+from .guards import guard_what_rules_know as guard_what_rules_know
 from .late import DeviceContext as DeviceContext
 from .late import LateDTensor as LateDTensor
 from .late import in_transform as in_transform
@@ -61,6 +62,12 @@ from .operators import takes_tensors as takes_tensors
 from .operators import values_alone as values_alone
 from .operators import view_operators as view_operators
 from .operators import writing_operators as writing_operators
+from .symbols import has_symbols as has_symbols
+from .symbols import known as known
+from .symbols import meta_tensors as meta_tensors
+from .symbols import named as named
+from .symbols import settle as settle
+from .symbols import settles_symbols as settles_symbols
 from .tensors import eager_spec_of as eager_spec_of
 from .tensors import give_attributes as give_attributes
 from .tensors import in_rank_order as in_rank_order
@@ -74,11 +81,16 @@ from .tensors import redistribute as redistribute
 from .tensors import relocate as relocate
 from .tensors import shares_memory as shares_memory
 from .tensors import spec_of as spec_of
+from .tensors import takes_notes as takes_notes
 from .tensors import version_of as version_of
 from .tensors import whole_data as whole_data
 from .tensors import wrap as wrap
 from .tracing import compile_for_any_rank as compile_for_any_rank
+from .tracing import compiles_call_of as compiles_call_of
 from .tracing import keep_whole as keep_whole
+from .tracing import kept as kept
+from .tracing import never_alone as never_alone
 from .tracing import no_modes as no_modes
 from .tracing import tie as tie
 from .tracing import tracing as tracing
+from .zero_tensors import give_zeros_memory as give_zeros_memory

@@ -17,6 +17,7 @@ from .names import Handler, Operator
 from .operators import signature
 from .order import after_the_last, last_communication
 from .tensors import local_of, spec_of, wrap
+from .tracing import tracing
 
 
 def handlers() -> dict[Operator, Handler]:
@@ -60,7 +61,13 @@ def _is_view(operator: Operator, args: tuple[Any, ...], results: Any) -> bool:
 
 
 def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Tell torch that a view operator's result shares its memory with the operand."""
+    """Tell torch that a view operator's result shares its memory with the operand.
+
+    Not while a graph is traced: autograd knows it anyway, and so do the local tensors. What a graph returns as sharing
+    memory with an input torch.compile makes once more, by strides and offsets, which DTensors do not have.
+    """
+    if tracing() and not operator._schema.is_mutable:
+        return result
     return return_and_correct_aliasing(operator, args, kwargs, result)
 
 

@@ -6,19 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from .names import Operator
+from .symbols import has_symbols_within, known
 from .tensors import spec_of
 from .tracing import no_modes
 
 
 def on_one_device(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The operator's results for arguments of these sizes and strides, as fake tensors; None where only values tell."""
-    with no_modes(), FakeTensorMode():
+    mode = detect_fake_mode() if has_symbols_within((args, kwargs)) else None
+    with no_modes(), mode or FakeTensorMode():
         try:
             models, options = tree_map(_model, (args, dict(kwargs)))
             return operator(*models, **options)
@@ -30,7 +33,7 @@ def _model(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return None
     if not isinstance(value, torch.Tensor):
-        return int(value) if isinstance(value, torch.SymInt) else value
+        return known(value)
     meta: Any = spec_of(value).tensor_meta if isinstance(value, DTensor) else None
     shape, stride = (value.shape, value.stride()) if meta is None else (meta.shape, meta.stride)
     return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)

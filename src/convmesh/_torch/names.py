@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo.guards
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor
@@ -85,6 +86,16 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch.utils._device, "DeviceContext"),
     (torch.overrides, "_get_current_function_mode_stack"),
     (torch._C._functorch, "maybe_current_level"),
+    (torch._dynamo.guards.GuardBuilder, "DTENSOR_SPEC_MATCH"),
+    (torch._dynamo.guards, "convert_to_concrete_values"),
+    (torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+    (torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
+    (torch._C._dynamo.eval_frame, "_FrameAction"),
+    (torch._guards.TracingContext, "try_get"),
+    (torch._subclasses.functional_tensor, "FunctionalTensor"),
+    (torch._subclasses, "FakeTensor"),
+    (torch.Tensor, "_is_zerotensor"),
+    (torch.library, "get_kernel"),
 )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -16,19 +18,30 @@ from ..strides import usual
 from .arrivals import memory_of
 from .collectives import arrived
 from .order import in_order
-from .tracing import compile_for_this_rank, no_modes, tracing
+from .symbols import known
+from .tracing import compile_for_this_rank, in_a_trace, no_modes, tracing
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
     """This rank's part, without recording the access for autograd as `to_local` does; fit for any kernel."""
     meta: Any = tensor._spec.tensor_meta
-    return usual(arrived(tensor._local_tensor), meta.stride)
+    local = arrived(tensor._local_tensor)
+    if type(local) is torch.Tensor:
+        return usual(local, meta.stride)
+    for dim in range(local.dim()):  # a compiler takes no writes through as_strided
+        local = local.squeeze(dim).unsqueeze(dim) if type(local.shape[dim]) is int and local.shape[dim] == 1 else local
+    return local
 
 
 def noted(tensor: Any, name: str) -> Any:
-    """What was noted at this rank's memory, None for nothing. None also while tracing, and beside a collective."""
-    local = getattr(tensor, "_local_tensor", None)
-    return getattr(local.untyped_storage(), name, None) if type(local) is torch.Tensor else None
+    """What was noted at this rank's memory, None for nothing. None also beside a collective."""
+    local: Any = getattr(tensor, "_local_tensor", None)
+    return getattr(local.untyped_storage(), name, None) if takes_notes(local) else None
+
+
+def takes_notes(local: Any) -> bool:
+    """Whether something can be noted at this memory: a tensor's own, or a compiler's idea of one."""
+    return type(local) is torch.Tensor or (isinstance(local, FakeTensor | FunctionalTensor) and in_a_trace())
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
@@ -48,10 +61,10 @@ def eager_spec_of(tensor: DTensor) -> DTensorSpec:
 
 
 def _settled(spec: DTensorSpec) -> DTensorSpec:
-    """Without symbolic sizes: a plan holds for the sizes that it was made for, and int() makes the compiler know."""
+    """With numbers where symbolic sizes have become numbers."""
     meta = spec.tensor_meta
     assert meta is not None, "a DTensor's spec knows its shape"
-    shape, stride = tuple(int(size) for size in meta.shape), tuple(int(step) for step in meta.stride)
+    shape, stride = tuple(map(known, meta.shape)), tuple(map(known, meta.stride))
     return DTensorSpec(spec.mesh, spec.placements, TensorMeta(torch.Size(shape), stride, meta.dtype))
 
 
@@ -143,8 +156,10 @@ def redistribute(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) 
 
 
 def shares_memory(view: DTensor, base: torch.Tensor) -> bool:
-    """Whether torch knows the one for a view of the other's memory, beyond what autograd believes."""
-    return memory_of(view) == memory_of(base)
+    """Whether the one is a view of the other's memory, beyond what autograd believes."""
+    return memory_of(view) == memory_of(base) or (
+        isinstance(base, DTensor) and memory_of(view._local_tensor) == memory_of(base._local_tensor)
+    )
 
 
 # What `.data` is of all tensors, without looking at their class.

@@ -3,23 +3,64 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._guards import TracingContext
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
+from torch.fx import traceback
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .names import VERSION, Operator
+from .names import VERSION, Handler, Operator
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 def tracing() -> bool:
     """Under torch.compile, where sizes may be symbols."""
     return bool(collectives._are_we_tracing())
+
+
+def compiles_call_of(modules: Container[int]) -> bool:
+    """Whether what a compiler traces now is part of a call of a module, of these by their ids.
+
+    Dynamo itself, which comes first, does not say; the backend, which traces the same once more, is told.
+    """
+    if not tracing():
+        return False
+    node = traceback.current_meta
+    calls = (key.partition("@")[0] for key in node.get("nn_module_stack", ()))
+    return not node or any(key.isdigit() and int(key) in modules for key in calls)
+
+
+def never_alone(function: AnyFunction) -> AnyFunction:
+    """Keep torch.compile from compiling a function by itself; as a part of a function that calls it, it may.
+
+    A hook of a compiled module is either one or the other, as the module's class is torch's own or a user's.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
+
+
+_kept: WeakKeyDictionary[TracingContext, list[torch.Tensor]] = WeakKeyDictionary()
+
+
+def in_a_trace() -> bool:
+    """Whether torch.compile traces, which begins and ends."""
+    return TracingContext.try_get() is not None
+
+
+def kept(tensor: torch.Tensor) -> ref[torch.Tensor]:
+    """A reference to a compiler's tensor that holds as long as the compiler traces, and keeps nothing afterwards."""
+    _kept.setdefault(TracingContext.get(), []).append(tensor)
+    return ref(tensor)
 
 
 def no_modes() -> AbstractContextManager[Any]:
@@ -55,8 +96,9 @@ def compile_for_any_rank() -> None:
         _tag = ""
 
 
-def keep_whole(operator: Operator) -> Callable[[], None]:
-    """Keep torch.compile from taking an operator apart before DTensor sees it; returns what undoes that.
+def keep_whole(operator: Operator, made_of: Handler | None = None) -> Callable[[], None]:
+    """Keep torch.compile from taking an operator apart before DTensor sees it, or let `made_of` do so; returns what
+    undoes that.
 
     Tensors of other kinds are still treated as before.
     """
@@ -67,6 +109,8 @@ def keep_whole(operator: Operator) -> Callable[[], None]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not isinstance(args[0], DTensor):
                 return kernel(*args, **kwargs)
+            if made_of is not None:
+                return made_of(operator, args, kwargs)
             with torch._C._DisablePythonDispatcher():
                 return operator(*args, **kwargs)
 

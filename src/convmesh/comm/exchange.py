@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 
 import torch
 
@@ -45,8 +46,8 @@ class Pending:
         at = 0
         for job, box, shape in self.layout:
             at += self.token.stop - self.token.start if at == self.token.start else 0
-            blocks[job].append(Block(box, self._received[at : at + shape.numel()].view(shape)))
-            at += shape.numel()
+            blocks[job].append(Block(box, self._received[at : at + prod(shape)].view(shape)))
+            at += prod(shape)
         return blocks
 
     @property
@@ -90,7 +91,7 @@ def _journey(
         return [(job, _slab(halo, part)) for job, halo, part in parts]
 
     def count(src: int, dst: int) -> int:
-        return sum(_shape(*shapes[job], box).numel() for job, box in boxes(src, dst))
+        return sum(prod(_shape(*shapes[job], box)) for job, box in boxes(src, dst))
 
     return Journey(
         tuple(tuple(boxes(rank, dst)) for dst in range(size)),
@@ -113,7 +114,7 @@ def give_back(gradients: Held, dim: int, plan: HaloPlan, line: Line) -> torch.Te
         return _shape(gradients.dims, gradients.blocks[0].data.shape, (part,))
 
     def count(src: int, dst: int) -> int:
-        return sum(shape(part).numel() for part in plan.transfer(dst, src))
+        return sum(prod(shape(part)) for part in plan.transfer(dst, src))
 
     messages = [
         _message([gradients.read((part,)) for part in plan.transfer(owner, line.rank)], [gradients])
@@ -157,5 +158,5 @@ def _shape(dims: tuple[int, ...], shape: torch.Size, box: Box) -> torch.Size:
     """Of a box of a tensor whose blocks have this shape but for the split dimensions."""
     sizes = list(shape)
     for dim, side in zip(dims, box, strict=True):
-        sizes[dim] = len(side)
+        sizes[dim] = side.size
     return torch.Size(sizes)

@@ -53,14 +53,14 @@ class Held:
         data = block.data
         for dim, held, wanted in zip(self.dims, block.box, box, strict=True):
             if held != wanted:
-                data = data.narrow(dim, wanted.start - held.start, len(wanted))
+                data = data.narrow(dim, wanted.start - held.start, wanted.size)
         return data
 
     def _allocate(self, box: Box, complete: bool, fill: float) -> torch.Tensor:
         model = self.blocks[0].data
         shape = list(model.shape)
         for dim, side in zip(self.dims, box, strict=True):
-            shape[dim] = len(side)
+            shape[dim] = side.size
         result = torch.empty(shape, dtype=model.dtype, device=model.device, memory_format=memory_format(model))
         # Filling costs a pass over memory, which a box that the blocks cover does not need.
         return result if complete else result.fill_(fill)

@@ -21,17 +21,17 @@ def swap(tensor: torch.Tensor, cut: int, size: int, wanted: int, line: Line) -> 
     keeps = not _torch.tracing()
 
     def count(src: int, dst: int) -> int:
-        return 0 if keeps and src == dst else len(before[src]) * len(after[dst]) * rest
+        return 0 if keeps and src == dst else before[src].size * after[dst].size * rest
 
-    kept = tensor.narrow(wanted, mine.start, len(mine))
+    kept = tensor.narrow(wanted, mine.start, mine.size)
     parts = [
-        tensor.narrow(wanted, part.start, len(part) if count(line.rank, dst) else 0) for dst, part in enumerate(after)
+        tensor.narrow(wanted, part.start, part.size if count(line.rank, dst) else 0) for dst, part in enumerate(after)
     ]
     arriving = line.send([part.reshape(-1) for part in parts], count)
     shape = list(kept.shape)
     shape[cut] = size
     result = tensor.new_empty(shape)
-    places = [result.narrow(cut, part.start, len(part)) for part in before]
+    places = [result.narrow(cut, part.start, part.size) for part in before]
     if keeps:
         places[line.rank].copy_(kept)
     received = _torch.wait(arriving).split([count(src, line.rank) for src in range(line.size)])

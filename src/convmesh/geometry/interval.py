@@ -16,7 +16,15 @@ class Interval:
     stop: int
 
     def __len__(self) -> int:
+        return self.size
+
+    @property
+    def size(self) -> int:
+        """Its length, also where that is a symbol of a compiler: `len` makes a number of it."""
         return max(0, self.stop - self.start)
+
+    def __bool__(self) -> bool:
+        return bool(self.stop > self.start)
 
     def __and__(self, other: Interval) -> Interval:
         start = max(self.start, other.start)
@@ -42,18 +50,24 @@ def hull(intervals: Sequence[Interval]) -> Interval:
 
 def _chunk(interval: Interval, parts: int) -> list[Interval]:
     """`torch.chunk`: equal parts, rounded up, so that the last ones may hold less, or nothing."""
-    step = -(-len(interval) // parts)
+    step = -((interval.start - interval.stop) // parts)
     cuts = [min(interval.start + step * r, interval.stop) for r in range(parts + 1)]
     return [Interval(a, b) for a, b in pairwise(cuts)]
 
 
-@lru_cache(maxsize=4096)
 def shards(size: int, mesh_sizes: tuple[int, ...]) -> tuple[Interval, ...]:
     """Who owns what of a dimension that is cut over mesh dimensions of these sizes, the first one outermost.
 
     The ranks are in row-major order over the mesh dimensions, which is the order of what they own.
     """
+    return _shards(size, mesh_sizes) if type(size) is int else _cut(size, mesh_sizes)
+
+
+def _cut(size: int, mesh_sizes: tuple[int, ...]) -> tuple[Interval, ...]:
     owned = [Interval(0, size)]
     for parts in mesh_sizes:
         owned = [piece for whole in owned for piece in _chunk(whole, parts)]
     return tuple(owned)
+
+
+_shards = lru_cache(maxsize=4096)(_cut)

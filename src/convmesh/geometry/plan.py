@@ -52,4 +52,4 @@ class HaloPlan:
     @cached_property
     def travelling(self) -> int:
         """How many indices are sent in all."""
-        return sum(len(part) for rank in range(len(self.owned)) for _, part in self.sends(rank))
+        return sum(part.size for rank in range(len(self.owned)) for _, part in self.sends(rank))

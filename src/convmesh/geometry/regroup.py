@@ -51,7 +51,8 @@ def where_cut(dim: int, before: Sequence[int], after: Sequence[int], mesh_sizes:
     for new in reversed(candidates):
         new_inner = prod(after[d] for d in group.after if d > new)
         old_parts, new_parts = shards(before[dim], mesh_sizes), shards(after[new], mesh_sizes)
-        if [len(part) * inner for part in old_parts] == [len(part) * new_inner for part in new_parts]:
+        pairs = zip(old_parts, new_parts, strict=True)
+        if all(old.size * inner == now.size * new_inner for old, now in pairs):
             return new
     return None
 

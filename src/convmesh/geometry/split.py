@@ -97,5 +97,5 @@ def slabs(outer: Box, inner: Box) -> list[list[Box]]:
 def volume(box: Sequence[Interval]) -> int:
     result = 1
     for side in box:
-        result *= len(side)
+        result *= side.size
     return result

@@ -71,7 +71,7 @@ def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], wish: Placements | No
 @_torch.view_rule
 def expand(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, sizes, _ = _torch.arguments(operator, args, kwargs)
-    spec, shape = _torch.spec_of(input), tuple(int(size) for size in sizes)
+    spec, shape = _torch.spec_of(input), tuple(map(_torch.known, sizes))
     # The gradient of a reduction is a few numbers for all of its input: cut as that was, it is never whole.
     plan = plan_expand(spec, shape, placements_of(spec.mesh, shape))
     if plan is None:

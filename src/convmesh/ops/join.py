@@ -97,7 +97,10 @@ def plan_cat(dim: int, dtype: torch.dtype, *specs: _torch.Spec) -> JoinPlan:
         raise refuse("cat", f"the shapes differ beside dimension {dim}", [("tensor", o) for o in operands], "make them")
     sizes = [operand.shape[dim] for operand in operands]
     shape = (*first[:dim], sum(sizes), *first[dim + 1 :])
-    return join_plan("cat", operands, join_rows(operands), shape, dtype, (dim, index_map.joined(sizes)))
+    rows = join_rows(operands)
+    if _torch.has_symbols(sizes):  # a compiler that does not know who owns what behind the first one
+        rows = [row for row in rows if row.outputs[0] != Shard(dim)]
+    return join_plan("cat", operands, rows, shape, dtype, (dim, index_map.joined(sizes)))
 
 
 @rule(aten.cat.default, behaviour=JOIN)

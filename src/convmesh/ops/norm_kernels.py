@@ -100,6 +100,9 @@ def moments_of_channels(x: torch.Tensor, compiled: bool = True) -> Pair:
     if not x.numel():
         nothing = x.new_zeros(x.shape[1])
         return nothing, nothing
+    if _torch.has_symbols(tuple(x.shape)):  # the kernels below do not tell a compiler what they make of these
+        var, mean = torch.var_mean(x, (0, *range(2, x.dim())), correction=0)
+        return mean, var
     if not x.is_cpu or not x.is_contiguous() or prod(x.shape[2:]) < LONG:
         mean, var = aten.batch_norm_update_stats.default(x, None, None, 0.0)
         return mean, var

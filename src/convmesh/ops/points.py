@@ -73,7 +73,7 @@ def travels_within(assignment: Assignment, names: Sequence[str]) -> bool:
 def whole_price(row: Row, mesh_dim: int, layouts: Sequence[Layout]) -> float:
     """The memory that cut tensors take if a row makes them whole, in elements."""
     return sum(
-        float(prod(layout.shape))
+        prod(layout.shape)
         for layout, wanted in zip(layouts, row.inputs, strict=True)
         if isinstance(layout.placements[mesh_dim], Shard)
         and isinstance(wanted, Replicate)

@@ -107,7 +107,7 @@ def _result(
     operator: _torch.Operator, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Operands
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of the result on one device; torch itself complains about what does not fit together."""
-    with _torch.no_modes():
+    with _torch.meta_tensors(any(layout is not None and _torch.has_symbols(layout.shape) for layout in operands)):
         models = [arg if layout is None else _model(layout) for arg, layout in zip(args, operands, strict=True)]
         options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         result = operator(*models, **options)

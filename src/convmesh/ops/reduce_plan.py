@@ -112,7 +112,7 @@ def counts(layout: Layout, dims: Sequence[int], mesh_dims: tuple[int, ...]) -> t
     found = []
     for place in product(*(range(layout.mesh.size(mesh_dim)) for mesh_dim in mesh_dims)):
         at = dict(zip(mesh_dims, place, strict=True))
-        found.append(prod(len(layout.part_at(dim, at)) for dim in dims))
+        found.append(prod(layout.part_at(dim, at).size for dim in dims))
     return tuple(found)
 
 

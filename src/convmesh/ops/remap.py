@@ -107,7 +107,7 @@ class Remap:
         """Room for the output's part, filled where nothing is copied to."""
         shape = list(model.shape)
         for axis in self.axes:
-            shape[axis.dim] = len(axis.out)
+            shape[axis.dim] = axis.out.size
         result = torch.empty(shape, dtype=model.dtype, device=model.device, memory_format=memory_format(model))
         for dim, at, length in self._gaps:
             result.narrow(dim, at, length).fill_(fill)
@@ -117,7 +117,7 @@ class Remap:
     def _gaps(self) -> list[tuple[int, int, int]]:
         """Dimension, start and length of what nothing is copied to."""
         return [
-            (axis.dim, gap.start - axis.out.start, len(gap)) for axis in self.axes for gap in axis.map.gaps(axis.out)
+            (axis.dim, gap.start - axis.out.start, gap.size) for axis in self.axes for gap in axis.map.gaps(axis.out)
         ]
 
     def _jobs(self, number: int, sources: int) -> list[tuple[int, Halo]]:
@@ -134,9 +134,11 @@ class Remap:
     def _write(self, result: torch.Tensor, held: Sequence[Held], which: slice) -> None:
         """Copy what pieces have of some of the blocks."""
         boxes = tuple([tuple([block.box for block in one.blocks[which]]) for one in held])
-        copies = self._known_copies.get(boxes)
-        if copies is None:
-            copies = self._known_copies[boxes] = self._copies(boxes)
+        if _torch.has_symbols(boxes):
+            copies = self._copies(boxes)
+        else:
+            copies = self._known_copies.get(boxes) or self._copies(boxes)
+            self._known_copies[boxes] = copies
         for source, number, parts in copies:
             self._copy(result, parts, held[source].blocks[which][number])
 
@@ -155,7 +157,7 @@ class Remap:
         data, place = block.data, result
         for axis, part, side in zip(self.axes, parts, block.box, strict=True):
             if part.reads != side:
-                data = data.narrow(axis.dim, part.reads.start - side.start, len(part.reads))
+                data = data.narrow(axis.dim, part.reads.start - side.start, part.reads.size)
             data = _stepped(data, axis.dim, part.in_step)
             place = _strided(place, axis, part)
         place.copy_(data)
@@ -172,11 +174,11 @@ def _adjoint(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
     shape = list(gradient.shape)
     blocks = []
     for part in plan.needed[axis.rank]:
-        shape[axis.dim] = len(part)
+        shape[axis.dim] = part.size
         blocks.append(Block((part,), gradient.new_zeros(shape)))
     for piece in axis.map.within(axis.out):
         block = next(block for block in blocks if block.box[0].covers(piece.reads))
-        place = block.data.narrow(axis.dim, piece.reads.start - block.box[0].start, len(piece.reads))
+        place = block.data.narrow(axis.dim, piece.reads.start - block.box[0].start, piece.reads.size)
         given = _strided(gradient, axis, piece)
         if piece.in_step == 0:
             given = given.sum(axis.dim, keepdim=True)

@@ -44,7 +44,7 @@ BACKWARD = {getattr(aten, f"{name}_backward").default: mode for name, mode in PA
 
 NAMED = {getattr(aten, name).vec: getattr(aten, name).default for name in PACKETS}
 
-keep_whole(*FORWARD, *NAMED)
+keep_whole(*FORWARD)
 
 STAYS = "batch, channels, space, pending sums"
 
@@ -53,6 +53,8 @@ STAYS = "batch, channels, space, pending sums"
 def resample(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, sizes, *rest = _torch.arguments(operator, args, kwargs)
     check_placed(name_of(operator), (("input", input),))
+    if FORWARD[operator] in ("linear", "cubic"):
+        _torch.settle(input)  # torch's kernels of their gradients take no symbols
     spec = _torch.spec_of(input)
     resampling = _resampling(FORWARD[operator], tuple(input.shape[2:]), sizes, rest, backward=False)
     return _run(operator, input, spec, resampling, rest)
@@ -66,6 +68,9 @@ def resample_by_factors(operator: _torch.Operator, args: tuple[Any, ...], kwargs
         sizes = [int(size * factor) for size, factor in zip(input.shape[2:], factors, strict=True)]
     result: DTensor = NAMED[operator](input, sizes, *align_corners, *(factors or [None] * len(sizes)))
     return result
+
+
+keep_whole(*NAMED, made_of=resample_by_factors)
 
 
 @rule(*BACKWARD, behaviour=Behaviour("resampling", STAYS, "halo of the gradient"))

@@ -132,7 +132,7 @@ def _plan(
         raise refuse(operator, f"dimension {dim} of tensors of {[len(t.shape) for t in given]} dimensions", named,
                      "give all of them the same number of dimensions")  # fmt: skip
     dim %= max(1, rank)
-    alike = [d for d in range(rank) if d != dim and len({layout.shape[d] for layout in given}) == 1]
+    alike = [d for d in range(rank) if d != dim and all(layout.shape[d] == whole.shape[d] for layout in given)]
     rows = [Row("replicated", (R,) * count, (R,)), *(Row("sharded", (Shard(d),) * count, (Shard(d),)) for d in alike)]
     if rank:
         rows.append(Row("owned", (Shard(dim), *(R,) * (count - 1)), (Shard(dim),)))
@@ -162,7 +162,7 @@ def _plan(
 def new_zeros(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Zeros that a gradient is written into lie where the tensor does, if that was remembered."""
     like, sizes = args
-    shape = tuple(int(size) for size in sizes)
+    shape = tuple(map(_torch.known, sizes))
     placements = placements_of(like.device_mesh, shape) if prod(shape) else None
     if placements is None:
         return _torch.stock(operator, args, kwargs)

@@ -77,7 +77,7 @@ def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
         return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
     check_placed("select", (("input", input),))
     plan = plan_select(_torch.spec_of(input), dim, int(index))
-    _cut_before.remember((input.device_mesh, tuple(int(size) for size in input.shape), dim), input.placements)
+    _cut_before.remember((input.device_mesh, tuple(input.shape), dim), input.placements)
     if not plan.here:
         return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
     x = move(input, plan.source)
@@ -116,7 +116,7 @@ def select_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: di
     """Everyone has the gradient of the one index, and only its owner has something to write."""
     gradient, sizes, dim, index = _torch.arguments(operator, args, kwargs)
     check_placed("select_backward", (("grad_output", gradient),))
-    shape = tuple(int(size) for size in sizes)
+    shape = tuple(map(_torch.known, sizes))
     dim, index = dim % len(shape), int(index)
     before = _cut_before.recall((gradient.device_mesh, shape, dim))
     source, result = plan_select_backward(_torch.spec_of(gradient), shape, dim, index, before)

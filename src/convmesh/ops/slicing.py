@@ -45,8 +45,13 @@ def sharded(tensor: DTensor, dim: int) -> bool:
 
 def bounds(size: int, start: int | None, stop: int | None, step: int) -> tuple[int, int]:
     """How many indices a slice takes, and the first of them."""
-    first, last, _ = slice(start, stop, step).indices(size)
-    return len(range(first, last, step)), first
+    first, last = 0 if start is None else _index(start, size), size if stop is None else _index(stop, size)
+    return max(0, -((first - last) // step)), first
+
+
+def _index(at: int, size: int) -> int:
+    """Where a slice begins or ends: negative numbers count from behind."""
+    return min(at, size) if at >= 0 else max(at + size, 0)
 
 
 def slice_maps(layout: Layout, dim: int, start: int | None, stop: int | None, step: int) -> Maps:
@@ -60,12 +65,12 @@ def slice_maps(layout: Layout, dim: int, start: int | None, stop: int | None, st
 @_torch.view_rule
 def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, dim, start, stop, step = _torch.arguments(operator, args, kwargs)
-    start, stop = None if start is None else int(start), None if stop is None else int(stop)
+    start, stop = None if start is None else _torch.known(start), None if stop is None else _torch.known(stop)
     dim %= max(1, input.dim())
     if not sharded(input, dim):
         output = plan_whole_slice(_torch.spec_of(input), dim, start, stop, step)
         return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
-    size = int(input.shape[dim])
+    size = _torch.known(input.shape[dim])
     if step == 1 and bounds(size, start, stop, 1) == (size, 0):
         return _torch.as_view(operator, args, kwargs, _alias(input))
     return part(input, dim, start, stop, step)
@@ -125,7 +130,7 @@ def slice_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dic
         result: torch.Tensor = aten.slice_backward.default(local, shape, dim, start, stop, step)
         return result
 
-    return copy("slice_backward", gradient, spread_maps, (int(sizes[dim]), dim, start, stop, step), stock)
+    return copy("slice_backward", gradient, spread_maps, (_torch.known(sizes[dim]), dim, start, stop, step), stock)
 
 
 @rule(aten.split.Tensor, aten.split_with_sizes.default, behaviour=SPLIT)

@@ -102,8 +102,10 @@ def _fetch(plan: UnfoldPlan, x: torch.Tensor) -> tuple[Held, torch.Tensor | None
 @planned
 def plan_unfold(spec: _torch.Spec, windows: Windows) -> UnfoldPlan:
     layout = Layout.of(spec)
-    whole = torch.empty(layout.shape, device="meta")  # torch's own checks, alike on all ranks
-    shape = tuple(aten.im2col.default(whole, windows.kernel, windows.dilation, windows.padding, windows.stride).shape)
+    with _torch.meta_tensors(_torch.has_symbols(layout.shape)):  # torch's own checks, alike on all ranks
+        whole = torch.empty(layout.shape, device="meta")
+        made = aten.im2col.default(whole, windows.kernel, windows.dilation, windows.padding, windows.stride)
+    shape = tuple(made.shape)
     per_row = shape[-1] // windows.rows.coarse_size(layout.shape[-2])
     return _plan(layout, shape, layout.shape[-3], per_row, lambda part: _rows(part, per_row), windows.rows.reads)
 

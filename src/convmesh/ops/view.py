@@ -8,6 +8,7 @@ The gradient goes back to where the tensor was. What torch can do as a view stay
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
-from ..geometry import merged, where_cut
+from ..geometry import Interval, merged, where_cut
 from ..sharding.cache import planned
 from ..sharding.dispatch import check_placed, move
 from ..sharding.hints import Hints, Placements
@@ -100,7 +101,11 @@ def _new_tensor(layout: Layout, placements: Placements, shape: tuple[int, ...]) 
 def _resizes_uneven(before: Placements, after: Placements, layout: Layout, shape: tuple[int, ...]) -> bool:
     """Whether an unevenly cut dimension is flattened, or made by it: torch does not do that, even where it could."""
     pairs = [(p, q) for p, q in zip(before, after, strict=True) if isinstance(p, Shard) and isinstance(q, Shard)]
-    return any(layout.shape[p.dim] != shape[q.dim] and len(set(map(len, layout.shards(p.dim)))) > 1 for p, q in pairs)
+    return any(layout.shape[p.dim] != shape[q.dim] and not _is_even(layout.shards(p.dim)) for p, q in pairs)
+
+
+def _is_even(parts: Sequence[Interval]) -> bool:
+    return all(part.size == parts[0].size for part in parts)
 
 
 def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> tuple[Placements, bool]:
@@ -173,8 +178,10 @@ _came_from = Hints()
 @_torch.view_rule
 def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, wanted = _torch.arguments(operator, args, kwargs)
-    before = tuple(int(size) for size in input.shape)
-    shape = whole_shape(before, tuple(int(size) for size in wanted))
+    if sum(map(_torch.has_symbols, map(_torch.known, input.shape))) > 1:
+        _torch.settle(input)  # torch does not trace products of several symbols
+    before = tuple(map(_torch.known, input.shape))
+    shape = whole_shape(before, tuple(map(_torch.known, wanted)))
     if not prod(before) and not prod(shape):
         return _without_elements(_torch.spec_of(input), _torch.local_of(input), shape)
     if not any(type(p) is Shard for p in input.placements) or any(_strange(p) for p in input.placements):

@@ -9,6 +9,8 @@ from weakref import ref
 
 import torch.distributed as dist
 
+from .. import _torch
+
 Plan = TypeVar("Plan")
 
 LARGEST = 4096
@@ -36,8 +38,13 @@ def planned(make: Callable[..., Plan]) -> Callable[..., Plan]:
 
     @wraps(make)
     def look_up(*key: Hashable) -> Plan:
-        plan: Plan = cache.get()(*key)
-        return plan
+        try:
+            plan: Plan = cache.get()(*key)
+            return plan
+        except TypeError:
+            if not _torch.has_symbols(key):
+                raise
+        return make(*key)  # for one graph: what the plan asks of symbols is guarded there
 
     return look_up
 
@@ -58,7 +65,12 @@ class Table:
 
     def look_up(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
         self._current.get()
-        found: Plan | None = self.plans.get(key)
+        try:
+            found: Plan | None = self.plans.get(key)
+        except TypeError:
+            if not _torch.has_symbols(key):
+                raise
+            return make()
         if found is None:
             if len(self.plans) >= LARGEST:
                 self.plans.clear()

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
@@ -20,26 +22,29 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from .. import _torch
 from .errors import PlainTensor, ShardingError
 
-_within = 0
+# By id, as the compiler names them.
+_modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+
+
+def constants_belong_to(module: nn.Module) -> None:
+    """In the forward pass of a distributed module its plain tensors are constants, also where it is compiled."""
+    _modules[id(module)] = module
 
 
 @contextmanager
 def constants_allowed() -> Iterator[None]:
-    """For the forward pass of a distributed model: its plain tensors are constants."""
-    global _within
-    _within += 1
-    stock_before = _torch.replicates_implicitly()
+    """For the forward pass of a distributed model, as `torch.distributed.tensor.experimental.implicit_replication`."""
+    before = _torch.replicates_implicitly()
     _torch.replicate_implicitly(True)
     try:
         yield
     finally:
-        _within -= 1
-        _torch.replicate_implicitly(stock_before)
+        _torch.replicate_implicitly(before)
 
 
 def allowed() -> bool:
-    """In backward and under the compiler a constant meets DTensors only because it did so in a forward pass."""
-    return _within > 0 or _torch.in_backward() or _torch.tracing()
+    """In backward a constant meets DTensors only because it did so in a forward pass."""
+    return _torch.replicates_implicitly() or _torch.in_backward() or _torch.compiles_call_of(_modules)
 
 
 def with_constants(handler: _torch.Handler) -> _torch.Handler:

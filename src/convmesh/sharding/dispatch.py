@@ -96,8 +96,8 @@ def relocated(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tens
     while (mesh_dim := _next_swap(source, target)) is not None:
         before, after = source.placements[mesh_dim].dim, target.placements[mesh_dim].dim  # type: ignore[attr-defined]
         left, right = source.placements[:mesh_dim], source.placements[mesh_dim + 1 :]
-        size = len(source.placed((*left, Replicate(), *right)).own(before))
-        local = swap(local, before, size, after, line(source.mesh, (mesh_dim,)))
+        whole = source.placed((*left, Replicate(), *right)).own(before)
+        local = swap(local, before, whole.size, after, line(source.mesh, (mesh_dim,)))
         source = source.placed((*left, target.placements[mesh_dim], *right))
     boxes = _boxes(source, target)
     if boxes is not None:

@@ -17,6 +17,16 @@ Placements = tuple[Placement, ...]
 LARGEST = 4096
 
 
+def _key(known: Hashable) -> Hashable:
+    """By which placements are found: symbols, while a compiler traces, by their names."""
+    try:
+        hash(known)
+    except TypeError:
+        key: Hashable = _torch.named(known)
+        return key
+    return known
+
+
 class Hints:
     """Placements by whatever forward and backward pass both know. Those of the last forward pass count."""
 
@@ -29,11 +39,11 @@ class Hints:
             return
         if len(self._seen) >= LARGEST:
             self._seen.clear()
-        self._seen[key] = placements
+        self._seen[_key(key)] = placements
 
     def recall(self, key: Hashable) -> Placements | None:
         """In the backward pass, if it was remembered."""
-        return self._seen.get(key) if _torch.in_backward() else None
+        return self._seen.get(_key(key)) if _torch.in_backward() else None
 
 
 _by_shape = Hints()

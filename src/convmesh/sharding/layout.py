@@ -85,7 +85,7 @@ class Layout:
     def local_shape(self) -> tuple[int, ...]:
         if self.mesh.get_coordinate() is None:
             return (0,)  # what DTensor gives a rank outside of the mesh
-        return tuple(len(self.own(dim)) for dim in range(len(self.shape)))
+        return tuple(self.own(dim).size for dim in range(len(self.shape)))
 
     def laid(self, part: torch.Tensor) -> torch.Tensor:
         """A rank's part without gaps, in memory in the order of the strides: itself, where it lies so."""

@@ -102,7 +102,7 @@ def _part_of_key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if kind is torch.SymInt:
-        return int(value)
+        return _torch.known(value)
     return kind if isinstance(value, _ANY) else value
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -44,15 +45,20 @@ class Place:
 
     spec: _torch.Spec
     dtype: torch.dtype
-    geometry: tuple[int, tuple[int, ...], tuple[int, ...]]
+    geometry: tuple[int, tuple[int, ...], tuple[int, ...]] = (0, (), ())
+    traced: ref[torch.Tensor] | None = None  # a compiler's tensor itself, which cannot be made again
 
     @staticmethod
     def of(tensor: DTensor) -> Place:
         local = _torch.local_of(tensor)
+        if type(local) is not torch.Tensor:
+            return Place(_torch.spec_of(tensor), local.dtype, traced=_torch.kept(local))
         geometry = int(local.storage_offset()), tuple(local.shape), tuple(local.stride())
         return Place(_torch.spec_of(tensor), local.dtype, geometry)
 
     def tensor(self, memory: torch.UntypedStorage) -> DTensor:
+        if self.traced is not None:
+            return _torch.wrap(cast(torch.Tensor, self.traced()), self.spec)
         local = torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.geometry)
         return _torch.wrap(local, self.spec)
 
@@ -111,17 +117,17 @@ class Origin:
 
 
 def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> bool:
-    """Note that `part` is a copy of some of `whole`. A compiler makes functions of writes, and needs no notes."""
+    """Note that `part` is a copy of some of `whole`, also while a graph is traced."""
     local, copy = _torch.local_of(whole), _torch.local_of(part)
-    plain = type(copy) is torch.Tensor and type(local) is torch.Tensor
-    if plain:
+    noted = _torch.takes_notes(copy) and _torch.takes_notes(local)
+    if noted:
         memory = local.untyped_storage()
         if copy.untyped_storage() is memory:  # nothing had to move on this rank: then it copies what others receive
             copy = copy.clone(memory_format=torch.preserve_format)
             _torch.relocate(part, copy, _torch.spec_of(part))
         origin = Origin(memory, Place.of(whole), Place.of(part), take, put_back, _made(memory).writes)
         _made(copy.untyped_storage()).origin = origin
-    return plain
+    return noted
 
 
 def hand_on(before: DTensor, after: DTensor) -> None:

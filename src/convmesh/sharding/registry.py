@@ -33,7 +33,7 @@ _behaviour: dict[Operator, Behaviour] = {}
 _composites: dict[str, Callable[..., object]] = {}
 _guards: dict[Operator, Handler] = {}
 _replaced: dict[Operator, Handler | None] = {}
-_switches: list[Callable[[], Callable[[], None]]] = [keep_watch]
+_switches: list[Callable[[], Callable[[], None]]] = [keep_watch, _torch.guard_what_rules_know, _torch.give_zeros_memory]
 _undo: list[Callable[[], None]] = []
 _library: torch.library.Library | None = None
 
@@ -48,7 +48,7 @@ def rule(*operators: Operator, behaviour: Behaviour, knows_strides: bool = False
     """
 
     def declare(handler: AnyHandler) -> AnyHandler:
-        tolerant = with_constants(_torch.keeps_communication(handler))
+        tolerant = with_constants(_torch.settles_symbols(_torch.keeps_communication(handler)))
         strided = tolerant if knows_strides else as_on_one_device(tolerant)
         for operator in operators:
             mutable = operator._schema.is_mutable
@@ -94,10 +94,11 @@ def _take_apart(operator: Operator, args: tuple[object, ...], kwargs: dict[str, 
     return _torch.composite(operator, args, kwargs)
 
 
-def keep_whole(*operators: Operator) -> None:
-    """Declare operators that torch's compiler would take apart, into indexing, before their rule is asked."""
+def keep_whole(*operators: Operator, made_of: Handler | None = None) -> None:
+    """Declare operators that torch's compiler would take apart, into indexing, before their rule is asked, and what
+    they are made of instead, if it is not the rule itself that knows."""
     for operator in operators:
-        while_installed(partial(_torch.keep_whole, operator))
+        while_installed(partial(_torch.keep_whole, operator, made_of))
 
 
 def composite(name: str) -> Callable[[AnyFunction], AnyFunction]:
@@ -156,6 +157,8 @@ def install() -> None:
             continue
         handler = in_place if ours else by_torch if known else without_rule
         _rules[operator] = parts.tracked(operator, handler) if operator._schema.is_mutable else handler
+    for function in (*_rules.values(), *_composites.values()):
+        _torch.never_alone(function)  # a frame that torch.compile gives up runs them, and it would compile them instead
     _replaced.update({operator: table.get(operator) for operator in _rules})
     table.update(_rules)
     _undo.extend(start() for start in _switches)

@@ -14,10 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_iter
 
+from .. import _torch
 from ..api import enable
 from ..batching import innermost
 from ..comm import BUCKET_BYTES
 from ..sharding.buffers import implicit_replication
+from ..sharding.constants import constants_belong_to
 from ..sharding.errors import ShardingError
 from .gradients import Gradients
 from .random_state import share_random_state
@@ -42,6 +44,7 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
     share_random_state(mesh)
     state = Distributed(mesh, Gradients(bucket_bytes))
     setattr(module, _NAME, state)
+    constants_belong_to(module)
     module.register_forward_pre_hook(state.enter, with_kwargs=True)
     module.register_forward_hook(state.leave, always_call=True)
     module.register_load_state_dict_pre_hook(state.place_loaded)
@@ -79,24 +82,26 @@ class Distributed:
         copied: Distributed = memo[id(self)]
         return copied
 
+    @_torch.never_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # the compiler's tensors are taken for constants anyway
         has_parameters = next(module.parameters(), None) is not None
         if has_parameters and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             return  # called with other parameters in their place: a rank's own, for samples of its own
         for tensor in tree_iter((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and not isinstance(innermost(tensor), DTensor) and tensor.dim():
+            if isinstance(tensor, torch.Tensor) and tensor.dim() and not isinstance(_innermost(tensor), DTensor):
                 raise ShardingError(
                     f"{type(module).__name__} is distributed, and its input of shape {tuple(tensor.shape)} is a plain "
                     "torch.Tensor\n"
                     "  remedy: convmesh.shard(tensor, mesh, data=0, ...) if every rank has all of it (replicated where "
                     "no dimension is named), convmesh.from_region(part, shape, mesh, ...) if each rank has its part"
                 )
+        if torch.compiler.is_compiling():
+            return  # which tensors are constants the compiler knows by the modules that it is in
         self.gradients.watch(_own_parameters(module))
         self._entered.append(implicit_replication(self.mesh))
         self._entered[-1].__enter__()
 
+    @_torch.never_alone
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and self._entered:
             self._entered.pop().__exit__(None, None, None)
@@ -111,6 +116,11 @@ class Distributed:
                 continue
             if loaded.shape == mine.shape and all(isinstance(placement, Replicate) for placement in mine.placements):
                 state_dict[prefix + name] = _placed(loaded.to(mine.device), self.mesh)
+
+
+def _innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the transforms of torch.func around it, of which dynamo shows nothing."""
+    return tensor if torch.compiler.is_compiling() else innermost(tensor)
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:

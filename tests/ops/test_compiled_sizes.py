@@ -1,0 +1,104 @@
+"""Sizes that change under torch.compile: the shapes and values of one process, and few compilations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+import convmesh
+from tests.cases import place, places_of
+from tests.compare import assert_close
+from tests.harness import Pool
+from tests.ops.families import FUNCTIONS
+
+# The last one is cut unevenly, and leaves the first rank as much as 8 does.
+SIZES = (8, 12, 16, 24, 7)
+WEIGHT = torch.linspace(-1, 1, 4 * 4 * 3 * 3, dtype=torch.float64).reshape(4, 4, 3, 3)
+MATRIX = torch.linspace(-1, 1, 5 * 264, dtype=torch.float64).reshape(5, 264)
+
+Function = Callable[..., torch.Tensor]
+HERE: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
+    "elementwise": (lambda x: torch.where(x > 0, x.sigmoid(), x * 2) + 1, ()),
+    "convolution": (lambda x, w: F.conv2d(x, w, padding=1, stride=2), (WEIGHT,)),
+    "linear": (lambda x, w: F.linear(x.flatten(1), w), (MATRIX,)),
+    "matmul": (lambda x: x @ x.transpose(2, 3), ()),
+    "view": (lambda x: x.reshape(x.shape[0], 2, -1).transpose(0, 1), ()),
+    "softmax": (lambda x: x.softmax(1), ()),
+    "sum": (lambda x: x.square().sum(), ()),
+    "sort": (lambda x: x.sort(1)[0], ()),
+    "cat along the batch": (lambda x: torch.cat([x, x * 2]), ()),
+    "stack": (lambda x: torch.stack([x, x * 2], 1), ()),
+    "rows": (lambda x: x[1:] * 2, ()),
+}
+# Of the families, those with a batch of any size: the others have one of 2 in their arguments.
+ALL = [*HERE, *(name for name in FUNCTIONS if name != "grid_sample")]
+# These are compiled anew for every batch: torch's kernels want numbers.
+ANEW = ("bilinear", "bicubic", "sum")
+SAMPLE = (
+    "elementwise", "convolution", "linear", "max_pool", "cat along the batch", "rows", "bilinear", "reflect pad",
+    "batch_norm", "group_norm", "cross_entropy", "select", "sum", "view",
+)  # fmt: skip
+
+
+def example(name: str) -> tuple[Function, list[torch.Tensor]]:
+    """A function of a batch, and the other tensors that it takes."""
+    if name in HERE:
+        return HERE[name][0], list(HERE[name][1])
+    function, shapes = FUNCTIONS[name]
+    return function, [torch.linspace(0.5, 1, shape[0], dtype=torch.float64) for shape in shapes]
+
+
+def run(function: Function, x: Any, rest: list[Any]) -> list[torch.Tensor]:
+    """The result, and the gradients for numbers of its own."""
+    leaves = [x, *rest]
+    result = function(*leaves)
+    seed: Any = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).reshape(result.shape)
+    if isinstance(result, DTensor):
+        seed = place(seed, result.device_mesh, places_of(result))
+    gradients = torch.autograd.grad(result, leaves, seed if result.dim() else None)
+    values = (result.detach(), *gradients)
+    return [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
+
+
+def check(mesh: DeviceMesh, case: tuple[str, int, str]) -> int:
+    """How often the function was compiled."""
+    name, dim, how = case
+    torch._dynamo.reset()
+    function, rest = example(name)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    with convmesh.enable():
+        dynamic = {"dynamic": True} if how == "dynamic" else {}
+        compiled = torch.compile(function, fullgraph=True, backend=counter, **dynamic)
+        for size in SIZES:
+            x = torch.linspace(-2, 2, size * 264, dtype=torch.float64).sin().reshape(size, 4, 11, 6)
+            placed = place(x, mesh, (dim,)).requires_grad_()
+            if how == "marked":
+                torch._dynamo.mark_dynamic(placed, 0)
+            others = [distribute_tensor(other, mesh, [Replicate()]).requires_grad_() for other in rest]
+            expected = run(function, x.requires_grad_(), [other.clone().requires_grad_() for other in rest])
+            for mine, wanted in zip(run(compiled, placed, others), expected, strict=True):
+                assert_close(mine, wanted)
+    return int(counter.frame_count)
+
+
+def test_a_changing_batch(pool: Pool) -> None:
+    """Of a symbol, even and uneven sizes are compiled apart, and the first number before there is a symbol."""
+    cases = [(name, 2 * (number % 2), "automatic") for number, name in enumerate(SAMPLE)]
+    for case, counts in zip(cases, pool.run_cases(check, cases, mesh=(2,)), strict=True):
+        assert max(counts) <= (len(SIZES) if case[0] in ANEW else 4), (case, counts)
+
+
+def test_a_marked_batch(pool: Pool) -> None:
+    names = [name for name in SAMPLE if name not in ANEW]
+    pool.run_cases(check, [(name, 2 - 2 * (number % 2), "marked") for number, name in enumerate(names[::2])], mesh=(2,))
+
+
+def test_everything_dynamic(pool: Pool) -> None:
+    names = ("elementwise", "convolution", "batch_norm", "view")
+    pool.run_cases(check, [(name, 0, "dynamic") for name in names], mesh=(2,))
