@@ -87,12 +87,12 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
 def relocated(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     """This rank's part of a tensor that lies as `source` says, where `target` has it. May have gaps."""
     # torch makes a pending sum of what every rank has all of, and of nothing else.
-    whole = source.placed(tuple(
+    gathered = source.placed(tuple(
         Replicate() if isinstance(p, Shard) and isinstance(q, Partial) else p
         for p, q in zip(source.placements, target.placements, strict=True)
     ))  # fmt: skip
-    if whole.placements != source.placements:
-        local, source = relocated(local, source, whole), whole
+    if gathered.placements != source.placements:
+        local, source = relocated(local, source, gathered), gathered
     while (mesh_dim := _next_swap(source, target)) is not None:
         before, after = source.placements[mesh_dim].dim, target.placements[mesh_dim].dim  # type: ignore[attr-defined]
         left, right = source.placements[:mesh_dim], source.placements[mesh_dim + 1 :]
