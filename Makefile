@@ -38,6 +38,7 @@ unit: $(READY)
 
 fuzz: $(READY)  ## N=... random convolutions and programs against one process; prints the seed of a failure
 	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED))
+	$(if $(KIND)$(SEED),,$(BIN)/python -m tests.batching.compositions)
 
 conformance: $(READY)  ## all of PyTorch's own operator samples, sharded along each dimension in turn
 	$(BIN)/python -m tests.conformance

@@ -18,7 +18,7 @@ Handler = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
 Spec = DTensorSpec
 Store = dist.distributed_c10d.Store
 
-VERSION = "0.1.0"  # of convmesh: it is part of the key of compiled code
+VERSION = "0.2.0"  # of convmesh: it is part of the key of compiled code
 OLDEST, TOO_NEW = (2, 13), (2, 16)
 
 # Everything that starts a communication, in eager and in compiled code.
