@@ -24,7 +24,6 @@ WRITTEN = Behaviour("indexing", "all dimensions", "operands that lie differently
 
 
 @rule(aten.diagonal.default, behaviour=DIAGONAL)
-@_torch.view_rule
 def diagonal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, offset, first, second = _torch.arguments(operator, args, kwargs)
     check_placed("diagonal", (("input", input),))

@@ -68,7 +68,6 @@ def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], wish: Placements | No
 
 
 @rule(aten.expand.default, behaviour=EXPAND)
-@_torch.view_rule
 def expand(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, sizes, _ = _torch.arguments(operator, args, kwargs)
     spec, shape = _torch.spec_of(input), tuple(map(_torch.known, sizes))

@@ -39,7 +39,6 @@ NEW: dict[_torch.Operator, _torch.Operator] = {
     aten.alias.default, aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default,
     aten._neg_view.default, behaviour=RENAME, knows_strides=True,
 )  # fmt: skip
-@_torch.view_rule
 def rename(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, *dims = _torch.arguments(operator, args, kwargs)
     given = tuple(dims[0]) if operator is aten.permute.default else tuple(dims)

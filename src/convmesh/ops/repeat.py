@@ -44,7 +44,6 @@ def plan_windows(spec: _torch.Spec, dim: int, count: int, size: int, step: int) 
 
 
 @rule(aten.unfold.default, behaviour=WINDOWS)
-@_torch.view_rule
 def unfold(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, dim, size, step = _torch.arguments(operator, args, kwargs)
     check_placed("unfold", (("input", input),))

@@ -68,7 +68,6 @@ _cut_before = Hints()
 
 
 @rule(aten.select.int, behaviour=Behaviour("indexing", "all other dimensions", "the one index, from its owner to all"))
-@_torch.view_rule
 def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, dim, index = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
@@ -134,7 +133,6 @@ def select_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: di
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
     behaviour=Behaviour("indexing", "all other dimensions", "nothing; of a cut dimension its one index, to all"),
 )  # fmt: skip
-@_torch.view_rule
 def squeeze(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The only index of a cut dimension is selected; torch's DTensor does the rest."""
     input, *rest = args

@@ -62,7 +62,6 @@ def slice_maps(layout: Layout, dim: int, start: int | None, stop: int | None, st
 
 
 @rule(aten.slice.Tensor, behaviour=SLICE)
-@_torch.view_rule
 def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, dim, start, stop, step = _torch.arguments(operator, args, kwargs)
     start, stop = None if start is None else _torch.known(start), None if stop is None else _torch.known(stop)
@@ -134,7 +133,6 @@ def slice_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dic
 
 
 @rule(aten.split.Tensor, aten.split_with_sizes.default, behaviour=SPLIT)
-@_torch.view_rule
 def split(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, sizes, dim = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
@@ -157,7 +155,6 @@ def _part_sizes(input: DTensor, sizes: int | Sequence[int], dim: int) -> list[in
 
 
 @rule(aten.unbind.int, behaviour=Behaviour("indexing", "all other dimensions", "all-to-all: another dimension is cut"))
-@_torch.view_rule
 def unbind(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """All of a dimension's indices at once are the whole tensor, so another dimension is cut instead."""
     input, dim = _torch.arguments(operator, args, kwargs)

@@ -175,7 +175,6 @@ _came_from = Hints()
 
 
 @rule(aten.view.default, aten._unsafe_view.default, behaviour=VIEW)
-@_torch.view_rule
 def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, wanted = _torch.arguments(operator, args, kwargs)
     if sum(map(_torch.has_symbols, map(_torch.known, input.shape))) > 1:

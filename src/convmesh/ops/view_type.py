@@ -27,7 +27,6 @@ aten = torch.ops.aten
         "a cut last dimension whose parts would be others in the other type",
     ),
 )
-@_torch.view_rule
 def view_as_type(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, dtype = _torch.arguments(operator, args, kwargs)
     (spec,) = check_placed("view", (("input", input),))
