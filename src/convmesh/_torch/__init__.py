@@ -13,7 +13,9 @@ from .collectives import all_to_all as all_to_all
 from .collectives import intercept_collectives as intercept_collectives
 from .collectives import under_way as under_way
 from .collectives import wait as wait
+from .dispatch import accumulating as accumulating
 from .dispatch import as_view as as_view
+from .dispatch import gradient_hooks as gradient_hooks
 from .dispatch import handlers as handlers
 from .dispatch import has_strategy as has_strategy
 from .dispatch import in_backward as in_backward
@@ -68,6 +70,7 @@ from .symbols import meta_tensors as meta_tensors
 from .symbols import named as named
 from .symbols import settle as settle
 from .symbols import settles_symbols as settles_symbols
+from .tensors import deep_copy as deep_copy
 from .tensors import eager_spec_of as eager_spec_of
 from .tensors import give_attributes as give_attributes
 from .tensors import in_rank_order as in_rank_order

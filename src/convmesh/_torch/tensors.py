@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -140,6 +141,20 @@ def _without_overlap(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 def relocate(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Let a DTensor hold the same values in another placement from now on, whoever refers to it."""
     tensor._local_tensor, tensor._spec = local, spec
+
+
+def deep_copy(tensor: DTensor, memo: dict[int, Any]) -> Any:
+    """For `copy.deepcopy`. torch knows a wrapper by its address 0, to which it adds where in a storage this rank's part
+    begins: a part of a larger memory, as gradients are that were summed in buckets, it takes for memory of its own."""
+    if not tensor.is_leaf:
+        return torch.Tensor.__deepcopy__(tensor, memo)  # refuses
+    if id(tensor) not in memo:
+        copied = wrap(local_of(tensor).detach().clone(), tensor._spec).requires_grad_(tensor.requires_grad)
+        if not isinstance(tensor, torch.nn.Parameter):  # the copy of a parameter has no gradient, on one device either
+            copied.grad = deepcopy(tensor.grad, memo)
+        vars(copied).update(deepcopy(vars(tensor), memo))
+        memo[id(tensor)] = copied
+    return memo[id(tensor)]
 
 
 def version_of(local: torch.Tensor) -> int:

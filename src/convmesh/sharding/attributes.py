@@ -1,7 +1,7 @@
 """What Python does with a DTensor apart from operators, and torch's DTensor loses or refuses.
 
 `tensor.data = other` changes nothing there, and says nothing. A number in a format string is an error, and so are
-`tolist` and `numpy` even of what every rank has all of.
+`tolist` and `numpy` even of what every rank has all of, and `copy.deepcopy` of what is a part of a larger memory.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ def _no_forward_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: d
 
 while_installed(
     lambda: _torch.give_attributes(
-        {"data": property(_get_data, _set_data), "__format__": _format, "tolist": _tolist, "numpy": _numpy}
+        {
+            "data": property(_get_data, _set_data), "__format__": _format, "tolist": _tolist, "numpy": _numpy,
+            "__deepcopy__": _torch.deep_copy,
+        }
     )
-)
+)  # fmt: skip
