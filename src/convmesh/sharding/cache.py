@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
+from threading import local
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -16,8 +17,11 @@ Plan = TypeVar("Plan")
 LARGEST = 4096
 
 
-class Kept:
-    """Something that holds for as long as the process group lives: plans know its groups, and a new one has others."""
+class Kept(local):
+    """Something that holds for as long as the process group lives: plans know its groups, and a new one has others.
+
+    Every thread has its own, because threads may be ranks, each with a process group of its own.
+    """
 
     def __init__(self, make: Callable[[], Any]):
         self._make = make
@@ -49,7 +53,7 @@ def planned(make: Callable[..., Plan]) -> Callable[..., Plan]:
     return look_up
 
 
-class Table:
+class Table(local):
     """Plans by keys of one's own, for where not all that a plan is made from tells it from others.
 
     Who reads `plans` itself sees to it that a plan's mesh is the one at hand; an equal one may be of an older world.
