@@ -31,6 +31,7 @@ from .gloo_threads import keep_listeners_from_interrupting as keep_listeners_fro
 from .gloo_threads import listeners as listeners
 from .groups import group_called as group_called
 from .groups import inherit_timeout as inherit_timeout
+from .groups import inside_ddp as inside_ddp
 from .groups import is_gloo as is_gloo
 from .groups import store as store
 from .groups import timeout_of as timeout_of
@@ -56,6 +57,7 @@ from .operators import composite_operators as composite_operators
 from .operators import decomposition as decomposition
 from .operators import functional_of as functional_of
 from .operators import gives_one_tensor as gives_one_tensor
+from .operators import group_collectives as group_collectives
 from .operators import is_composite as is_composite
 from .operators import name_of as name_of
 from .operators import signature as signature

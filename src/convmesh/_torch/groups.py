@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
 
 from .names import Store
 
@@ -43,6 +44,11 @@ def inherit_timeout(group: dist.ProcessGroup) -> None:
     if timeout_of(group) in (default_pg_timeout, default_pg_nccl_timeout) and timeout_of(group) != wanted:
         # Newer releases of torch have a public function for it, and warn of the private one.
         getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(wanted, group)
+
+
+def inside_ddp() -> bool:
+    """Whether this is called by the forward pass of a `DistributedDataParallel`."""
+    return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def store() -> Store:

@@ -77,6 +77,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (dist.ProcessGroup, "alltoall_base"),
     (dist.distributed_c10d, "_get_default_store"),
     (dist.distributed_c10d, "_set_pg_timeout"),
+    (torch.nn.parallel.DistributedDataParallel, "_get_active_ddp_module"),
     (dist.ProcessGroup, "_get_backend"),
     (dist.ProcessGroup, "_device_types"),
     *((torch.ops._c10d_functional, name) for name in COLLECTIVES),

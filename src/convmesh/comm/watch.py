@@ -98,7 +98,7 @@ def _failure(collective: str, group: dist.ProcessGroup | None, error: RuntimeErr
     return CommunicationError(
         f"{what} failed: a rank of this group, or one that a rank of it was waiting for, has ended, stopped or taken "
         f"longer than the time-out\n"
-        f"  on rank {dist.get_rank()}, at {caller()}\n"
+        f"  on rank {dist.get_rank()}, at {caller() or 'a place unknown'}\n"
         f"{f'  the first failure was that of {first}{chr(10)}' if first else ''}"
         f"  reason: {error}\n"
         f"  remedy: look for the first error in the other ranks' output, end all ranks, and start again from the last "
@@ -114,13 +114,14 @@ def describe(group: dist.ProcessGroup) -> str:
     return f"ranks {ranks}{named}"
 
 
-def caller() -> str:
-    """Where in the user's own code this is: the innermost frame outside of torch and of this library."""
+def caller() -> str | None:
+    """Where in the user's own code this is: the innermost frame outside of torch and of this library. None in threads
+    that have no such frame, as autograd's own."""
     for frame in _frames():
         file = frame.f_code.co_filename
         if not file.startswith(_LIBRARIES) and "torchinductor" not in file:  # where compiled code is written to
             return f"{file}:{frame.f_lineno}"
-    return "unknown"
+    return None
 
 
 def running_operator() -> str | None:

@@ -53,7 +53,7 @@ def planned(make: Callable[..., Plan]) -> Callable[..., Plan]:
     return look_up
 
 
-class Table(local):
+class Table:
     """Plans by keys of one's own, for where not all that a plan is made from tells it from others.
 
     Who reads `plans` itself sees to it that a plan's mesh is the one at hand; an equal one may be of an older world.

@@ -27,9 +27,11 @@ def specs_of(operator: str, named: Named) -> list[Any]:
     try:
         return [None if tensor is None else _torch.spec_of(tensor) for _, tensor in named]
     except AttributeError:
-        plain = ", ".join(name for name, tensor in named if not isinstance(tensor, DTensor | None))
+        plain = [(name, tensor) for name, tensor in named if not isinstance(tensor, DTensor | None)]
+        of_a_model = any(tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) for _, tensor in plain)
         raise refuse(
-            operator, f"plain torch.Tensor beside DTensors: {plain}", named,
+            operator, f"plain torch.Tensor beside DTensors: {', '.join(name for name, _ in plain)}", named,
+            "put the model that these are parameters of on the mesh: convmesh.distribute(model, mesh)" if of_a_model else
             "make it a DTensor: convmesh.shard(tensor, mesh, ...), replicated if no dimension is named; or, if it is a "
             "constant that a loss makes, distribute that as well: convmesh.distribute(loss, mesh), or call it within "
             "convmesh.implicit_replication(mesh)",

@@ -65,7 +65,8 @@ class Loader:
         try:
             return next(found), None
         except ShardingError as error:
-            return [torch.empty(0)] * len(self.shapes), "; ".join(map(str.strip, str(error).splitlines()))
+            own = str(error).rpartition("ShardingError: ")[2]  # a worker's error has its traceback before it
+            return [torch.empty(0)] * len(self.shapes), "; ".join(map(str.strip, own.splitlines()))
 
     def _region(self, shape: tuple[int, ...], names: Dims) -> Region:
         """What this rank reads of each sample; the batch's own dimension is cut by choosing samples."""
