@@ -26,6 +26,11 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
     return cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
 
 
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether a group only looks as if it communicated: one rank of a large mesh, for tests and planning."""
+    return dist.get_backend(group) == "fake"
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of this group may take; torch's default where its backend does not say."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)

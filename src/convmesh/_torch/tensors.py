@@ -125,6 +125,9 @@ def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor below autograd, where the public constructor would record itself."""
     if 0 in local.stride():
         local = _without_overlap(local, spec)
+    meta = spec.tensor_meta
+    if meta is not None and not meta.shape and local.dim():
+        local = local.new_zeros(())  # what DTensor gives a rank outside of the mesh in place of a number
     # Past __init__, which does nothing but keep torch.compile out, and takes as long as the rest.
     tensor: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
     return tensor

@@ -65,8 +65,9 @@ class Loader:
         try:
             return next(found), None
         except ShardingError as error:
-            own = str(error).rpartition("ShardingError: ")[2]  # a worker's error has its traceback before it
-            return [torch.empty(0)] * len(self.shapes), "; ".join(map(str.strip, own.splitlines()))
+            # A worker's error has its traceback before it, and where in that process it was behind it.
+            said = error.args[0].rpartition("ShardingError: ")[2].partition("\n  at ")[0]
+            return [torch.empty(0)] * len(self.shapes), "; ".join(map(str.strip, said.splitlines()))
 
     def _region(self, shape: tuple[int, ...], names: Dims) -> Region:
         """What this rank reads of each sample; the batch's own dimension is cut by choosing samples."""
