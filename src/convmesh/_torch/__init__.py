@@ -76,6 +76,7 @@ from .tensors import deep_copy as deep_copy
 from .tensors import eager_spec_of as eager_spec_of
 from .tensors import give_attributes as give_attributes
 from .tensors import in_rank_order as in_rank_order
+from .tensors import is_one_rank as is_one_rank
 from .tensors import local_of as local_of
 from .tensors import make_spec as make_spec
 from .tensors import noted as noted

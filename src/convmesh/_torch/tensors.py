@@ -86,6 +86,12 @@ def in_rank_order(mesh: DeviceMesh) -> bool:
         return all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.dim()))
 
 
+def is_one_rank(mesh: DeviceMesh) -> bool:
+    """This thread is one rank, or none, of the mesh. In torch's LocalTensorMode it plays all of them, and a number of
+    a rank's own is a symbol that stands for the numbers of all."""
+    return all(isinstance(at, int) for at in mesh.get_coordinate() or ())
+
+
 def make_spec(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],

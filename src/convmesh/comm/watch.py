@@ -61,7 +61,7 @@ def observe(observer: Observer) -> Callable[[], None]:
 def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
     group = _torch.group_called(args[-1])
     if group not in _known:
-        _torch.inherit_timeout(group)
+        _torch.inherit_timeout(group, _first(args).device.type)
         _torch.keep_listeners_from_interrupting()
         _known.add(group)
     for observer in _observers:
@@ -74,6 +74,12 @@ def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) ->
     for tensor in (result,) if isinstance(result, torch.Tensor) else result:
         _started.append((_torch.memory_of(tensor), operator, args[-1]))
     return result
+
+
+def _first(args: tuple[Any, ...]) -> torch.Tensor:
+    """The tensor that a collective was given, or the first of them."""
+    found: torch.Tensor = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+    return found
 
 
 def _await(tensor: torch.Tensor, run: Callable[[], Any]) -> Any:

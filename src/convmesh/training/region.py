@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
+from ..sharding.dispatch import check_one_rank
 from ..sharding.errors import ShardingError, refuse
 from ..sharding.layout import Layout, dense_stride
 from .same_data import compare
@@ -135,6 +136,7 @@ def placements(ndim: int, mesh: DeviceMesh, dims: Mapping[str, int]) -> tuple[Pl
 
 
 def _layout(shape: tuple[int, ...], mesh: DeviceMesh, dims: Mapping[str, int]) -> Layout:
+    check_one_rank("shard", mesh)
     stride = dense_stride(shape, torch.contiguous_format)
     return Layout(mesh, placements(len(shape), mesh, dims), shape, stride, torch.get_default_dtype())
 
