@@ -12,7 +12,6 @@ from . import ops as ops  # declares the rules
 from .sharding import agreement, registry
 from .sharding import attributes as attributes  # declares what Python sees of a DTensor
 
-
 _one_at_a_time = Lock()  # threads may be ranks
 
 

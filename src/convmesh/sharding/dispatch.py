@@ -32,7 +32,7 @@ def specs_of(operator: str, named: Named) -> list[Any]:
         of_a_model = any(tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) for _, tensor in plain)
         raise refuse(
             operator, f"plain torch.Tensor beside DTensors: {', '.join(name for name, _ in plain)}", named,
-            "put the model that these are parameters of on the mesh: convmesh.distribute(model, mesh)" if of_a_model else
+            "put the model that has these parameters on the mesh: convmesh.distribute(model, mesh)" if of_a_model else
             "make it a DTensor: convmesh.shard(tensor, mesh, ...), replicated if no dimension is named; or, if it is a "
             "constant that a loss makes, distribute that as well: convmesh.distribute(loss, mesh), or call it within "
             "convmesh.implicit_replication(mesh)",
@@ -64,7 +64,7 @@ def check_one_rank(operation: str, mesh: DeviceMesh) -> None:
     if not _torch.is_one_rank(mesh):
         raise ShardingError(
             f"{operation}: torch's LocalTensorMode plays all ranks at once, and rules of convmesh are of one\n"
-            "  remedy: torch's fake process group for one rank of a large mesh, its threaded one for several in a process"
+            "  remedy: torch's fake process group for one rank of a large mesh, its threaded one for several ranks"
         )
 
 

@@ -51,8 +51,8 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 def _warn(what: str) -> None:
     where = caller()
     warnings.warn(
-        f"{what}\n  remedy: make the optimizer after convmesh.distribute(model, mesh), of model.parameters(); the state "
-        f"of another one goes into it by load_state_dict{f'{chr(10)}  at {where}' if where else ''}",
+        f"{what}\n  remedy: make the optimizer after convmesh.distribute(model, mesh), of model.parameters(); its "
+        f"state can be loaded from another one's: load_state_dict{f'{chr(10)}  at {where}' if where else ''}",
         stacklevel=3,
     )
 

@@ -35,8 +35,10 @@ class Loader:
         if len(self.shapes) != len(dims):
             raise ShardingError(f"loader: a sample has {len(self.shapes)} arrays, and dims speaks of {len(dims)}\n"
                                 "  remedy: one dict for each array of a sample")  # fmt: skip
-        compare("loader", mesh, f"{len(samples)} samples of shapes {self.shapes}, {dims}, batches of {batch_size}, "
-                f"{shuffle=}, {seed=}, {drop_last=}", "give all ranks the same samples and the same arguments")  # fmt: skip
+        facts = (
+            f"{len(samples)} samples of shapes {self.shapes}, {dims}, {batch_size=}, {shuffle=}, {seed=}, {drop_last=}"
+        )
+        compare("loader", mesh, facts, "give all ranks the same samples and the same arguments")
         self._order = _Order(len(samples), batch_size, _place_in_batch(mesh, dims), shuffle, seed, drop_last)
         regions = tuple(self._region(shape, names) for shape, names in zip(self.shapes, dims, strict=True))
         options = {"generator": torch.Generator().manual_seed(seed), **options}  # the global one is the model's

@@ -41,22 +41,22 @@ def shard(array: ArrayLike, mesh: DeviceMesh, **dims: int) -> DTensor:
     layout = _layout(tuple(array.shape), mesh, dims)
     if isinstance(array, DTensor):
         raise ShardingError("shard: this is a DTensor already\n  remedy: tensor.redistribute(mesh, placements)")
-    given = isinstance(array, torch.Tensor)
-    if given:
-        layout = replace(layout, stride=tuple(array.stride())).dense
-    part, in_memory = read(array, _region(layout)), _in_memory(array)
-    requires_grad = given and array.requires_grad
+    tensor = array if isinstance(array, torch.Tensor) else None
+    if tensor is not None:
+        layout = replace(layout, stride=tuple(tensor.stride())).dense
+    part, in_memory = read(array, _region(layout)), _kind(array) != "file"
+    requires_grad = tensor is not None and tensor.requires_grad
     compare(
-        "shard", mesh, _facts(layout, part, dims) + (", requires a gradient" if requires_grad else ""),
+        "shard", mesh, f"{_kind(array)} {_facts(layout, part, dims)}{', requires a gradient' if requires_grad else ''}",
         "give all ranks the same array, from the same files in the same order, shuffled with the same seed; "
         f"where each has read a part, convmesh.from_region(part, shape, mesh, {_words(dims)})",
         values=lambda: _sample(array) if in_memory else part,
         copies_along=range(mesh.ndim) if in_memory else _copies_along(layout),
     )  # fmt: skip
     # A tensor's part is a view, and would keep all of the tensor alive.
-    tensor = _wrap(part.clone() if given else part, layout)
-    tensor.requires_grad_(requires_grad)
-    return tensor
+    placed = _wrap(part if tensor is None else part.clone(), layout)
+    placed.requires_grad_(requires_grad)
+    return placed
 
 
 def region(shape: tuple[int, ...] | DTensor, mesh: DeviceMesh | None = None, **dims: int) -> Region:
@@ -150,9 +150,10 @@ def _copies_along(layout: Layout) -> list[int]:
     return [mesh_dim for mesh_dim, placement in enumerate(layout.placements) if isinstance(placement, Replicate)]
 
 
-def _in_memory(array: ArrayLike) -> bool:
-    """Whether all of it is at hand; of anything else, memory maps among it, a rank reads its own region only."""
-    return isinstance(array, torch.Tensor) or (type(array).__module__, type(array).__name__) == ("numpy", "ndarray")
+def _kind(array: ArrayLike) -> str:
+    """A file is all that is neither a tensor nor a numpy array in memory: a rank reads its own region of it only."""
+    in_memory = (type(array).__module__, type(array).__name__) == ("numpy", "ndarray")  # a memory map is another type
+    return "tensor" if isinstance(array, torch.Tensor) else "array" if in_memory else "file"
 
 
 def _sample(array: ArrayLike) -> torch.Tensor:

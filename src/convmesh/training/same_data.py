@@ -17,7 +17,6 @@ from ..sharding.errors import ShardingError
 FIRST_CALLS = 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW, _TEXT_BYTES, _SHOWN = 4096, 512, 8
-_REASONS = ("different shapes, types or layouts", "different values where they should be equal", "parts that do not fit")
 
 _calls = Kept(dict)  # by mesh: all ranks count alike, because all make their tensors in the same order
 
@@ -34,8 +33,9 @@ def compare(
 ) -> None:
     """Raise a `ShardingError`, on all ranks of the mesh alike, unless what they give makes up one tensor.
 
-    `facts` have to be the same on all ranks, and the bits of `values()` on those that differ along `copies_along` only.
-    `problem` is what this rank has found by itself. All ranks of the mesh call this, at the same point.
+    `facts`, which decide `copies_along` too, have to be the same on all ranks, and the bits of `values()` on those that
+    differ along `copies_along` only. `problem` is what this rank has found by itself. All ranks of the mesh call this,
+    at the same point.
 
     Facts are compared in every call on a CPU, by one small message. Another device would have to finish its work for
     it, and so compares facts only as often as values.
@@ -45,17 +45,26 @@ def compare(
         if problem is not None:
             raise ShardingError(f"{operation}: {problem}\n  remedy: {remedy}")
         return
-    total, wrong = 0, 0 if problem is None else 2
-    if thorough and values is not None and copies_along:
-        total = checksum(values())
-        greatest, inverted_least = _greatest([total, ~total], mesh, copies_along)
-        wrong = max(wrong, int(greatest != ~inverted_least))
-    digest = int.from_bytes(blake2b(facts.encode(), digest_size=7).digest())
-    greatest, inverted_least, wrong = _greatest([digest, ~digest, wrong], mesh, range(mesh.ndim))
-    if wrong or greatest != ~inverted_least:
-        said = (facts, f"{facts}, checksum {total % 2**64:x}", problem or "")[wrong]
-        lines = [f"{operation}: the ranks give {_REASONS[wrong]}", *_said_by_all(said, mesh), f"  remedy: {remedy}"]
-        raise ShardingError("\n".join(lines))
+    everybody = range(mesh.ndim)
+    digest = int.from_bytes(blake2b(f"{operation} {facts}".encode(), digest_size=7).digest())
+    greatest, inverted_least, failed = _greatest([digest, ~digest, int(problem is not None)], mesh, everybody)
+    if failed:
+        raise _error(operation, "parts that do not fit", problem or "", mesh, remedy)
+    if greatest != ~inverted_least:
+        raise _error(operation, "different shapes, types or layouts", facts, mesh, remedy)
+    if not thorough or values is None or not copies_along:  # from here on the facts are the same, and so all go on
+        return
+    total = checksum(values())
+    greatest, inverted_least = _greatest([total, ~total], mesh, copies_along)
+    (differs,) = _greatest([int(greatest != ~inverted_least)], mesh, everybody)
+    if differs:
+        said = f"{facts}, checksum {total % 2**64:x}"
+        raise _error(operation, "different values where they should be equal", said, mesh, remedy)
+
+
+def _error(operation: str, what: str, said: str, mesh: DeviceMesh, remedy: str) -> ShardingError:
+    lines = [f"{operation}: the ranks give {what}", *_said_by_all(said, mesh), f"  remedy: {remedy}"]
+    return ShardingError("\n".join(lines))
 
 
 def _is_thorough(mesh: DeviceMesh) -> bool | None:
