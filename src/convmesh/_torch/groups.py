@@ -31,14 +31,11 @@ def is_fake(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "fake"
 
 
-def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
-    """How long a collective of this group on such devices may take; torch's default where nobody says.
-
-    A group may have a backend for each kind of device, and one that is made of threads has none.
-    """
-    device = torch.device(device_type)
-    backend = group._get_backend(device) if device in group._device_types else None
-    options = getattr(backend, "options", None)
+def timeout_of(group: dist.ProcessGroup, device_type: str | None = None) -> timedelta:
+    """How long a collective of this group on such devices, else on its first, may take; torch's default where nobody
+    says. A group may have a backend for each kind of device, and one that is made of threads has none."""
+    backends = [group._get_backend(kind) for kind in group._device_types if device_type in (None, kind.type)]
+    options = getattr(backends[0], "options", None) if backends else None
     said: timedelta | None = getattr(options, "_timeout", None)
     return default_pg_timeout if said is None else said
 
