@@ -17,7 +17,7 @@ class ShardingError(ValueError):
 
     def __init__(self, message: str = ""):
         super().__init__(message)
-        self.where = caller()
+        self.where = None if torch.compiler.is_compiling() else caller()  # dynamo traces what makes this error
 
     def __str__(self) -> str:
         return f"{super().__str__()}{f'{chr(10)}  at {self.where}' if self.where else ''}"

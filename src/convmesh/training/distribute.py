@@ -91,7 +91,7 @@ class Distributed:
         has_parameters = next(module.parameters(), None) is not None
         if has_parameters and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             return  # called with other parameters in their place: a rank's own, for samples of its own
-        if _torch.inside_ddp():
+        if not torch.compiler.is_compiling() and _torch.inside_ddp():
             raise ShardingError(
                 f"{type(module).__name__} is distributed, and called by a DistributedDataParallel\n  remedy: {NO_DDP}"
             )
