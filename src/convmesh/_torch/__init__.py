@@ -15,6 +15,7 @@ from .collectives import under_way as under_way
 from .collectives import wait as wait
 from .dispatch import accumulating as accumulating
 from .dispatch import as_view as as_view
+from .dispatch import attach_hooks as attach_hooks
 from .dispatch import gradient_hooks as gradient_hooks
 from .dispatch import handlers as handlers
 from .dispatch import has_strategy as has_strategy

@@ -122,6 +122,12 @@ def gradient_hooks(leaf: torch.Tensor) -> Collection[Callable[..., Any]]:
     return hooks.values() if hooks else ()
 
 
+def attach_hooks(leaf: torch.Tensor) -> None:
+    """Let the hooks that a leaf lists be called again, after torch has swapped it for another tensor without them."""
+    leaf._backward_hooks = leaf._backward_hooks
+    leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
+
+
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Call back at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

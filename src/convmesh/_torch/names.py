@@ -51,6 +51,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_current_autograd_node"),
     (torch.Tensor, "_post_accumulate_grad_hooks"),
+    (torch.Tensor, "_backward_hooks"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
     (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
     (collectives, "all_to_all_single"),

@@ -16,8 +16,8 @@ class ShardingError(ValueError):
     user's own code that this came from."""
 
     def __init__(self, message: str = ""):
-        super().__init__(message)
-        self.where = None if torch.compiler.is_compiling() else caller()  # dynamo traces what makes this error
+        # Without super().__init__, which dynamo cannot trace: the message is kept by __new__.
+        self.where = None if torch.compiler.is_compiling() else caller()
 
     def __str__(self) -> str:
         return f"{super().__str__()}{f'{chr(10)}  at {self.where}' if self.where else ''}"

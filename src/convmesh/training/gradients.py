@@ -15,6 +15,9 @@ from ..sharding.cache import planned
 from ..sharding.layout import Layout, is_sum
 
 
+_WATCHED = "_convmesh_watched"
+
+
 class Gradients:
     """Watches parameters: a gradient that comes out of backward as a pending sum joins a bucket, and a full bucket
     leaves at once, with which the memory of its gradients is free. At the end of backward every gradient lies where its
@@ -35,15 +38,20 @@ class Gradients:
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Also those that have been unfrozen since the last time. Before a forward pass, so nothing is under way.
 
-        A parameter is known by its hook, not by a weak reference, with which torch could not move it (`model.double()`)
-        and which would not tell that the move has taken the hooks away.
+        A parameter is known by its hook and a mark, not by a weak reference, with which torch could not convert it
+        (`model.double()`): that takes the mark away, and the effect of hooks, which stay in its list. A copy has no hooks.
         """
         if self._waiting and not _torch.in_backward():
             self._forget()  # an earlier backward pass has failed
         for parameter in parameters:
-            if parameter.requires_grad and self._after not in _torch.gradient_hooks(parameter):
+            if not parameter.requires_grad:
+                continue
+            if self._after not in _torch.gradient_hooks(parameter):
                 parameter.register_hook(_before)
                 parameter.register_post_accumulate_grad_hook(self._after)
+            elif _WATCHED not in vars(parameter):
+                _torch.attach_hooks(parameter)
+            vars(parameter)[_WATCHED] = True
 
     def _forget(self) -> None:
         self._summation = Summation(self.bucket_bytes)
