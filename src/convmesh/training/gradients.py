@@ -14,7 +14,6 @@ from ..comm import Summation, Term
 from ..sharding.cache import planned
 from ..sharding.layout import Layout, is_sum
 
-
 _WATCHED = "_convmesh_watched"
 
 
@@ -39,7 +38,7 @@ class Gradients:
         """Also those that have been unfrozen since the last time. Before a forward pass, so nothing is under way.
 
         A parameter is known by its hook and a mark, not by a weak reference, with which torch could not convert it
-        (`model.double()`): that takes the mark away, and the effect of hooks, which stay in its list. A copy has no hooks.
+        (`model.double()`): that takes the mark away, and the effect of hooks, which stay in its list.
         """
         if self._waiting and not _torch.in_backward():
             self._forget()  # an earlier backward pass has failed
