@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from types import TracebackType
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +11,8 @@ from . import batching
 from . import ops as ops  # declares the rules
 from .sharding import agreement, registry
 from .sharding import attributes as attributes  # declares what Python sees of a DTensor
+
+_one_at_a_time = Lock()  # threads may be ranks
 
 
 class Enabled:
@@ -56,9 +59,10 @@ def enable(
 
     Once on, each stays on until `disable()` or the end of the `with` block.
     """
-    state = Enabled()
-    registry.install()
-    batching.install()
+    with _one_at_a_time:
+        state = Enabled()
+        registry.install()
+        batching.install()
     if check:
         agreement.begin(timeout)
     if benchmark:

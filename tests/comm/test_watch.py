@@ -68,7 +68,7 @@ def timeouts(mesh: DeviceMesh) -> list[timedelta]:
         for placements in ((0, 2), (2, 0)):
             with convmesh.enable():
                 F.max_pool1d(place(torch.ones(4, 1, 8), some, placements), 3, 1, 1)
-    return [_torch.timeout_of(group) for some in (mesh, chosen) for group in some.get_all_groups()]
+    return [_torch.timeout_of(group, "cpu") for some in (mesh, chosen) for group in some.get_all_groups()]
 
 
 def _options(seconds: float) -> object:

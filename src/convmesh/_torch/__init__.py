@@ -13,7 +13,10 @@ from .collectives import all_to_all as all_to_all
 from .collectives import intercept_collectives as intercept_collectives
 from .collectives import under_way as under_way
 from .collectives import wait as wait
+from .dispatch import accumulating as accumulating
 from .dispatch import as_view as as_view
+from .dispatch import attach_hooks as attach_hooks
+from .dispatch import gradient_hooks as gradient_hooks
 from .dispatch import handlers as handlers
 from .dispatch import has_strategy as has_strategy
 from .dispatch import in_backward as in_backward
@@ -29,6 +32,7 @@ from .gloo_threads import keep_listeners_from_interrupting as keep_listeners_fro
 from .gloo_threads import listeners as listeners
 from .groups import group_called as group_called
 from .groups import inherit_timeout as inherit_timeout
+from .groups import inside_ddp as inside_ddp
 from .groups import is_gloo as is_gloo
 from .groups import store as store
 from .groups import timeout_of as timeout_of
@@ -54,6 +58,7 @@ from .operators import composite_operators as composite_operators
 from .operators import decomposition as decomposition
 from .operators import functional_of as functional_of
 from .operators import gives_one_tensor as gives_one_tensor
+from .operators import group_collectives as group_collectives
 from .operators import is_composite as is_composite
 from .operators import name_of as name_of
 from .operators import signature as signature
@@ -68,9 +73,11 @@ from .symbols import meta_tensors as meta_tensors
 from .symbols import named as named
 from .symbols import settle as settle
 from .symbols import settles_symbols as settles_symbols
+from .tensors import deep_copy as deep_copy
 from .tensors import eager_spec_of as eager_spec_of
 from .tensors import give_attributes as give_attributes
 from .tensors import in_rank_order as in_rank_order
+from .tensors import is_one_rank as is_one_rank
 from .tensors import local_of as local_of
 from .tensors import make_spec as make_spec
 from .tensors import noted as noted

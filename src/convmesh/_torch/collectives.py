@@ -11,6 +11,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor.debug._comm_mode import NATIVE_TO_PY_MAPPING
 
 from .arrivals import all_to_all_on_cpus, look_for
+from .groups import group_called, is_fake
 from .names import COLLECTIVES, Operator
 from .order import in_order
 from .tracing import tracing
@@ -85,6 +86,9 @@ def intercept_collectives(
             first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
             if first.is_meta:
                 return operator.redispatch(keys & beyond, *args, **kwargs)
+            if operator is ALL_TO_ALL and not first.numel() and is_fake(group_called(args[-1])):
+                # torch's fake group, which sends nothing, wants something to be sent where something is received.
+                return around(operator, args, lambda: first.new_zeros((sum(args[1]), *first.shape[1:])))
             if first.is_cpu and operator is ALL_TO_ALL:
                 return around(operator, args, lambda: all_to_all_on_cpus(*args, **kwargs))
             return around(operator, args, lambda: operator.redispatch(keys & beyond, *args, **kwargs))

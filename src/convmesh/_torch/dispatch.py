@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
@@ -108,6 +108,24 @@ def view_rule(handler: Handler) -> Handler:
 def in_backward() -> bool:
     """Whether autograd is running: it makes plain zeros where a gradient is missing, and writes into no gradient."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def accumulating() -> torch.Tensor | None:
+    """In a hook before a leaf's gradient is accumulated: that leaf. A hook that held it would keep it alive."""
+    leaf: torch.Tensor | None = getattr(torch._C._current_autograd_node(), "variable", None)
+    return leaf
+
+
+def gradient_hooks(leaf: torch.Tensor) -> Collection[Callable[..., Any]]:
+    """What is called after a leaf's gradient is accumulated."""
+    hooks: dict[int, Callable[..., Any]] | None = leaf._post_accumulate_grad_hooks
+    return hooks.values() if hooks else ()
+
+
+def attach_hooks(leaf: torch.Tensor) -> None:
+    """Let the hooks that a leaf lists be called again, after torch has swapped it for another tensor without them."""
+    leaf._backward_hooks = leaf._backward_hooks
+    leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
 
 from .names import Store
 
@@ -25,24 +26,36 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
     return cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of this group may take; torch's default where its backend does not say."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether a group only looks as if it communicated: one rank of a large mesh, for tests and planning."""
+    return dist.get_backend(group) == "fake"
+
+
+def timeout_of(group: dist.ProcessGroup, device_type: str | None = None) -> timedelta:
+    """How long a collective of this group on such devices, else on its first, may take; torch's default where nobody
+    says. A group may have a backend for each kind of device, and one that is made of threads has none."""
+    backends = [group._get_backend(kind) for kind in group._device_types if device_type in (None, kind.type)]
+    options = getattr(backends[0], "options", None) if backends else None
     said: timedelta | None = getattr(options, "_timeout", None)
     return default_pg_timeout if said is None else said
 
 
-def inherit_timeout(group: dist.ProcessGroup) -> None:
+def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
     """Give a group that nobody set a time-out for the one that was given to `init_process_group`.
 
     torch makes the groups of a mesh with a time-out of its own, of half an hour.
     """
     world = dist.group.WORLD
     assert world is not None, "a group is part of an initialised world"
-    wanted = timeout_of(world)
-    if timeout_of(group) in (default_pg_timeout, default_pg_nccl_timeout) and timeout_of(group) != wanted:
+    wanted, found = timeout_of(world, device_type), timeout_of(group, device_type)
+    if found in (default_pg_timeout, default_pg_nccl_timeout) and found != wanted:
         # Newer releases of torch have a public function for it, and warn of the private one.
         getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(wanted, group)
+
+
+def inside_ddp() -> bool:
+    """Whether this is called by the forward pass of a `DistributedDataParallel`."""
+    return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def store() -> Store:

@@ -70,6 +70,12 @@ def _all_operators() -> tuple[Operator, ...]:
     return tuple(found)
 
 
+def group_collectives() -> tuple[Operator, ...]:
+    """What `torch.distributed` itself calls with the tensors of `dist.all_reduce` and the like."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
+    return tuple(getattr(torch.ops.c10d, name.removeprefix("c10d::")).default for name in names if "." not in name)
+
+
 @lru_cache(maxsize=1)
 def writing_operators() -> tuple[Operator, ...]:
     """All of torch's own operators that write into an argument, as their names say: those without a name for it have

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -85,6 +86,12 @@ def in_rank_order(mesh: DeviceMesh) -> bool:
         return all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.dim()))
 
 
+def is_one_rank(mesh: DeviceMesh) -> bool:
+    """This thread is one rank, or none, of the mesh. In torch's LocalTensorMode it plays all of them, and a number of
+    a rank's own is a symbol that stands for the numbers of all."""
+    return all(isinstance(at, int) for at in mesh.get_coordinate() or ())
+
+
 def make_spec(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
@@ -124,6 +131,9 @@ def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor below autograd, where the public constructor would record itself."""
     if 0 in local.stride():
         local = _without_overlap(local, spec)
+    meta = spec.tensor_meta
+    if meta is not None and not meta.shape and local.dim():
+        local = local.new_zeros(())  # what DTensor gives a rank outside of the mesh in place of a number
     # Past __init__, which does nothing but keep torch.compile out, and takes as long as the rest.
     tensor: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
     return tensor
@@ -140,6 +150,20 @@ def _without_overlap(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 def relocate(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Let a DTensor hold the same values in another placement from now on, whoever refers to it."""
     tensor._local_tensor, tensor._spec = local, spec
+
+
+def deep_copy(tensor: DTensor, memo: dict[int, Any]) -> Any:
+    """For `copy.deepcopy`. torch knows a wrapper by its address 0, to which it adds where in a storage this rank's part
+    begins: a part of a larger memory, as gradients are that were summed in buckets, it takes for memory of its own."""
+    if not tensor.is_leaf:
+        return torch.Tensor.__deepcopy__(tensor, memo)  # refuses
+    if id(tensor) not in memo:
+        copied = wrap(local_of(tensor).detach().clone(), tensor._spec).requires_grad_(tensor.requires_grad)
+        if not isinstance(tensor, torch.nn.Parameter):  # the copy of a parameter has no gradient, on one device either
+            copied.grad = deepcopy(tensor.grad, memo)
+        vars(copied).update(deepcopy(vars(tensor), memo))
+        memo[id(tensor)] = copied
+    return memo[id(tensor)]
 
 
 def version_of(local: torch.Tensor) -> int:

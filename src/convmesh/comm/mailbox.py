@@ -140,7 +140,7 @@ def _open(group: dist.ProcessGroup) -> Mailbox | None:
 
 def _visit(addresses: Sequence[Address | None], group: dist.ProcessGroup) -> dict[int, Neighbour]:
     ranks, here = dist.get_process_group_ranks(group), group.rank()
-    seconds = _torch.timeout_of(group).total_seconds()
+    seconds = _torch.timeout_of(group, "cpu").total_seconds()
     return {
         number: Neighbour(address, ranks[number], here, seconds)
         for number, address in enumerate(addresses)

@@ -61,7 +61,7 @@ def observe(observer: Observer) -> Callable[[], None]:
 def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
     group = _torch.group_called(args[-1])
     if group not in _known:
-        _torch.inherit_timeout(group)
+        _torch.inherit_timeout(group, _first(args).device.type)
         _torch.keep_listeners_from_interrupting()
         _known.add(group)
     for observer in _observers:
@@ -74,6 +74,12 @@ def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) ->
     for tensor in (result,) if isinstance(result, torch.Tensor) else result:
         _started.append((_torch.memory_of(tensor), operator, args[-1]))
     return result
+
+
+def _first(args: tuple[Any, ...]) -> torch.Tensor:
+    """The tensor that a collective was given, or the first of them."""
+    found: torch.Tensor = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+    return found
 
 
 def _await(tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
@@ -98,7 +104,7 @@ def _failure(collective: str, group: dist.ProcessGroup | None, error: RuntimeErr
     return CommunicationError(
         f"{what} failed: a rank of this group, or one that a rank of it was waiting for, has ended, stopped or taken "
         f"longer than the time-out\n"
-        f"  on rank {dist.get_rank()}, at {caller()}\n"
+        f"  on rank {dist.get_rank()}, at {caller() or 'a place unknown'}\n"
         f"{f'  the first failure was that of {first}{chr(10)}' if first else ''}"
         f"  reason: {error}\n"
         f"  remedy: look for the first error in the other ranks' output, end all ranks, and start again from the last "
@@ -114,13 +120,14 @@ def describe(group: dist.ProcessGroup) -> str:
     return f"ranks {ranks}{named}"
 
 
-def caller() -> str:
-    """Where in the user's own code this is: the innermost frame outside of torch and of this library."""
+def caller() -> str | None:
+    """Where in the user's own code this is: the innermost frame outside of torch and of this library. None in threads
+    that have no such frame, as autograd's own."""
     for frame in _frames():
         file = frame.f_code.co_filename
         if not file.startswith(_LIBRARIES) and "torchinductor" not in file:  # where compiled code is written to
             return f"{file}:{frame.f_lineno}"
-    return "unknown"
+    return None
 
 
 def running_operator() -> str | None:

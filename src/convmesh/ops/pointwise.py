@@ -105,7 +105,9 @@ def _with_care(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _is_plain_number(arg: Any) -> bool:
-    return isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor) and arg.numel() == 1
+    if not isinstance(arg, torch.Tensor) or isinstance(arg, DTensor) or arg.numel() != 1:
+        return False
+    return not arg.requires_grad or _torch.in_backward()  # a parameter on each rank would be trained by itself
 
 
 def _moved(

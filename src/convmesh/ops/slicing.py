@@ -164,7 +164,7 @@ def unbind(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     check_placed("unbind", (("input", input),))
     target, results = plan_unbind(_torch.spec_of(input), dim)
     x = move(input, target)
-    if x.dim() != input.dim():  # a rank outside of the mesh
+    if results.mesh.get_coordinate() is None:
         return [_torch.wrap(x.new_empty(0), results.spec) for _ in range(input.shape[dim])]
     return [index_of(input, dim, at, _torch.wrap(_own(one), results.spec)) for at, one in enumerate(x.unbind(dim))]
 

@@ -198,7 +198,7 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     _came_from.remember(went_to, tuple(settled(placement) for placement in input.placements))
     travels = _travels(input, plan.source)
     local = move(input, plan.source) if travels else _torch.local_of(input)
-    if local.dim() == len(before):  # else the rank is outside of the mesh
+    if plan.output.mesh.get_coordinate() is not None:
         local = (local if plan.flow is None else plan.flow(local)).reshape(plan.output.local_shape)
     if plan.wanted is plan.output and plan.flow is None and not travels:
         return _torch.as_view(operator, args, kwargs, _torch.wrap(local, plan.output.spec))

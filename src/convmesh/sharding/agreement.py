@@ -112,9 +112,9 @@ def _compare(operator: Operator, args: tuple[Any, ...], group: dist.ProcessGroup
     else:
         shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
         what = f"{name} of {shapes}{''.join(f', {value}' for value in args[1:-1])}"
-    mine = Fingerprint(what, tuple(path.operators), tuple(sends), tuple(receives), comm.caller())
+    mine = Fingerprint(what, tuple(path.operators), tuple(sends), tuple(receives), comm.caller() or "a place unknown")
     number, path.communications, path.operators = path.communications, path.communications + 1, []
-    timeout = _timeout if _timeout is not None else _torch.timeout_of(group).total_seconds()
+    timeout = _torch.timeout_of(group, tensors[0].device.type).total_seconds() if _timeout is None else _timeout
     try:
         agree(mine, group, number, timeout)
     except dist.DistError as error:

@@ -1,7 +1,7 @@
 """What Python does with a DTensor apart from operators, and torch's DTensor loses or refuses.
 
 `tensor.data = other` changes nothing there, and says nothing. A number in a format string is an error, and so are
-`tolist` and `numpy` even of what every rank has all of.
+`tolist` and `numpy` even of what every rank has all of, and `copy.deepcopy` of what is a part of a larger memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
+from torch.utils._pytree import tree_iter
 
 from .. import _torch
 from .errors import PlainTensor, refuse
@@ -60,8 +61,29 @@ def _no_forward_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: d
                  "torch.autograd.functional.jvp, which goes backward twice; or torch.func.vjp, jacrev")  # fmt: skip
 
 
+NO_DDP = (
+    "do without DistributedDataParallel (accelerate.prepare makes one): convmesh.distribute(model, mesh) sums the "
+    "gradients itself"
+)
+
+
+def _no_group_collective(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """DistributedDataParallel begins with it; torch would only say that its DTensor does not know it."""
+    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    raise refuse(f"torch.distributed, {_torch.name_of(operator)}", "it sends plain tensors, no DTensors",
+                 [(f"tensor {number}", tensor) for number, tensor in enumerate(tensors)],
+                 f"around a distributed model {NO_DDP}; of anything else send tensor.to_local(), or let "
+                 "tensor.redistribute(...) and tensor.full_tensor() send it")  # fmt: skip
+
+
+for _collective in _torch.group_collectives():
+    unlisted(_collective)(_no_group_collective)
+
 while_installed(
     lambda: _torch.give_attributes(
-        {"data": property(_get_data, _set_data), "__format__": _format, "tolist": _tolist, "numpy": _numpy}
+        {
+            "data": property(_get_data, _set_data), "__format__": _format, "tolist": _tolist, "numpy": _numpy,
+            "__deepcopy__": _torch.deep_copy,
+        }
     )
-)
+)  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
+from threading import local
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -16,8 +17,11 @@ Plan = TypeVar("Plan")
 LARGEST = 4096
 
 
-class Kept:
-    """Something that holds for as long as the process group lives: plans know its groups, and a new one has others."""
+class Kept(local):
+    """Something that holds for as long as the process group lives: plans know its groups, and a new one has others.
+
+    Every thread has its own, because threads may be ranks, each with a process group of its own.
+    """
 
     def __init__(self, make: Callable[[], Any]):
         self._make = make

@@ -74,8 +74,8 @@ def replicated(
         if tensor.requires_grad:
             raise ShardingError(
                 f"{operator}: a plain tensor of shape {tuple(tensor.shape)} beside DTensors requires a gradient\n"
-                "  remedy: if it is a parameter, register it before convmesh.distribute; if something sharded was "
-                "written into it, make it with x.new_zeros(...) or torch.zeros_like(x) of a sharded x"
+                "  remedy: if it is a parameter, register it before convmesh.distribute(model, mesh); if something "
+                "sharded was written into it, make it with x.new_zeros(...) or torch.zeros_like(x) of a sharded x"
             )
         return the_same_everywhere(tensor, mesh)
 

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
@@ -16,7 +17,7 @@ from ..comm import Line, from_owner, line, owner_plan, rebox, swap
 from ..geometry import Box
 from ..strides import usual
 from .cache import planned
-from .errors import PlainTensor, refuse
+from .errors import PlainTensor, ShardingError, refuse
 from .layout import Layout
 
 Named = Sequence[tuple[str, Any]]
@@ -27,9 +28,11 @@ def specs_of(operator: str, named: Named) -> list[Any]:
     try:
         return [None if tensor is None else _torch.spec_of(tensor) for _, tensor in named]
     except AttributeError:
-        plain = ", ".join(name for name, tensor in named if not isinstance(tensor, DTensor | None))
+        plain = [(name, tensor) for name, tensor in named if not isinstance(tensor, DTensor | None)]
+        of_a_model = any(tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) for _, tensor in plain)
         raise refuse(
-            operator, f"plain torch.Tensor beside DTensors: {plain}", named,
+            operator, f"plain torch.Tensor beside DTensors: {', '.join(name for name, _ in plain)}", named,
+            "put the model that has these parameters on the mesh: convmesh.distribute(model, mesh)" if of_a_model else
             "make it a DTensor: convmesh.shard(tensor, mesh, ...), replicated if no dimension is named; or, if it is a "
             "constant that a loss makes, distribute that as well: convmesh.distribute(loss, mesh), or call it within "
             "convmesh.implicit_replication(mesh)",
@@ -45,6 +48,7 @@ def layouts_of(operator: str, named: Sequence[tuple[str, _torch.Spec | None]]) -
     if not _torch.in_rank_order(given[0][1].mesh):
         raise refuse(operator, "ranks do not ascend along every dimension of the mesh", described,
                      "make the mesh with init_device_mesh, or from ranks in ascending order")  # fmt: skip
+    check_one_rank(operator, given[0][1].mesh)
     for name, spec in given:
         if spec.mesh != given[0][1].mesh:
             raise refuse(operator, f"{name} is on another mesh than {given[0][0]}", described,
@@ -53,6 +57,15 @@ def layouts_of(operator: str, named: Sequence[tuple[str, _torch.Spec | None]]) -
             raise refuse(operator, f"{name} is cut in an order of mesh dimensions other than the mesh's", described,
                          f"redistribute {name} to plain Shard(dim) placements first")  # fmt: skip
     return layouts
+
+
+def check_one_rank(operation: str, mesh: DeviceMesh) -> None:
+    """A plan is of one rank: of what it owns, sends and receives."""
+    if not _torch.is_one_rank(mesh):
+        raise ShardingError(
+            f"{operation}: torch's LocalTensorMode plays all ranks at once, and rules of convmesh are of one\n"
+            "  remedy: torch's fake process group for one rank of a large mesh, its threaded one for several ranks"
+        )
 
 
 def check_placed(operator: str, named: Named) -> list[Any]:

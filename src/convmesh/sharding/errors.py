@@ -7,11 +7,20 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..comm import caller
 from .layout import Layout
 
 
 class ShardingError(ValueError):
-    """An operator cannot run on these tensors as they are placed. The message names the remedy."""
+    """An operator cannot run on these tensors as they are placed. The message names the remedy, and the line of the
+    user's own code that this came from."""
+
+    def __init__(self, message: str = ""):
+        # Without super().__init__, which dynamo cannot trace: the message is kept by __new__.
+        self.where = None if torch.compiler.is_compiling() else caller()
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}{f'{chr(10)}  at {self.where}' if self.where else ''}"
 
 
 class PlainTensor(ShardingError):  # noqa: N818 - says what it met

@@ -84,7 +84,7 @@ class Layout:
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
         if self.mesh.get_coordinate() is None:
-            return (0,)  # what DTensor gives a rank outside of the mesh
+            return (0,) if self.shape else ()  # what DTensor gives a rank outside of the mesh
         return tuple(self.own(dim).size for dim in range(len(self.shape)))
 
     def laid(self, part: torch.Tensor) -> torch.Tensor:

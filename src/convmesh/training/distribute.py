@@ -18,9 +18,11 @@ from .. import _torch
 from ..api import enable
 from ..batching import innermost
 from ..comm import BUCKET_BYTES
+from ..sharding.attributes import NO_DDP
 from ..sharding.buffers import implicit_replication
 from ..sharding.constants import constants_belong_to
 from ..sharding.errors import ShardingError
+from . import idle_optimizers
 from .gradients import Gradients
 from .random_state import share_random_state
 
@@ -33,14 +35,16 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
 
     Its parameters and buffers become replicated DTensors with the values, and the ranks take the random state, of the
     first rank. Gradients are summed over the ranks in messages of about `bucket_bytes` while backward runs; after it
-    every `.grad` lies where its parameter does. Make the optimizer afterwards.
+    every `.grad` lies where its parameter does. Make the optimizer afterwards: it is given other parameters.
 
     A loss that makes tensors of its own, such as a one-hot target or a window, is a module like others: distribute it,
     and these are taken for what they are, the same on every rank.
     """
     _check(module, mesh)
     enable()
+    before = list(module.parameters())
     _replicate(module, mesh)
+    idle_optimizers.remember(module, (tensor for tensor in before if not isinstance(tensor, DTensor)))
     share_random_state(mesh)
     state = Distributed(mesh, Gradients(bucket_bytes))
     setattr(module, _NAME, state)
@@ -87,6 +91,10 @@ class Distributed:
         has_parameters = next(module.parameters(), None) is not None
         if has_parameters and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             return  # called with other parameters in their place: a rank's own, for samples of its own
+        if not torch.compiler.is_compiling() and _torch.inside_ddp():
+            raise ShardingError(
+                f"{type(module).__name__} is distributed, and called by a DistributedDataParallel\n  remedy: {NO_DDP}"
+            )
         for tensor in tree_iter((args, kwargs)):
             if isinstance(tensor, torch.Tensor) and tensor.dim() and not isinstance(_innermost(tensor), DTensor):
                 raise ShardingError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,8 @@ from .. import _torch
 from ..comm import Summation, Term
 from ..sharding.cache import planned
 from ..sharding.layout import Layout, is_sum
+
+_WATCHED = "_convmesh_watched"
 
 
 class Gradients:
@@ -27,7 +28,6 @@ class Gradients:
     def __init__(self, bucket_bytes: int):
         self.bucket_bytes = bucket_bytes
         self.paused = False
-        self._watched: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._forget()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -35,14 +35,22 @@ class Gradients:
         return Gradients, (self.bucket_bytes,)
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Also those that have been unfrozen since the last time. Before a forward pass, so nothing is under way."""
+        """Also those that have been unfrozen since the last time. Before a forward pass, so nothing is under way.
+
+        A parameter is known by its hook and a mark, not by a weak reference, with which torch could not convert it
+        (`model.double()`): that takes the mark away, and the effect of hooks, which stay in its list.
+        """
         if self._waiting and not _torch.in_backward():
             self._forget()  # an earlier backward pass has failed
         for parameter in parameters:
-            if parameter.requires_grad and self._watched.get(id(parameter)) is not parameter:
-                self._watched[id(parameter)] = parameter
-                parameter.register_hook(_before(weakref.ref(parameter)))
+            if not parameter.requires_grad:
+                continue
+            if self._after not in _torch.gradient_hooks(parameter):
+                parameter.register_hook(_before)
                 parameter.register_post_accumulate_grad_hook(self._after)
+            elif _WATCHED not in vars(parameter):
+                _torch.attach_hooks(parameter)
+            vars(parameter)[_WATCHED] = True
 
     def _forget(self) -> None:
         self._summation = Summation(self.bucket_bytes)
@@ -102,25 +110,21 @@ def _summed(spec: _torch.Spec) -> tuple[tuple[int, ...], Layout]:
     return sums, layout.placed(tuple(Replicate() if is_sum(p) else p for p in layout.placements))
 
 
-def _before(watched: weakref.ref[torch.Tensor]) -> Any:
+def _before(gradient: torch.Tensor) -> None:
     """Before a gradient is added to an earlier one: if only the new one is a pending sum, the earlier one becomes one.
 
     Else autograd would reduce the new one at once, by itself. The first rank has all of the earlier gradient then, and
     the others nothing.
     """
-
-    def run(gradient: torch.Tensor) -> None:
-        parameter = watched()
-        earlier = None if parameter is None else parameter.grad
-        if parameter is None or not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor):
-            return
-        placements = list(earlier.placements)
-        local, mesh = _torch.local_of(earlier), earlier.device_mesh
-        for mesh_dim, (old, new) in enumerate(zip(earlier.placements, gradient.placements, strict=True)):
-            if is_sum(new) and isinstance(old, Replicate):
-                placements[mesh_dim] = Partial()
-                local = local if mesh.get_coordinate() is None or mesh.get_local_rank(mesh_dim) == 0 else local * 0
-        if placements != list(earlier.placements) and not torch.is_grad_enabled():
-            parameter.grad = _torch.wrap(local, Layout.of(_torch.spec_of(earlier)).placed(tuple(placements)).spec)
-
-    return run
+    parameter = _torch.accumulating()
+    earlier = None if parameter is None else parameter.grad
+    if parameter is None or not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor):
+        return
+    placements = list(earlier.placements)
+    local, mesh = _torch.local_of(earlier), earlier.device_mesh
+    for mesh_dim, (old, new) in enumerate(zip(earlier.placements, gradient.placements, strict=True)):
+        if is_sum(new) and isinstance(old, Replicate):
+            placements[mesh_dim] = Partial()
+            local = local if mesh.get_coordinate() is None or mesh.get_local_rank(mesh_dim) == 0 else local * 0
+    if placements != list(earlier.placements) and not torch.is_grad_enabled():
+        parameter.grad = _torch.wrap(local, Layout.of(_torch.spec_of(earlier)).placed(tuple(placements)).spec)

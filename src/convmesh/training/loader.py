@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..geometry import shards
 from ..sharding.errors import ShardingError
-from .region import Region, from_region, read, region
+from .region import Region, assembled, read, region
+from .same_data import compare
 
 Dims = Mapping[str, int]
 
@@ -35,6 +35,10 @@ class Loader:
         if len(self.shapes) != len(dims):
             raise ShardingError(f"loader: a sample has {len(self.shapes)} arrays, and dims speaks of {len(dims)}\n"
                                 "  remedy: one dict for each array of a sample")  # fmt: skip
+        facts = (
+            f"{len(samples)} samples of shapes {self.shapes}, {dims}, {batch_size=}, {shuffle=}, {seed=}, {drop_last=}"
+        )
+        compare("loader", mesh, facts, "give all ranks the same samples and the same arguments")
         self._order = _Order(len(samples), batch_size, _place_in_batch(mesh, dims), shuffle, seed, drop_last)
         regions = tuple(self._region(shape, names) for shape, names in zip(self.shapes, dims, strict=True))
         options = {"generator": torch.Generator().manual_seed(seed), **options}  # the global one is the model's
@@ -49,15 +53,23 @@ class Loader:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Any]:
-        for size, parts in zip(self._order.sizes(), self._parts, strict=True):
+        found = iter(self._parts)
+        for size in self._order.sizes():
+            parts, problem = self._next(found)
             batch = tuple(
-                self._placed(part, (size, *shape), names)
+                assembled("loader", part, (size, *shape), self.mesh, names, problem)
                 for part, shape, names in zip(parts, self.shapes, self.dims, strict=True)
             )
             yield batch[0] if self._single else batch
 
-    def _placed(self, part: torch.Tensor, shape: tuple[int, ...], names: Dims) -> DTensor:
-        return from_region(part, shape, self.mesh, **names)
+    def _next(self, found: Iterator[Sequence[torch.Tensor]]) -> tuple[Sequence[torch.Tensor], str | None]:
+        """The arrays of the next batch, or why there are none: other ranks, which read other samples, have to know."""
+        try:
+            return next(found), None
+        except ShardingError as error:
+            # A worker's error has its traceback before it, and where in that process it was behind it.
+            said = error.args[0].rpartition("ShardingError: ")[2].partition("\n  at ")[0]
+            return [torch.empty(0)] * len(self.shapes), "; ".join(map(str.strip, said.splitlines()))
 
     def _region(self, shape: tuple[int, ...], names: Dims) -> Region:
         """What this rank reads of each sample; the batch's own dimension is cut by choosing samples."""

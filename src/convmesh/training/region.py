@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import ceil, prod
 from typing import Any, Protocol
 
 import torch
@@ -12,10 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
+from ..sharding.dispatch import check_one_rank
 from ..sharding.errors import ShardingError, refuse
 from ..sharding.layout import Layout, dense_stride
+from .same_data import compare
 
 Region = tuple[slice, ...]
+_SAMPLED = 2**22  # of so many elements of an array that is no tensor yet ranks compare the values
 
 
 class ArrayLike(Protocol):
@@ -30,19 +34,29 @@ def shard(array: ArrayLike, mesh: DeviceMesh, **dims: int) -> DTensor:
     """The DTensor of `array`, cut over the mesh: `shard(image, mesh, h=2, w=3)` cuts dimension 2 over the mesh
     dimension named "h" and 3 over "w"; over mesh dimensions that are not named it is replicated.
 
-    Every rank gives the same array and reads only its own region of it; nothing is sent. The result is a new leaf for
+    Every rank gives the same array and reads only its own region of it; no part of it is sent. Ranks that give other
+    shapes, types or, in the first calls, other values than the others are told so. The result is a new leaf for
     autograd, which requires a gradient where a given tensor does.
     """
     layout = _layout(tuple(array.shape), mesh, dims)
     if isinstance(array, DTensor):
         raise ShardingError("shard: this is a DTensor already\n  remedy: tensor.redistribute(mesh, placements)")
-    if not isinstance(array, torch.Tensor):
-        return _wrap(read(array, _region(layout)), layout)
-    layout = replace(layout, stride=tuple(array.stride())).dense
+    tensor = array if isinstance(array, torch.Tensor) else None
+    if tensor is not None:
+        layout = replace(layout, stride=tuple(tensor.stride())).dense
+    part, in_memory = read(array, _region(layout)), _kind(array) != "file"
+    requires_grad = tensor is not None and tensor.requires_grad
+    compare(
+        "shard", mesh, f"{_kind(array)} {_facts(layout, part, dims)}{', requires a gradient' if requires_grad else ''}",
+        "give all ranks the same array, from the same files in the same order, shuffled with the same seed; "
+        f"where each has read a part, convmesh.from_region(part, shape, mesh, {_words(dims)})",
+        values=lambda: _sample(array) if in_memory else part,
+        copies_along=range(mesh.ndim) if in_memory else _copies_along(layout),
+    )  # fmt: skip
     # A tensor's part is a view, and would keep all of the tensor alive.
-    tensor = _wrap(read(array, _region(layout)).clone(), layout)
-    tensor.requires_grad_(array.requires_grad)
-    return tensor
+    placed = _wrap(part if tensor is None else part.clone(), layout)
+    placed.requires_grad_(requires_grad)
+    return placed
 
 
 def region(shape: tuple[int, ...] | DTensor, mesh: DeviceMesh | None = None, **dims: int) -> Region:
@@ -62,14 +76,27 @@ def region(shape: tuple[int, ...] | DTensor, mesh: DeviceMesh | None = None, **d
 
 
 def from_region(local: Any, shape: tuple[int, ...], mesh: DeviceMesh, **dims: int) -> DTensor:
-    """The DTensor of a global `shape` of which this rank has read its `region(shape, mesh, **dims)`."""
-    layout = _layout(tuple(shape), mesh, dims)
-    part = torch.as_tensor(local)
-    if mesh.get_coordinate() is not None and tuple(part.shape) != layout.local_shape:
-        raise ShardingError(
-            f"from_region: this rank's part of {layout.shape} has shape {layout.local_shape}, not {tuple(part.shape)}\n"
-            f"  remedy: read array[convmesh.region({layout.shape}, mesh, {_words(dims)})]"
-        )
+    """The DTensor of a global `shape` of which this rank has read its `region(shape, mesh, **dims)`.
+
+    Ranks with a region of another shape or type and, in the first calls, with other values than those that have the
+    same region are told so.
+    """
+    return assembled("from_region", torch.as_tensor(local), tuple(shape), mesh, dims)
+
+
+def assembled(
+    operation: str, part: torch.Tensor, shape: tuple[int, ...], mesh: DeviceMesh, dims: Mapping[str, int],
+    problem: str | None = None,
+) -> DTensor:  # fmt: skip
+    """`from_region`, or the error of all ranks if one has found a problem by itself."""
+    layout = _layout(shape, mesh, dims)
+    if problem is None and mesh.get_coordinate() is not None and tuple(part.shape) != layout.local_shape:
+        problem = f"this rank's part of {shape} has shape {layout.local_shape}, not {tuple(part.shape)}"
+    compare(
+        operation, mesh, _facts(layout, part, dims),
+        f"read array[convmesh.region({shape}, mesh, {_words(dims)})] on every rank, of the same array",
+        values=lambda: part, copies_along=_copies_along(layout), problem=problem,
+    )  # fmt: skip
     return _wrap(part, layout)
 
 
@@ -109,8 +136,31 @@ def placements(ndim: int, mesh: DeviceMesh, dims: Mapping[str, int]) -> tuple[Pl
 
 
 def _layout(shape: tuple[int, ...], mesh: DeviceMesh, dims: Mapping[str, int]) -> Layout:
+    check_one_rank("shard", mesh)
     stride = dense_stride(shape, torch.contiguous_format)
     return Layout(mesh, placements(len(shape), mesh, dims), shape, stride, torch.get_default_dtype())
+
+
+def _facts(layout: Layout, part: torch.Tensor, dims: Mapping[str, int]) -> str:
+    strides = "" if layout.memory_format == torch.contiguous_format else f" {layout.memory_format}"
+    return f"{layout.shape} {part.dtype}{strides}, {_words(dims) or 'replicated'}"
+
+
+def _copies_along(layout: Layout) -> list[int]:
+    return [mesh_dim for mesh_dim, placement in enumerate(layout.placements) if isinstance(placement, Replicate)]
+
+
+def _kind(array: ArrayLike) -> str:
+    """A file is all that is neither a tensor nor a numpy array in memory: a rank reads its own region of it only."""
+    in_memory = (type(array).__module__, type(array).__name__) == ("numpy", "ndarray")  # a memory map is another type
+    return "tensor" if isinstance(array, torch.Tensor) else "array" if in_memory else "file"
+
+
+def _sample(array: ArrayLike) -> torch.Tensor:
+    """All of an array in memory; of a large one that is no tensor yet, every so many indices of each dimension."""
+    step = ceil((prod(array.shape) / _SAMPLED) ** (1 / max(1, len(array.shape))))
+    every = slice(None, None, 1 if isinstance(array, torch.Tensor) else max(1, step))
+    return read(array, (every,) * len(array.shape))
 
 
 def _region(layout: Layout) -> Region:

@@ -1,0 +1,60 @@
+"""Optimizers that train nothing: made before `distribute`, which replaces parameters, or for another model.
+
+Parameters cannot stay the objects that they were: torch swaps no plain tensor for a DTensor.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..comm import caller
+from ..sharding.registry import while_installed
+
+_models: WeakSet[nn.Module] = WeakSet()
+_replaced: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+_distributed = 0  # how many models so far
+_looked_at: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+
+
+def remember(model: nn.Module, replaced: Iterable[torch.Tensor]) -> None:
+    """That a model was distributed, and which parameters it had before."""
+    global _distributed
+    _distributed += 1
+    _models.add(model)
+    _replaced.update({id(parameter): parameter for parameter in replaced})
+
+
+def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before its first step, and before the first one after a model was distributed."""
+    if torch.compiler.is_compiling() or _looked_at.get(optimizer) == _distributed:
+        return
+    _looked_at[optimizer] = _distributed
+    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    left = sum(_replaced.get(key) is parameter for key, parameter in held.items())
+    trained = [parameter for model in _models for parameter in model.parameters() if parameter.grad is not None]
+    name = type(optimizer).__name__
+    if left:
+        _warn(f"{left} of the {len(held)} parameters of this {name} are from before convmesh.distribute, which has "
+              "replaced them: nothing trains the new ones")  # fmt: skip
+    elif trained and all(parameter.grad is None for parameter in held.values()):
+        _warn(f"none of the {len(held)} parameters of this {name} has a gradient, while {len(trained)} of a "
+              "distributed model that it does not hold have")  # fmt: skip
+
+
+def _warn(what: str) -> None:
+    where = caller()
+    warnings.warn(
+        f"{what}\n  remedy: make the optimizer after convmesh.distribute(model, mesh), of model.parameters(); its "
+        f"state can be loaded from another one's: load_state_dict{f'{chr(10)}  at {where}' if where else ''}",
+        stacklevel=3,
+    )
+
+
+while_installed(lambda: register_optimizer_step_pre_hook(_look).remove)

@@ -1,0 +1,109 @@
+"""Whether the ranks of a mesh give one tensor: parts of different ones would train garbage without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _torch, comm
+from ..sharding.agreement import checking
+from ..sharding.cache import Kept
+from ..sharding.errors import ShardingError
+
+# Values are compared in so many calls on a mesh, and then in ever fewer: whenever their number is a power of two.
+FIRST_CALLS = 16
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW, _TEXT_BYTES, _SHOWN = 4096, 512, 8
+
+_calls = Kept(dict)  # by mesh: all ranks count alike, because all make their tensors in the same order
+
+
+def compare(
+    operation: str,
+    mesh: DeviceMesh,
+    facts: str,
+    remedy: str,
+    *,
+    values: Callable[[], torch.Tensor] | None = None,
+    copies_along: Sequence[int] = (),
+    problem: str | None = None,
+) -> None:
+    """Raise a `ShardingError`, on all ranks of the mesh alike, unless what they give makes up one tensor.
+
+    `facts`, which decide `copies_along` too, have to be the same on all ranks, and the bits of `values()` on those that
+    differ along `copies_along` only. `problem` is what this rank has found by itself. All ranks of the mesh call this,
+    at the same point.
+
+    Facts are compared in every call on a CPU, by one small message. Another device would have to finish its work for
+    it, and so compares facts only as often as values.
+    """
+    thorough = _is_thorough(mesh)
+    if thorough is None or not (thorough or mesh.device_type == "cpu"):
+        if problem is not None:
+            raise ShardingError(f"{operation}: {problem}\n  remedy: {remedy}")
+        return
+    everybody = range(mesh.ndim)
+    digest = int.from_bytes(blake2b(f"{operation} {facts}".encode(), digest_size=7).digest())
+    greatest, inverted_least, failed = _greatest([digest, ~digest, int(problem is not None)], mesh, everybody)
+    if failed:
+        raise _error(operation, "parts that do not fit", problem or "", mesh, remedy)
+    if greatest != ~inverted_least:
+        raise _error(operation, "different shapes, types or layouts", facts, mesh, remedy)
+    if not thorough or values is None or not copies_along:  # from here on the facts are the same, and so all go on
+        return
+    total = checksum(values())
+    greatest, inverted_least = _greatest([total, ~total], mesh, copies_along)
+    (differs,) = _greatest([int(greatest != ~inverted_least)], mesh, everybody)
+    if differs:
+        said = f"{facts}, checksum {total % 2**64:x}"
+        raise _error(operation, "different values where they should be equal", said, mesh, remedy)
+
+
+def _error(operation: str, what: str, said: str, mesh: DeviceMesh, remedy: str) -> ShardingError:
+    lines = [f"{operation}: the ranks give {what}", *_said_by_all(said, mesh), f"  remedy: {remedy}"]
+    return ShardingError("\n".join(lines))
+
+
+def _is_thorough(mesh: DeviceMesh) -> bool | None:
+    """Whether this call compares values, None where ranks have nothing to compare."""
+    if mesh.get_coordinate() is None or mesh.size() == 1 or torch.compiler.is_compiling() or _torch.tracing():
+        return None
+    calls: dict[DeviceMesh, int] = _calls.get()
+    calls[mesh] = number = calls.get(mesh, 0) + 1
+    return number <= FIRST_CALLS or number & (number - 1) == 0 or checking()
+
+
+def _greatest(numbers: list[int], mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[int]:
+    """Of every number the greatest that a rank along `mesh_dims` has. The least is the inverse of an inverse."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
+    if type(mine) is not torch.Tensor:  # fake tensors have no values
+        return numbers
+    found: list[int] = comm.all_reduce(mine, mesh, mesh_dims, "max").tolist()
+    return found
+
+
+def _said_by_all(text: str, mesh: DeviceMesh) -> list[str]:
+    """What each rank says, in lines; what several say in one, and nothing of those that say nothing."""
+    letters = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b" ")
+    mine = torch.tensor(list(letters), dtype=torch.uint8, device=mesh.device_type)
+    everybody = comm.side_by_side(mine, mesh, tuple(range(mesh.ndim))).tolist()
+    said: dict[str, list[str]] = {}
+    for rank, row in zip(mesh.mesh.flatten().tolist(), everybody, strict=True):
+        said.setdefault(bytes(row).decode(errors="replace").strip(" \0"), []).append(str(rank))
+    said.pop("", None)
+    lines = [f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {text}" for text, ranks in said.items()]
+    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"  and {len(lines) - _SHOWN} more"]
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Of the bits of a tensor and of their order, in two passes where the tensor is."""
+    tensor = tensor.detach().as_subclass(torch.Tensor)
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+    bits = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
+    rows = bits[: len(bits) // _ROW * _ROW].view(-1, _ROW)
+    sums = [rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64), bits[rows.numel() :].long()]
+    weighed = [(total * torch.arange(1, len(total) + 1, device=total.device)).sum() for total in sums]
+    return int(weighed[0] * 31 + weighed[1] + weighed[2] * 17)

@@ -1,0 +1,113 @@
+"""Mistakes of a training script that would train garbage, or nothing: they are said, with the call that helps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+import convmesh
+from tests.harness import Pool
+
+NAMES = ("data", "h")
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.PReLU(), nn.Flatten(2), nn.Linear(36, 2))
+
+
+def batch(mesh: DeviceMesh) -> torch.Tensor:
+    return convmesh.shard(torch.randn(4, 3, 6, 6), mesh, data=0)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> list[str]:
+    """What was warned of."""
+    model(batch(mesh)).square().mean().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+def check_optimizers(mesh: DeviceMesh) -> None:
+    plain = net()
+    early = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    plain(torch.randn(4, 3, 6, 6)).square().mean().backward()
+    early.step()  # it has state already
+    model = convmesh.distribute(plain, mesh)
+    (said,) = step(model, early, mesh)
+    assert "7 of the 7 parameters of this SGD are from before" in said
+    assert "remedy: make the optimizer after convmesh.distribute(model, mesh)" in said
+    assert "test_mistakes.py:" in said
+    assert step(model, early, mesh) == []  # once
+
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert step(model, late, mesh) == []
+    mixed = torch.optim.SGD([*model.parameters(), *early.param_groups[0]["params"][:2]], lr=0.1)
+    assert "2 of the 9 parameters" in step(model, mixed, mesh)[0]
+
+    stranger = torch.optim.Adam(net().parameters())
+    (said,) = step(model, stranger, mesh)
+    assert "none of the 7 parameters of this Adam has a gradient" in said
+    beside = net()  # a model of this rank alone, which is trained by itself
+    beside(torch.randn(4, 3, 6, 6)).square().mean().backward()
+    assert step(model, torch.optim.Adam(beside.parameters()), mesh) == []
+    other = convmesh.distribute(net(), mesh)
+    assert step(other, late, mesh) == []  # it does train something, as each of the two optimizers of a GAN does
+    convmesh.disable()
+    assert step_alone(torch.optim.SGD(early.param_groups[0]["params"], lr=0.1)) == []
+
+
+def step_alone(optimizer: torch.optim.Optimizer) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+def test_optimizers_that_train_nothing(pool: Pool) -> None:
+    pool.run(check_optimizers, mesh=(2, 2), names=NAMES)
+
+
+def refused(words: str, attempt: Callable[[], Any]) -> None:
+    """With the line of `attempt`, which is the user's."""
+    line = attempt.__code__.co_firstlineno
+    with pytest.raises(convmesh.ShardingError, match=words) as caught:
+        attempt()
+    assert f"\n  at {__file__}:{line}" in str(caught.value), str(caught.value)
+
+
+DISTRIBUTE = r"remedy: .*convmesh\.distribute\(model, mesh\)"
+
+
+def check_models(mesh: DeviceMesh) -> None:
+    model, plain = convmesh.distribute(net(), mesh), net()
+    x = batch(mesh)
+    refused(r"remedy: convmesh\.shard", lambda: model(x.full_tensor()))
+    refused(DISTRIBUTE, lambda: plain(x))
+    for layer in (nn.Linear(6, 3), nn.GroupNorm(3, 3), nn.PReLU(), nn.BatchNorm2d(3).requires_grad_(False)):
+        refused(DISTRIBUTE, lambda layer=layer: layer(x))
+    for number in (nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(1))):
+        refused(DISTRIBUTE, lambda number=number: x * number)
+    refused(rf"DistributedDataParallel.*{DISTRIBUTE[8:]}", lambda: DistributedDataParallel(model))
+    unsynchronised = DistributedDataParallel(convmesh.distribute(nn.Conv2d(3, 4, 3), mesh), init_sync=False)
+    refused(rf"DistributedDataParallel\n.*{DISTRIBUTE[8:]}", lambda: unsynchronised(x))
+    refused("torch.distributed, allreduce_", lambda: torch.distributed.all_reduce(x))
+    model(x)  # still works
+    assert (x * torch.ones(())).shape == x.shape
+    convmesh.disable()
+
+
+def test_models_and_inputs_that_do_not_go_together(pool: Pool) -> None:
+    pool.run(check_models, mesh=(2, 2), names=NAMES)
+
+
+def test_an_error_in_a_thread_without_a_line_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convmesh.sharding.errors.caller", lambda: None)
+    assert str(convmesh.ShardingError("what")) == "what"
