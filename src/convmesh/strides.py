@@ -69,6 +69,12 @@ def usual(local: torch.Tensor, whole: Stride) -> torch.Tensor:
     return local if stride is None else local.as_strided(shape, stride)
 
 
+def is_usual(shape: tuple[int, ...], stride: Stride, whole: Stride) -> bool:
+    """Whether a part of this shape has such strides already."""
+    sane = (1 not in shape and 0 not in shape) or len(shape) != len(whole)
+    return sane or _usual_stride(shape, stride, whole) is None
+
+
 @_kept
 def _usual_stride(shape: tuple[int, ...], stride: Stride, whole: Stride) -> Stride | None:
     """Those of a memory format, if the part has one; else, along dimensions of size 1, as far as the dimensions inside

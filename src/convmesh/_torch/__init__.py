@@ -34,6 +34,7 @@ from .groups import group_called as group_called
 from .groups import inherit_timeout as inherit_timeout
 from .groups import inside_ddp as inside_ddp
 from .groups import is_gloo as is_gloo
+from .groups import messages_between as messages_between
 from .groups import store as store
 from .groups import timeout_of as timeout_of
 from .guards import guard_what_rules_know as guard_what_rules_know

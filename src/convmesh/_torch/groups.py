@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,16 @@ def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
     if found in (default_pg_timeout, default_pg_nccl_timeout) and found != wanted:
         # Newer releases of torch have a public function for it, and warn of the private one.
         getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(wanted, group)
+
+
+def messages_between(ranks: tuple[int, ...], purpose: str, timeout: timedelta) -> Any:
+    """A gloo group of these ranks, which make it together; no other rank has to come.
+
+    torch's own way (`use_local_synchronization`) names a group by how many a rank has, and ranks may have different
+    numbers of them: then each waits for a group that nobody else makes.
+    """
+    meeting = dist.distributed_c10d.PrefixStore(f"convmesh/{purpose}/{'-'.join(map(str, ranks))}", store())
+    return dist.ProcessGroupGloo(meeting, ranks.index(dist.get_rank()), len(ranks), timeout)
 
 
 def inside_ddp() -> bool:

@@ -68,6 +68,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch.ops.aten.upsample_nearest2d.default, "_dispatch_cache"),
     (torch.compiler.config, "cache_key_tag"),
     (torch.fx.traceback, "current_meta"),
+    (dist, "ProcessGroupGloo"),
     (dist.distributed_c10d._world, "pg_names"),
     (dist.distributed_c10d._world, "pg_group_ranks"),
     (torch.Tensor, "_version"),

@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ..strides import usual
+from ..strides import is_usual, usual
 from .arrivals import memory_of
 from .collectives import arrived
 from .order import in_order
@@ -29,6 +29,9 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     local = arrived(tensor._local_tensor)
     if type(local) is torch.Tensor:
         return usual(local, meta.stride)
+    numbers = all(type(number) is int for number in (*local.shape, *local.stride(), *meta.stride))
+    if numbers and is_usual(tuple(local.shape), local.stride(), meta.stride):
+        return local
     for dim in range(local.dim()):  # a compiler takes no writes through as_strided
         local = local.squeeze(dim).unsqueeze(dim) if type(local.shape[dim]) is int and local.shape[dim] == 1 else local
     return local

@@ -55,11 +55,16 @@ def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], wish: Placements | No
         return Replicate() if isinstance(placement, Shard) and placement.dim in repeated else placement
 
     placements = tuple(map(kept, layout.placements))
+    grown = {*range(new), *(dim + new for dim in repeated)}
+    if wish is not None and grows:  # a rank cuts what it has all of, or is sent its part of a sum alone
+        placements = tuple(
+            Shard(w.dim - new) if isinstance(p, Replicate) and type(w) is Shard and w.dim not in grown else p
+            for p, w in zip(placements, wish, strict=True)
+        )
     source = layout.placed(placements)
     stride = (*(0,) * new, *(0 if dim in repeated else step for dim, step in enumerate(layout.stride)))
     outputs = tuple(Shard(p.dim + new) if isinstance(p, Shard) else p for p in placements)
     if wish is not None:
-        grown = {*range(new), *(dim + new for dim in repeated)}
         taken = [type(p) is Shard and p.dim in grown for p in wish]
         outputs = tuple(
             w if free and isinstance(p, Replicate) else p for p, w, free in zip(outputs, wish, taken, strict=True)

@@ -64,9 +64,12 @@ class Lists:
             if self._aligned or number not in self._lists:
                 continue
             for tensor, result, target in zip(self.values[number], local[number], self.targets, strict=True):
-                if isinstance(tensor, DTensor) and target is not None and result is not _torch.local_of(tensor):
+                if not isinstance(tensor, DTensor) or target is None:
+                    continue
+                memory = _torch.memory_of(result)
+                if memory != _torch.memory_of(_torch.local_of(tensor)):
                     sum = self._reduced.get(id(tensor))
-                    if sum is not None and result is _torch.local_of(sum):
+                    if sum is not None and memory == _torch.memory_of(_torch.local_of(sum)):
                         put_back(tensor, sum)
                     else:
                         assign(tensor, _torch.wrap(result, target.spec))

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 _DISK = timedelta(hours=1)
 _SHOWN = 4
 # By the world that they are part of, and the ranks in it.
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -164,10 +164,7 @@ class _Channel:
         self.timeout = _torch.timeout_of(world)
         known = _groups.setdefault(world, {})
         if ranks not in known:
-            known[ranks] = dist.new_group(
-                list(ranks), timeout=self.timeout, backend="gloo", use_local_synchronization=True,
-                group_desc="convmesh_checkpoint",
-            )  # fmt: skip
+            known[ranks] = _torch.messages_between(ranks, "checkpoint", self.timeout)
         self._group = known[ranks]
 
     def send(self, message: dict[str, Any], to: int) -> None:
