@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from .. import _torch
 from ..comm import Line, from_owner, line, owner_plan
@@ -95,7 +95,12 @@ def plan_select_backward(
     if gradient.shape != (*shape[:dim], *shape[dim + 1 :]) or not -shape[dim] <= index < shape[dim]:
         raise refuse("select_backward", f"not the gradient of an index of a tensor of shape {shape}",
                      (("grad_output", gradient),), "give a gradient of the selected shape")  # fmt: skip
-    source = tuple(settled(p) for p in gradient.placements)
+    # A Partial of the whole tensor would be whole on every rank: the one index is added up instead.
+    cut = [before is not None and at == Shard(dim) for at in before or gradient.placements]
+    source = tuple(
+        Replicate() if sharded and isinstance(p, Partial) else settled(p)
+        for p, sharded in zip(gradient.placements, cut, strict=True)
+    )
     placements = []
     for mesh_dim, placement in enumerate(source):
         if isinstance(placement, Shard):
