@@ -25,7 +25,8 @@ aten = torch.ops.aten
 R, P = Replicate(), Partial()
 
 EMBEDDING = Behaviour(
-    "linear", "all dimensions of the indices, both of the table", "nothing: of a table cut by rows a pending sum",
+    "linear", "all dimensions of the indices, both of the table",
+    "nothing: of a table cut by rows a pending sum; on CPUs one number, for bad indices, where these are cut",
     "sparse gradients",
 )  # fmt: skip
 

@@ -19,7 +19,8 @@ from ..sharding.registry import Behaviour, rule
 aten = torch.ops.aten
 
 EXPAND = Behaviour(
-    "elementwise", "all dimensions but those that are repeated",
+    "elementwise",
+    "all dimensions but those that are repeated; in backward as the tensor was whose gradient it becomes",
     "pending sums, before they grow; the one index of a sharded dimension that is repeated, from its owner to all",
 )  # fmt: skip
 

@@ -48,7 +48,7 @@ class GatherPlan:
         "all dimensions; the indexed one of the input if the indices are replicated (a pending sum) or cut themselves",
         "nothing, where the indexed dimension is whole; else an all-to-all of the input or of the indices and results, "
         "whichever is less; compiled code makes the input whole if no other dimension has an index for every rank",
-        "tensors with different numbers of dimensions",
+        "tensors with different numbers of dimensions, but for 0-d beside 1-d",
     ),
 )
 def gather(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

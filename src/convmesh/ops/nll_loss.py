@@ -28,7 +28,9 @@ from .reduce_plan import absent, cutting, settled, wide, wrap_dense
 aten = torch.ops.aten
 
 FORWARD = Behaviour(
-    "losses", "batch, classes, space", "all-reduce of 3 numbers; of the picked values where classes are cut, unreduced"
+    "losses",
+    "batch, classes, space",
+    "all-reduce of 3 numbers; of the picked values where classes are cut, unreduced (on CPUs also one, for bad targets)",
 )
 BACKWARD = Behaviour("losses", "batch, classes, space", "nothing")
 

@@ -33,8 +33,9 @@ R = Replicate()
 
 SCATTER = Behaviour(
     "indexing", "all dimensions",
-    "nothing, where the indexed dimension is whole; else indices and values, to the owners of their places",
-    "an input and an index with different numbers of dimensions",
+    "nothing, where the indexed dimension is whole; else indices and values, to the owners of their places; on CPUs "
+    "one number, for bad indices, where these are cut",
+    "an input and an index with different numbers of dimensions, but for 0-d beside 1-d",
 )  # fmt: skip
 ZEROS = Behaviour("elementwise", "in backward cut as the tensor was whose gradient it becomes", "nothing")
 

@@ -112,7 +112,11 @@ def plan_select_backward(
     return gradient.placed(source), Layout(gradient.mesh, tuple(placements), shape, stride, gradient.dtype)
 
 
-SELECT_BACKWARD = Behaviour("indexing", "all dimensions, pending sums", "nothing")
+SELECT_BACKWARD = Behaviour(
+    "indexing",
+    "all dimensions, pending sums",
+    "nothing; a pending sum, of the one index of a dimension that was sharded",
+)
 
 
 @rule(aten.select_backward.default, behaviour=SELECT_BACKWARD)
