@@ -30,7 +30,7 @@ aten = torch.ops.aten
 FORWARD = Behaviour(
     "losses",
     "batch, classes, space",
-    "all-reduce of 3 numbers; of the picked values where classes are cut, unreduced (on CPUs also one, for bad targets)",
+    "all-reduce of 3 numbers; of the picked values where classes are cut, unreduced (on CPUs one, for bad targets)",
 )
 BACKWARD = Behaviour("losses", "batch, classes, space", "nothing")
 
