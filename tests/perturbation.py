@@ -89,12 +89,10 @@ def _digest(tensor: torch.Tensor) -> str:
 @contextmanager
 def kernels(has_them: bool) -> Iterator[None]:
     """All ranks ask each other anew what they have, and this one has compiled kernels or not."""
-    with pytest.MonkeyPatch.context() as patch:
-        facts.forget()
+    with pytest.MonkeyPatch.context() as patch, facts.asked_anew("kernels or not"):
         if not has_them:
             patch.setattr(library, "_library", lambda: None)
         yield
-    facts.forget()
 
 
 @contextmanager

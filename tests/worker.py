@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+import convmesh
+
 WORLD_SIZE = 4
 
 MeshKey = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]
@@ -83,7 +85,10 @@ def serve(rank: int, pipe: Connection, store_file: Path, stack_file: Path) -> No
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             fn, args = unpack(packed_call)
-            return fn(meshes[key], *args)
+            try:
+                return fn(meshes[key], *args)
+            finally:
+                convmesh.disable()  # which `distribute` leaves on
 
     with stack_file.open("w") as stack_output:
         faulthandler.register(signal.SIGUSR1, file=stack_output, all_threads=False)

@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -64,7 +63,7 @@ WAYS: Mapping[str, Callable[[DeviceMesh], list[Tensor]]] = {
 @contextmanager
 def nothing_known(case: str) -> Iterator[None]:
     """Nor agreed upon; and what is agreed upon here, other ranks and other tests do not know."""
-    with mock.patch.object(facts, "_round", case), mock.patch.object(facts, "_answers", WeakKeyDictionary()):
+    with facts.asked_anew(case):
         choice.forget()
         yield
     choice.forget()

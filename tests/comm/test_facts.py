@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from convmesh.comm.facts import agreed, forget, of_first_rank
+from convmesh.comm.facts import agreed, asked_anew, of_first_rank
 from tests.harness import Pool
 from tests.launch import launch
 
@@ -20,17 +20,17 @@ def never() -> bool:
 
 def asked(mesh: DeviceMesh, odd: int | None) -> dict[str, object]:
     """One rank, or none, says no."""
-    forget()
-    me = dist.get_rank()
-    alone = agreed("alone", never, mesh, together=False)
-    with FakeTensorMode():
-        traced = agreed("fact", never, mesh)
-    first = agreed("fact", lambda: me != odd, mesh)
-    again = agreed("fact", never, mesh), agreed("fact", never, mesh, together=False)
-    outside = DeviceMesh("cpu", torch.tensor([1, 2]), _init_backend=False, _rank=me)
-    there = agreed("fact", lambda: me != odd, outside)
-    said = of_first_rank("words", lambda: f"of {me}", mesh)
-    return {"alone": alone, "traced": traced, "first": first, "again": again, "there": there, "said": said}
+    with asked_anew(f"one says no: {odd}"):
+        me = dist.get_rank()
+        alone = agreed("alone", never, mesh, together=False)
+        with FakeTensorMode():
+            traced = agreed("fact", never, mesh)
+        first = agreed("fact", lambda: me != odd, mesh)
+        again = agreed("fact", never, mesh), agreed("fact", never, mesh, together=False)
+        outside = DeviceMesh("cpu", torch.tensor([1, 2]), _init_backend=False, _rank=me)
+        there = agreed("fact", lambda: me != odd, outside)
+        said = of_first_rank("words", lambda: f"of {me}", mesh)
+        return {"alone": alone, "traced": traced, "first": first, "again": again, "there": there, "said": said}
 
 
 @pytest.mark.parametrize("odd", [None, 0, 3])
@@ -48,9 +48,9 @@ def test_groups_of_a_mesh_agree_each_for_itself(pool: Pool) -> None:
 
 
 def rows(mesh: DeviceMesh) -> bool:
-    forget()
     row = DeviceMesh("cpu", mesh.mesh[mesh.get_local_rank(0)].clone(), _init_backend=False)
-    return agreed("row", lambda: dist.get_rank() != 2, row)
+    with asked_anew("rows"):
+        return agreed("row", lambda: dist.get_rank() != 2, row)
 
 
 def test_without_other_processes_a_rank_answers_for_itself() -> None:

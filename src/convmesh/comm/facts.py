@@ -9,7 +9,8 @@ It is no collective, and so it cannot be taken for one. A rank waits here only f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,7 @@ from .watch import CommunicationError
 
 # By world, since a new one may have other processes: what every rank of a mesh has answered, in ascending rank.
 _answers: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, DeviceMesh], list[str]]] = WeakKeyDictionary()
-_round = 0
+_occasion = ""
 
 
 def agreed(fact: str, holds: Callable[[], bool], mesh: DeviceMesh | None, together: bool = True) -> bool:
@@ -43,11 +44,16 @@ def of_first_rank(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, to
     return None if answers is None else answers[0]
 
 
-def forget() -> None:
-    """Ask again. All ranks do this, or none."""
-    global _round
-    _round += 1
-    _answers.clear()
+@contextmanager
+def asked_anew(occasion: str) -> Iterator[None]:
+    """Within it nothing is agreed upon yet, and afterwards what was before; the ranks that enter name it alike."""
+    global _answers, _occasion
+    before = _answers, _occasion
+    _answers, _occasion = WeakKeyDictionary(), occasion
+    try:
+        yield
+    finally:
+        _answers, _occasion = before
 
 
 def _everybodys(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, together: bool) -> list[str] | None:
@@ -69,7 +75,7 @@ def _ask(fact: str, mine: str, mesh: DeviceMesh, world: dist.ProcessGroup) -> li
     if len(ranks) == 1 or dist.get_backend(world) == "fake":  # there is nobody else
         return [mine]
     store = _torch.store()
-    prefix = f"convmesh/agreed/{_round}/{fact}/{blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+    prefix = f"convmesh/agreed/{_occasion}/{fact}/{blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     try:
         store.set(keys[dist.get_rank()], mine)
