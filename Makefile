@@ -30,7 +30,8 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 # Two halves at a time: ranks mostly wait for each other, and leave room for the other half's.
-HALF := tests/batching tests/comm tests/models tests/sharding tests/training tests/test_conformance.py tests/test_demo.py tests/test_examples.py tests/test_networks.py
+HALF := tests/batching tests/comm tests/kernels tests/models tests/sharding tests/training tests/test_conformance.py tests/test_demo.py tests/test_examples.py \
+        tests/test_harness.py tests/test_install.py tests/test_networks.py tests/test_programs.py
 unit: $(READY)
 	@$(BIN)/pytest $(HALF) > $(VENV)/half.log 2>&1 & half=$$!; \
 	$(BIN)/pytest $(HALF:%=--ignore %); rest=$$?; \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Signature:
         return any(number >= self.by_name for number in self.written)
 
 
-@lru_cache(maxsize=1024)
+@cache
 def signature(operator: Operator) -> Signature:
     schema = operator._schema.arguments
     return Signature(
@@ -114,6 +114,7 @@ def values_alone() -> tuple[Operator, ...]:
     )
 
 
+@cache
 def functional_of(operator: Operator) -> Operator | None:
     """Of an operator that writes into its first argument, the one that returns a new tensor instead."""
     if signature(operator).written != {0} or not name_of(operator).endswith("_") or not gives_one_tensor(operator):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -118,8 +118,12 @@ def guard_writes() -> None:
     table = _torch.handlers()
     for operator in _torch.writing_operators():
         if operator not in table:
-            stock = _take_apart if _torch.is_composite(operator) else _torch.stock
-            _guards[operator] = table[operator] = parts.tracked(operator, stock)
+            _guards[operator] = table[operator] = _guarded(operator)
+
+
+@cache
+def _guarded(operator: Operator) -> Handler:
+    return parts.tracked(operator, _take_apart if _torch.is_composite(operator) else _torch.stock)
 
 
 def while_installed(start: Callable[[], Callable[[], None]]) -> None:
