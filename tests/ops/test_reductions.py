@@ -9,7 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+import convmesh
+from tests.cases import place
 from tests.harness import Pool
 from tests.ops.agreement import Sample, agree
 
@@ -69,3 +72,17 @@ def reduce_sharded(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
 def test_reductions_agree_with_one_process_without_gathering(pool: Pool, mesh: tuple[int, ...]) -> None:
     cases = [(name, at) for name in FUNCTIONS for at in PLACES[mesh]]
     pool.run_cases(reduce_sharded, cases, mesh=mesh)
+
+
+def gradients_of_two_places(mesh: DeviceMesh) -> None:
+    """Of tensors of one shape, each gradient lies as its own tensor does."""
+    with convmesh.enable():
+        for at in (0, "R", 1, "R"):
+            x = place(torch.randn(4, 6), mesh, (at,)).requires_grad_()
+            (x * 2).sum().backward()
+            assert isinstance(x.grad, DTensor)
+            assert x.grad.placements == x.placements
+
+
+def test_gradients_lie_as_their_tensors(pool: Pool) -> None:
+    pool.run(gradients_of_two_places, mesh=(2,))

@@ -131,8 +131,9 @@ def begin(
     (spec,) = specs_of(operator, (("input", input),))
     dims = dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     plan = plan_reduction(operator, spec, dims, keepdim, linear)
-    if plan.operand.cuts:
-        remember(spec)  # its gradient is expanded to its shape, or written into zeros
+    remember(
+        spec
+    )  # its gradient is expanded to its shape, or written into zeros; an earlier tensor's place is forgotten
     if plan.mesh.get_coordinate() is None:
         return plan, None
     return plan, move(input, plan.operand)
