@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import convmesh
-from convmesh.ops import conv_border, tiling
+from convmesh.ops._core import tiles
+from convmesh.ops.convolution import halo_taps
 from tests.compare import assert_close
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 4), (4, 1), (2, 1), (1, 2)]
@@ -155,14 +156,14 @@ def _border(case: Case) -> Iterator[None]:
 
     Strips need something inside.
     """
-    usual = (tiling.LARGEST_BORDER, conv_border.FEWEST_CHANNELS)
+    usual = (tiles.LARGEST_BORDER, halo_taps.FEWEST_CHANNELS)
     by_tap = case.seed % 3 == 1 and case.dtype != torch.bfloat16
     if case.seed % 3:
-        tiling.LARGEST_BORDER, conv_border.FEWEST_CHANNELS = (1.0, 1) if by_tap else (0.99, 10**9)
+        tiles.LARGEST_BORDER, halo_taps.FEWEST_CHANNELS = (1.0, 1) if by_tap else (0.99, 10**9)
     try:
         yield
     finally:
-        tiling.LARGEST_BORDER, conv_border.FEWEST_CHANNELS = usual
+        tiles.LARGEST_BORDER, halo_taps.FEWEST_CHANNELS = usual
 
 
 def _scales(case: Case) -> dict[str, float | None]:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_iter, tree_leaves
 
 from convmesh import _torch, comm
 from convmesh.batching import choice, cost
-from convmesh.comm import facts
+from convmesh.comm import agreed_facts
 from convmesh.kernels import library
 from convmesh.sharding import registry
 
@@ -89,7 +89,7 @@ def _digest(tensor: torch.Tensor) -> str:
 @contextmanager
 def kernels(has_them: bool) -> Iterator[None]:
     """All ranks ask each other anew what they have, and this one has compiled kernels or not."""
-    with pytest.MonkeyPatch.context() as patch, facts.asked_anew("kernels or not"):
+    with pytest.MonkeyPatch.context() as patch, agreed_facts.asked_anew("kernels or not"):
         if not has_them:
             patch.setattr(library, "_library", lambda: None)
         yield

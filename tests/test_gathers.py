@@ -12,8 +12,8 @@ from torch.distributed.tensor import Replicate
 
 import convmesh
 from convmesh import _torch
-from convmesh.comm import mailbox
 from convmesh.comm.reduce import side_by_side
+from convmesh.comm.shared_memory import mailbox
 from tests.cases import place
 from tests.gathers import Sizes, is_sent_whole, is_whole
 from tests.harness import Pool

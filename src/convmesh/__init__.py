@@ -12,8 +12,8 @@ from .batching import per_sample_norms as per_sample_norms
 from .comm import CommunicationError as CommunicationError
 from .comm import count_traffic as count_traffic
 from .sharding.buffers import implicit_replication as implicit_replication
+from .sharding.debug.rendezvous import MismatchError as MismatchError
 from .sharding.errors import ShardingError as ShardingError
-from .sharding.rendezvous import MismatchError as MismatchError
 from .training import CheckpointError as CheckpointError
 from .training import PendingCheckpoint as PendingCheckpoint
 from .training import distribute as distribute

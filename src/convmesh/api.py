@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import batching
 from . import ops as ops  # declares the rules
-from .sharding import agreement, registry
-from .sharding import attributes as attributes  # declares what Python sees of a DTensor
+from .sharding import dtensor_attributes as dtensor_attributes  # declares what Python sees of a DTensor
+from .sharding import registry
+from .sharding.debug import agreement
 
 _one_at_a_time = Lock()  # threads may be ranks
 

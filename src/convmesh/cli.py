@@ -14,7 +14,7 @@ from .batching import calibrate
 from .demo import command as demo
 from .sharding.registry import Behaviour, declared
 
-HEADINGS = ("operator", "stays sharded", "what travels", "refused")
+HEADINGS = ("operator", "stays sharded", "communication", "refused")
 INTRODUCTION = """\
 # Operators
 
@@ -45,7 +45,7 @@ def families(rows: Iterable[Row]) -> Iterable[tuple[str, list[Row]]]:
 
 def cells(row: Row) -> tuple[str, ...]:
     names, behaviour = row
-    return names, behaviour.stays, behaviour.travels, behaviour.refused
+    return names, behaviour.stays, behaviour.communication, behaviour.refused
 
 
 def markdown() -> str:

@@ -22,7 +22,7 @@ from torch.func import grad, vmap
 import convmesh
 from convmesh import batching, kernels
 from convmesh.batching import choice, cost, machines
-from convmesh.comm import facts
+from convmesh.comm import agreed_facts
 from tests.cases import place
 from tests.compare import same_on_all_ranks
 from tests.harness import Pool
@@ -63,7 +63,7 @@ WAYS: Mapping[str, Callable[[DeviceMesh], list[Tensor]]] = {
 @contextmanager
 def nothing_known(case: str) -> Iterator[None]:
     """Nor agreed upon; and what is agreed upon here, other ranks and other tests do not know."""
-    with facts.asked_anew(case):
+    with agreed_facts.asked_anew(case):
         choice.forget()
         yield
     choice.forget()

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import convmesh
 from convmesh import _torch
 from convmesh._torch import arrivals
-from convmesh.comm import mailbox, watch
+from convmesh.comm.failures import interception
+from convmesh.comm.shared_memory import mailbox
 from tests.harness import Pool
 
 
@@ -62,7 +63,7 @@ def test_of_messages_that_nobody_waits_for_only_the_last_are_kept(pool: Pool) ->
 
 
 def policies(mesh: DeviceMesh) -> list[int]:
-    watch._known.discard(mesh.get_group())  # as before its first message
+    interception._known.discard(mesh.get_group())  # as before its first message
     with by_gloo(mesh):
         _torch.wait(send(mesh))
     return [os.sched_getscheduler(thread) for thread in _torch.listeners()]

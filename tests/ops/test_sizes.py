@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten
 
 import convmesh
 from convmesh import _torch
-from convmesh.comm.watch import observe
-from convmesh.sharding.constants import constants_allowed
+from convmesh.comm.failures.interception import observe
+from convmesh.sharding.implicit_replication import constants_allowed
 from convmesh.sharding.registry import declared
 from tests.cases import place
 from tests.gathers import Sizes

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
-from convmesh.ops.pointwise import OPERATORS, WRITING
+from convmesh.ops.elementwise.pointwise import OPERATORS, WRITING
 from convmesh.strides import dense_stride, format_of, usual
 from tests.cases import place
 from tests.conformance import load

@@ -20,7 +20,8 @@ from convmesh.sharding import registry
 from tests.batching import test_sharded as mapped
 from tests.cases import place
 from tests.harness import Pool
-from tests.ops import families, test_optim
+from tests.ops import families
+from tests.ops.optimizers import test_foreach
 from tests.ops.snippets import SHAPE, SNIPPETS
 from tests.ops.test_snippets import outputs_and_gradient
 from tests.perturbation import Record, kernels, perturbed, record
@@ -41,8 +42,8 @@ def snippet(name: str, mesh: DeviceMesh) -> Any:
     return outputs_and_gradient(name, place(x, mesh, (3,)).requires_grad_())[:2]
 
 
-def optimizer(recipe: test_optim.Recipe, mesh: DeviceMesh) -> Any:
-    return test_optim.train(recipe, mesh, [(("R",), ("P",))] * 5)
+def optimizer(recipe: test_foreach.Recipe, mesh: DeviceMesh) -> Any:
+    return test_foreach.train(recipe, mesh, [(("R",), ("P",))] * 5)
 
 
 def mapped_convolution(kind: str, where: str, mesh: DeviceMesh) -> Any:
@@ -98,7 +99,7 @@ def programs(folder: Path) -> dict[str, Program]:
     for name in families.FUNCTIONS:
         found |= {f"{name}, {'sharded' if at == 2 else 'replicated'}": partial(family, name, at) for at in (2, "R")}
     found |= {f"snippet: {name}": partial(snippet, name) for name in SNIPPETS}
-    recipes = [*test_optim.RECIPES, *test_optim.CLIPPED, *test_optim.SCALED]
+    recipes = [*test_foreach.RECIPES, *test_foreach.CLIPPED, *test_foreach.SCALED]
     found |= {f"optimizer: {recipe}": partial(optimizer, recipe) for recipe in recipes}
     found |= {f"clipped {by}": partial(clipped, by) for by in (True, False)}
     found |= {

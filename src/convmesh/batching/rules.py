@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..sharding.constants import constants_allowed
+from ..sharding.implicit_replication import constants_allowed
 from ._functorch import Keys, Nature, below_vmap, current_level, innermost, nature_of, unwrap, wrap
 from .algorithms import Task, add_bias
 from .choice import Decision, attend, choose

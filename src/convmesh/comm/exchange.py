@@ -15,8 +15,8 @@ import torch
 
 from .. import _torch
 from ..geometry import Box, HaloPlan, Interval
-from .held import Block, Held
-from .line import Line
+from .blocks import Block, Held
+from .rank_line import Line
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from math import prod
 import torch
 
 from ..geometry import HaloPlan, Interval, shards
+from .blocks import Held
 from .exchange import Halo, start
-from .held import Held
-from .line import Line
+from .rank_line import Line
 
 
 def owner_plan(size: int, index: int, mesh_sizes: tuple[int, ...]) -> HaloPlan:

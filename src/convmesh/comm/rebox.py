@@ -8,8 +8,8 @@ import torch
 
 from .. import _torch
 from ..geometry import Box, volume
-from .held import Block, Held
-from .line import Line
+from .blocks import Block, Held
+from .rank_line import Line
 
 
 def rebox(tensor: torch.Tensor, owned: Sequence[Box], wanted: Sequence[Box], line: Line) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from .. import _torch
 from ..geometry import shards
-from .line import Line
+from .rank_line import Line
 
 
 def swap(tensor: torch.Tensor, cut: int, size: int, wanted: int, line: Line) -> torch.Tensor:

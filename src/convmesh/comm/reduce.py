@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
-from .mailbox import mailbox_of
+from .shared_memory.mailbox import mailbox_of
 
 # gloo reduces in several rounds, each of which has to wake threads of all ranks; one round of messages from each to
 # each is there in half the time, as long as it is latency that counts (measured with 2 and 4 ranks): up to so many

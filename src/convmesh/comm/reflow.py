@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from .. import _torch
 from ..geometry import Interval, Stripes
-from .line import Line
+from .rank_line import Line
 
 Ranges = tuple[Interval, ...]
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
 from ..geometry import Interval
-from .line import Line, line
+from .rank_line import Line, line
 from .reduce import side_by_side
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from .halo_plan import Parts
 from .interval import Interval
-from .plan import Parts
 
 
 @dataclass(frozen=True, slots=True)

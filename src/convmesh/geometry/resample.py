@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from math import floor, pi, sin
 
-from .reading import Runs
+from .dependence import Runs
 
 Tap = tuple[int, float]
 

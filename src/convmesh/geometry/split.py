@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from .halo_plan import HaloPlan
 from .interval import Interval, shards
-from .plan import HaloPlan
 from .window import Window
 
 Box = tuple[Interval, ...]

@@ -1,71 +1,7 @@
-"""The operators, one family a file. Importing this package declares their rules."""
+"""The operators' rules: a folder for each family of docs/operators.md. Importing this package declares all of them."""
 
-from . import adaptive_average as adaptive_average
-from . import adaptive_max as adaptive_max
-from . import affine_grid as affine_grid
-from . import arg_reduce as arg_reduce
-from . import attention as attention
-from . import attention_kernel as attention_kernel
-from . import batch_norm as batch_norm
-from . import batch_norm_backward as batch_norm_backward
-from . import conv as conv
-from . import counting as counting
-from . import cross_entropy as cross_entropy
-from . import cumulative as cumulative
-from . import diagonal as diagonal
-from . import distance as distance
-from . import dropout as dropout
-from . import embedding as embedding
-from . import expand as expand
-from . import fourier as fourier
-from . import gated as gated
-from . import gather_along as gather_along
-from . import gather_index as gather_index
-from . import grid as grid
-from . import group_norm as group_norm
-from . import index as index
-from . import index_fill as index_fill
-from . import index_put as index_put
-from . import instance_norm as instance_norm
-from . import join as join
-from . import layer_norm as layer_norm
-from . import linear as linear
-from . import loss as loss
-from . import masks as masks
-from . import matrices as matrices
-from . import moments as moments
-from . import nll_loss as nll_loss
-from . import one_hot as one_hot
-from . import optim as optim
-from . import ordered as ordered
-from . import pad as pad
-from . import parts as parts
-from . import pointwise as pointwise
-from . import pool as pool
-from . import prelu as prelu
-from . import product as product
-from . import quantile as quantile
-from . import random as random
-from . import reduce as reduce
-from . import rename as rename
-from . import repeat as repeat
-from . import resample as resample
-from . import rms_norm as rms_norm
-from . import scale as scale
-from . import scatter as scatter
-from . import searching as searching
-from . import select as select
-from . import shuffle as shuffle
-from . import slicing as slicing
-from . import softmax as softmax
-from . import take as take
-from . import tensor_split as tensor_split
-from . import triangle as triangle
-from . import truth as truth
-from . import turn as turn
-from . import unfold as unfold
-from . import unique as unique
-from . import unpool as unpool
-from . import view as view
-from . import view_type as view_type
-from . import weight_norm as weight_norm
+from importlib import import_module
+from pkgutil import walk_packages
+
+for _module in walk_packages(__path__, f"{__name__}."):
+    import_module(_module.name)

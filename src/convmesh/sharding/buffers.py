@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from .. import _torch
-from .constants import constants_allowed
 from .errors import refuse
+from .implicit_replication import constants_allowed
 from .layout import Layout, dense_stride
 
 aten = torch.ops.aten

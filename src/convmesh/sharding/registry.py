@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -12,20 +12,20 @@ import torch
 from .. import _torch
 from .._torch import Handler, Operator
 from ..comm import keep_watch
-from . import parts
-from .constants import with_constants
-from .one_device import as_on_one_device
-from .without_rule import by_torch, in_place, without_rule
+from . import view_writeback
+from .fallback import by_torch, in_place, without_rule
+from .implicit_replication import with_constants
+from .result_strides import as_on_one_device
 
 
 @dataclass(frozen=True)
 class Behaviour:
     """What a user can expect of an operator: a row of the operator table in the documentation."""
 
-    family: str
     stays: str  # which dimensions may be sharded, and are still sharded in the result
-    travels: str  # what is sent: nothing, halo, all-reduce of C numbers, ...
+    communication: str  # what is sent: nothing, halo, all-reduce of C numbers, ...
     refused: str = "nothing"
+    family: str = ""  # the folder of the rule that has this behaviour
 
 
 _rules: dict[Operator, Handler] = {}
@@ -55,8 +55,8 @@ def rule(*operators: Operator, behaviour: Behaviour, knows_strides: bool = False
             new = any(result.alias_info is None for result in operator._schema.returns)
             run = strided if new or not mutable else tolerant
             run = _torch.view_rule(run) if operator._schema._is_view_op() else run
-            _rules[operator] = parts.tracked(operator, run) if mutable else run
-            _behaviour[operator] = behaviour
+            _rules[operator] = view_writeback.tracked(operator, run) if mutable else run
+            _behaviour[operator] = replace(behaviour, family=handler.__module__.split(".")[-2])
         return handler
 
     return declare
@@ -123,7 +123,7 @@ def guard_writes() -> None:
 
 @cache
 def _guarded(operator: Operator) -> Handler:
-    return parts.tracked(operator, _take_apart if _torch.is_composite(operator) else _torch.stock)
+    return view_writeback.tracked(operator, _take_apart if _torch.is_composite(operator) else _torch.stock)
 
 
 def while_installed(start: Callable[[], Callable[[], None]]) -> None:
@@ -160,7 +160,7 @@ def install() -> None:
         if operator in _rules or operator in table or (known and not ours and not _torch.takes_several(operator)):
             continue
         handler = in_place if ours else by_torch if known else without_rule
-        _rules[operator] = parts.tracked(operator, handler) if operator._schema.is_mutable else handler
+        _rules[operator] = view_writeback.tracked(operator, handler) if operator._schema.is_mutable else handler
     for function in (*_rules.values(), *_composites.values()):
         _torch.never_alone(function)  # a frame that torch.compile gives up runs them, and it would compile them instead
     _replaced.update({operator: table.get(operator) for operator in _rules})

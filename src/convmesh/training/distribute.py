@@ -18,10 +18,10 @@ from .. import _torch
 from ..api import enable
 from ..batching import innermost
 from ..comm import BUCKET_BYTES
-from ..sharding.attributes import NO_DDP
 from ..sharding.buffers import implicit_replication
-from ..sharding.constants import constants_belong_to
+from ..sharding.dtensor_attributes import NO_DDP
 from ..sharding.errors import ShardingError
+from ..sharding.implicit_replication import constants_belong_to
 from . import idle_optimizers
 from .gradients import Gradients
 from .random_state import share_random_state

@@ -11,8 +11,8 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from .. import _torch
 from ..comm import Summation, Term
-from ..sharding.cache import planned
 from ..sharding.layout import Layout, is_sum
+from ..sharding.plan_cache import planned
 
 _WATCHED = "_convmesh_watched"
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
-from ..sharding.dispatch import check_one_rank
 from ..sharding.errors import ShardingError, refuse
 from ..sharding.layout import Layout, dense_stride
+from ..sharding.redistribute import check_one_rank
 from .same_data import compare
 
 Region = tuple[slice, ...]

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch, comm
-from ..sharding.agreement import checking
-from ..sharding.cache import Kept
+from ..sharding.debug.agreement import checking
 from ..sharding.errors import ShardingError
+from ..sharding.plan_cache import Kept
 
 # Values are compared in so many calls on a mesh, and then in ever fewer: whenever their number is a power of two.
 FIRST_CALLS = 16

@@ -1,0 +1,146 @@
+"""Every communication comes by here: where one fails, the error says between whom, and what can be done.
+
+That holds for the exchanges of this library, for what DTensor itself sends, and for both in compiled code.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+from types import FrameType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from ... import _torch
+from ..._torch import Operator
+from ..shared_memory.mailbox import collect, collect_all, mailbox_of
+from ..traffic import note_wait
+from .first_failure import post
+
+# (the collective, its arguments, its group): called before each communication of this rank.
+Observer = Callable[[Operator, tuple[Any, ...], dist.ProcessGroup], None]
+
+_observers: list[Observer] = []
+_known: WeakSet[dist.ProcessGroup] = WeakSet()
+# The last communications: the memory of the result, the collective, and its group or the name of that.
+_started: deque[tuple[int, Operator, dist.ProcessGroup | str]] = deque(maxlen=1024)
+# Files whose frames are not the user's own code; `functools` stands between those of this library.
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), functools.__file__, "<")
+
+
+class CommunicationError(RuntimeError):
+    """Ranks could not reach each other: one of them has died, has stopped, or was too slow."""
+
+
+def keep_watch() -> Callable[[], None]:
+    """Begin; returns what ends it."""
+    end_watch = _torch.intercept_collectives(_start, _await)
+
+    def end() -> None:
+        try:
+            collect_all()  # without the watch nobody would look for it
+        finally:
+            end_watch()
+
+    return end
+
+
+def observe(observer: Observer) -> Callable[[], None]:
+    """Have `observer` called before each communication; returns what ends it."""
+    _observers.append(observer)
+    return lambda: _observers.remove(observer)
+
+
+def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+    group = _torch.group_called(args[-1])
+    if group not in _known:
+        _torch.inherit_timeout(group, _first(args).device.type)
+        _torch.keep_listeners_from_interrupting()
+        _known.add(group)
+    for observer in _observers:
+        observer(operator, args, group)
+    try:
+        mailbox = mailbox_of(group) if operator is _torch.ALL_TO_ALL and args[0].is_cpu else None
+        result = run() if mailbox is None else mailbox.post(*args[:3])
+    except RuntimeError as error:
+        raise _failure(_torch.name_of(operator), group, error) from error
+    for tensor in (result,) if isinstance(result, torch.Tensor) else result:
+        _started.append((_torch.memory_of(tensor), operator, args[-1]))
+    return result
+
+
+def _first(args: tuple[Any, ...]) -> torch.Tensor:
+    """The tensor that a collective was given, or the first of them."""
+    found: torch.Tensor = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+    return found
+
+
+def _await(tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
+    start = perf_counter()
+    try:
+        collect(tensor)
+        return run()
+    except RuntimeError as error:
+        for memory, operator, group in reversed(_started):
+            if memory == _torch.memory_of(tensor):
+                raise _failure(_torch.name_of(operator), _torch.group_called(group), error) from error
+        raise _failure("a collective", None, error) from error
+    finally:
+        note_wait(perf_counter() - start)
+
+
+def _failure(collective: str, group: dist.ProcessGroup | None, error: RuntimeError) -> CommunicationError:
+    among = "a group of ranks" if group is None else describe(group)
+    operator = running_operator()
+    what = f"{collective} among {among}{f' in {operator}' if operator else ''}"
+    first = post(what)
+    return CommunicationError(
+        f"{what} failed: a rank of this group, or one that a rank of it was waiting for, has ended, stopped or taken "
+        f"longer than the time-out\n"
+        f"  on rank {dist.get_rank()}, at {caller() or 'a place unknown'}\n"
+        f"{f'  the first failure was that of {first}{chr(10)}' if first else ''}"
+        f"  reason: {error}\n"
+        f"  remedy: look for the first error in the other ranks' output, end all ranks, and start again from the last "
+        f"checkpoint; if a rank was only slow, give init_process_group a longer timeout"
+    )
+
+
+def describe(group: dist.ProcessGroup) -> str:
+    """Which ranks a group has, and which mesh dimension it lies along."""
+    ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+    desc = str(group.group_desc)
+    named = f" (mesh dimension {desc.removeprefix('mesh_')!r})" if desc.startswith("mesh_") else ""
+    return f"ranks {ranks}{named}"
+
+
+def caller() -> str | None:
+    """Where in the user's own code this is: the innermost frame outside of torch and of this library. None in threads
+    that have no such frame, as autograd's own."""
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and "torchinductor" not in file:  # where compiled code is written to
+            return f"{file}:{frame.f_lineno}"
+    return None
+
+
+def running_operator() -> str | None:
+    """The operator of torch that a rule of this library, or DTensor itself, is working on; None in compiled code."""
+    for frame in _frames():
+        for value in frame.f_locals.values():
+            if isinstance(value, Operator) and value.namespace == "aten":
+                return str(value)
+    return None
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,1 @@
+"""The transport between CPU ranks of one machine: all-to-all through shared memory."""

@@ -1,0 +1,155 @@
+"""Messages between ranks on CPUs of one machine, through memory that they share.
+
+gloo gives a message to a thread of its own, that to the kernel, and so back on the other side: half a millisecond for
+numbers by channel, and more where all cores compute. Here a message is there some microseconds after it was written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from threading import RLock
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ... import _torch
+from .neighbour import Address, Neighbour
+from .outbox import ORDERED, POSTED, READ, SLOTS, OwnOutbox
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Letter:
+    """What this rank has to read of the messages with one number: so many bytes of every rank."""
+
+    mailbox: Mailbox
+    number: int
+    result: torch.Tensor
+    sizes: Sequence[int]
+
+
+# What was posted and not yet read, by the memory of the result.
+_letters: dict[int, Letter] = {}
+
+
+class Mailbox:
+    """A group's messages. Every rank numbers them alike, because all communicate in the same order."""
+
+    def __init__(self, here: int, own: OwnOutbox, others: Mapping[int, Neighbour]) -> None:
+        """`here` is this rank's number in the group; `others` by theirs."""
+        self._here, self._own, self._others = here, own, others
+        self._posted = 0
+        self._awaited: deque[Letter] = deque()
+        self._one_at_a_time = RLock()
+
+    def post(self, buffer: torch.Tensor, receive: Sequence[int], send: Sequence[int]) -> torch.Tensor:
+        """Leave so many rows of `buffer` for every rank; what they have left for this one is there after `collect`."""
+        if sum(send) != len(buffer) or send[self._here] != receive[self._here]:
+            raise RuntimeError(f"{len(buffer)} rows cannot be sent as {list(send)} and received as {list(receive)}")
+        buffer = buffer.contiguous()
+        result = buffer.new_empty((sum(receive), *buffer.shape[1:]))
+        row = buffer.element_size() * prod(buffer.shape[1:])
+        source, sizes = buffer.data_ptr(), [count * row for count in receive]
+        parts = []
+        for rank, count in enumerate(send):
+            if rank == self._here:
+                ctypes.memmove(result.data_ptr() + sum(sizes[:rank]), source, count * row)
+            parts.append((source, 0 if rank == self._here else count * row))
+            source += count * row
+        with self._one_at_a_time:
+            self._tidy()
+            self._posted += 1
+            self._own.write(self._posted, parts)
+            letter = Letter(self, self._posted, result, sizes)
+            self._awaited.append(letter)
+            _letters[_torch.memory_of(result)] = letter
+        return result
+
+    def _tidy(self) -> None:
+        """Read what has come, which perhaps nobody waits for, and make room for another message."""
+        others = self._others.values()
+        while self._awaited and all(other.box.words[POSTED] >= self._awaited[0].number for other in others):
+            self._read_next()
+        for other in others:
+            other.wait_for(READ, self._posted + 1 - SLOTS)
+        self._own.forget(min((other.box.words[READ] for other in others), default=self._posted))
+
+    def read(self, number: int) -> None:
+        """Wait for the messages up to this one."""
+        with self._one_at_a_time:
+            while self._awaited and self._awaited[0].number <= number:
+                self._read_next()
+
+    def _read_next(self) -> None:
+        letter = self._awaited[0]
+        target = letter.result.data_ptr()
+        for rank, size in enumerate(letter.sizes):
+            if rank != self._here:
+                self._others[rank].read(letter.number, target, size)
+            target += size
+        self._awaited.popleft()
+        del _letters[_torch.memory_of(letter.result)]
+        self._own.words[READ] = letter.number  # who has posted it may write something else there
+
+
+def collect(tensor: torch.Tensor) -> None:
+    """Wait for a tensor that comes by mail, or a view of it. Does nothing with others."""
+    letter = _letters.get(_torch.memory_of(tensor))
+    if letter is not None:
+        letter.mailbox.read(letter.number)
+
+
+def collect_all() -> None:
+    for letter in list(_letters.values()):
+        letter.mailbox.read(letter.number)
+
+
+_mailboxes: WeakKeyDictionary[dist.ProcessGroup, Mailbox | None] = WeakKeyDictionary()
+
+
+def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
+    """None where ranks do not share a machine. All ranks of a group call this as their next communication."""
+    if group not in _mailboxes:
+        _mailboxes[group] = _open(group)
+    return _mailboxes[group]
+
+
+def _open(group: dist.ProcessGroup) -> Mailbox | None:
+    """Every rank tells the others where its messages are, and then whether it has found theirs."""
+    own = others = None
+    try:
+        own = OwnOutbox() if ORDERED and _torch.is_gloo(group) else None
+        address = None if own is None else Address.of(own)
+    except (OSError, AttributeError):  # a system other than Linux, or one that does not permit it
+        address = None
+    addresses = _told(address, group)
+    if own is not None and None not in addresses:
+        with suppress(OSError, AttributeError):
+            others = _visit(addresses, group)
+    everybody = all(_told(others is not None, group))
+    return Mailbox(group.rank(), own, others) if everybody and own is not None and others is not None else None
+
+
+def _visit(addresses: Sequence[Address | None], group: dist.ProcessGroup) -> dict[int, Neighbour]:
+    ranks, here = dist.get_process_group_ranks(group), group.rank()
+    seconds = _torch.timeout_of(group, "cpu").total_seconds()
+    return {
+        number: Neighbour(address, ranks[number], here, seconds)
+        for number, address in enumerate(addresses)
+        if number != here and address is not None
+    }
+
+
+def _told(value: T, group: dist.ProcessGroup) -> list[T]:
+    """What every rank says."""
+    answers: list[T] = [value] * group.size()
+    dist.all_gather_object(answers, value, group=group)
+    return answers

@@ -1,0 +1,33 @@
+"""Numbers of a plan as tensors: made once for each device, not on every call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ... import _torch
+
+
+class Numbers:
+    """A row of numbers that local computations index or multiply with."""
+
+    def __init__(self, values: Sequence[Any]):
+        self.values = tuple(values)
+        self._made: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+    def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        if _torch.tracing():  # a compiler's tensors are not for keeping
+            return torch.tensor(self.values, dtype=dtype, device=device)
+        made = self._made.get((device, dtype))
+        if made is None:
+            with torch.inference_mode(False):
+                made = self._made[device, dtype] = torch.tensor(self.values, dtype=dtype, device=device)
+        return made
+
+    def along(self, dim: int, like: torch.Tensor) -> torch.Tensor:
+        """In the dtype of `like`, to be multiplied with it along `dim`."""
+        shape = [1] * like.dim()
+        shape[dim] = len(self.values)
+        return self.on(like.device, like.dtype).view(shape)

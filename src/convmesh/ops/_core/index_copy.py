@@ -1,0 +1,217 @@
+"""Copying along dimensions by index maps: what padding, slicing, joining and turning have in common.
+
+Every rank produces its part of the output, which has the layout of its own size, and reads what its pieces copy from
+whoever owns it. The adjoint goes the other way and adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+import torch
+
+from ... import _torch
+from ...comm import Block, Halo, Held, Line, give_back, line, memory_format, start
+from ...geometry import Box, HaloPlan, IndexMap, Interval, Piece, shards
+from ...sharding.layout import Layout
+
+Fill = float | int | bool
+Boxes = tuple[tuple[Box, ...], ...]  # of each source's blocks
+Copy = tuple[int, int, list[Piece]]  # of which source and which of its blocks, and what along each dimension
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mapped dimension: what each rank owns and needs of each source, and what this rank produces."""
+
+    dim: int
+    map: IndexMap
+    plans: tuple[HaloPlan, ...]
+    line: Line | None  # None where the dimension is not cut: then this rank is number 0 of one
+    out: Interval
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.line is None else self.line.rank
+
+
+@dataclass(frozen=True)
+class Remap:
+    """This rank's part of a copy along some dimensions."""
+
+    axes: tuple[Axis, ...]
+
+    @staticmethod
+    def of(layout: Layout, maps: Mapping[int, IndexMap], sizes: Sequence[int] | None = None) -> Remap:
+        """`layout` says how the dimensions are cut, in all sources and in the output alike.
+
+        There is one source with `layout`'s shape; with `sizes` there are several, of these sizes along the one
+        dimension that is mapped.
+        """
+        axes = []
+        for dim, index_map in maps.items():
+            mesh_dims = tuple(m for m in layout.cuts.get(dim, ()) if layout.mesh.size(m) > 1)
+            mesh_sizes = tuple(layout.mesh.size(m) for m in mesh_dims)
+            outs = shards(index_map.size, mesh_sizes)
+            plans = tuple(
+                HaloPlan(size, shards(size, mesh_sizes), tuple(index_map.reads(out, source) for out in outs))
+                for source, size in enumerate(sizes if sizes is not None else [layout.shape[dim]])
+            )
+            along = line(layout.mesh, mesh_dims) if prod(mesh_sizes) > 1 else None
+            axes.append(Axis(dim, index_map, plans, along, outs[0 if along is None else along.rank]))
+        return Remap(tuple(axes))
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return tuple(axis.dim for axis in self.axes)
+
+    def __call__(self, sources: Sequence[torch.Tensor], fill: Fill = 0) -> torch.Tensor:
+        """The output's part; always a new tensor, into which every number is copied once."""
+        held = [Held.own(source, self.dims, self._own(number)) for number, source in enumerate(sources)]
+        result = self._allocate(sources[0], fill)
+        received: list[torch.Tensor | None] = []
+        written = 0  # how many blocks of each source
+        # Along one dimension after the other, which brings the corners too.
+        for number, axis in enumerate(self.axes):
+            if axis.line is None:
+                continue
+            jobs = self._jobs(number, len(sources))
+            pending = start([held[source] for source, _ in jobs], [halo for _, halo in jobs], axis.line)
+            if not received and all(axis.map.disjoint for axis in self.axes):  # this rank's own, while messages travel
+                written = 1
+                self._write(result, held, slice(0, written))
+            for (source, _), blocks in zip(jobs, pending.finish(), strict=True):
+                held[source] = held[source].plus(blocks)
+            received.append(pending.received)
+        self._write(result, held, slice(written, None))
+        return _torch.tie(result, *sources, tokens=received)
+
+    @cached_property
+    def _known_jobs(self) -> dict[tuple[int, int], list[tuple[int, Halo]]]:
+        """By axis and number of sources: found in the first call, and the same in all others."""
+        return {}
+
+    @cached_property
+    def _known_copies(self) -> dict[Boxes, list[Copy]]:
+        """By the blocks that are there, likewise."""
+        return {}
+
+    def _own(self, source: int) -> Box:
+        return tuple(axis.plans[source].owned[axis.rank] for axis in self.axes)
+
+    def _allocate(self, model: torch.Tensor, fill: Fill) -> torch.Tensor:
+        """Room for the output's part, filled where nothing is copied to."""
+        shape = list(model.shape)
+        for axis in self.axes:
+            shape[axis.dim] = axis.out.size
+        result = torch.empty(shape, dtype=model.dtype, device=model.device, memory_format=memory_format(model))
+        for dim, at, length in self._gaps:
+            result.narrow(dim, at, length).fill_(fill)
+        return result
+
+    @cached_property
+    def _gaps(self) -> list[tuple[int, int, int]]:
+        """Dimension, start and length of what nothing is copied to."""
+        return [
+            (axis.dim, gap.start - axis.out.start, gap.size) for axis in self.axes for gap in axis.map.gaps(axis.out)
+        ]
+
+    def _jobs(self, number: int, sources: int) -> list[tuple[int, Halo]]:
+        """What travels along one of the axes, with what has come along those before it."""
+        if (number, sources) in self._known_jobs:
+            return self._known_jobs[number, sources]
+        self._known_jobs[number, sources] = jobs = [
+            (source, Halo(number, self.axes[number].plans[source], (*before, *self._own(source)[number:])))
+            for source in range(sources)
+            for before in product(*(done.plans[source].needed[done.rank] for done in self.axes[:number]))
+        ]
+        return jobs
+
+    def _write(self, result: torch.Tensor, held: Sequence[Held], which: slice) -> None:
+        """Copy what pieces have of some of the blocks."""
+        boxes = tuple([tuple([block.box for block in one.blocks[which]]) for one in held])
+        if _torch.has_symbols(boxes):
+            copies = self._copies(boxes)
+        else:
+            copies = self._known_copies.get(boxes) or self._copies(boxes)
+            self._known_copies[boxes] = copies
+        for source, number, parts in copies:
+            self._copy(result, parts, held[source].blocks[which][number])
+
+    def _copies(self, boxes: Boxes) -> list[Copy]:
+        """What pieces have of these blocks."""
+        copies = []
+        for pieces in product(*(axis.map.within(axis.out) for axis in self.axes)):
+            source = pieces[0].source
+            for number, box in enumerate(boxes[source]):
+                parts = [piece.copying(side) for piece, side in zip(pieces, box, strict=True)]
+                if all(part.count for part in parts):
+                    copies.append((source, number, parts))
+        return copies
+
+    def _copy(self, result: torch.Tensor, parts: Sequence[Piece], block: Block) -> None:
+        data, place = block.data, result
+        for axis, part, side in zip(self.axes, parts, block.box, strict=True):
+            if part.reads != side:
+                data = data.narrow(axis.dim, part.reads.start - side.start, part.reads.size)
+            data = _stepped(data, axis.dim, part.in_step)
+            place = _strided(place, axis, part)
+        place.copy_(data)
+
+    def adjoint(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What the gradient of the output's part gives for this rank's part of the one source."""
+        for axis in reversed(self.axes):
+            gradient = _adjoint(gradient, axis)
+        return gradient
+
+
+def _adjoint(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
+    plan = axis.plans[0]
+    shape = list(gradient.shape)
+    blocks = []
+    for part in plan.needed[axis.rank]:
+        shape[axis.dim] = part.size
+        blocks.append(Block((part,), gradient.new_zeros(shape)))
+    for piece in axis.map.within(axis.out):
+        block = next(block for block in blocks if block.box[0].covers(piece.reads))
+        place = block.data.narrow(axis.dim, piece.reads.start - block.box[0].start, piece.reads.size)
+        given = _strided(gradient, axis, piece)
+        if piece.in_step == 0:
+            given = given.sum(axis.dim, keepdim=True)
+        elif piece.in_step < 0 and piece.count > 1:
+            given = given.flip(axis.dim)
+        if abs(piece.in_step) > 1:
+            place = place[_along(axis.dim, slice(None, None, abs(piece.in_step)))]
+        place += given
+    own = plan.owned[axis.rank]
+    if not blocks:
+        shape[axis.dim] = 0
+        blocks.append(Block((Interval(own.start, own.start),), gradient.new_zeros(shape)))
+    held = Held((axis.dim,), tuple(blocks))
+    if axis.line is None:
+        return held.read((own,))
+    return give_back(held, axis.dim, plan, axis.line)
+
+
+def _stepped(data: torch.Tensor, dim: int, step: int) -> torch.Tensor:
+    """Every `step`-th of what a piece reads; backwards if it is negative. One index stays one, to be repeated."""
+    if abs(step) > 1:
+        data = data[_along(dim, slice(None, None, abs(step)))]
+    return data.flip(dim) if step < 0 and data.shape[dim] > 1 else data
+
+
+def _strided(tensor: torch.Tensor, axis: Axis, piece: Piece) -> torch.Tensor:
+    """A view of the outputs that a piece writes."""
+    first = piece.out_start - axis.out.start
+    if piece.out_step == 1:
+        return tensor.narrow(axis.dim, first, piece.count)
+    last = first + piece.out_step * (piece.count - 1) + 1
+    return tensor[_along(axis.dim, slice(first, last, piece.out_step))]
+
+
+def _along(dim: int, part: slice) -> tuple[slice, ...]:
+    return (*[slice(None)] * dim, part)

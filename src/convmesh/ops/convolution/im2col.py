@@ -1,0 +1,174 @@
+"""`F.unfold` and `F.fold` on DTensors: windows of an image as columns, in the order of the rows they come from.
+
+Columns are cut where their own number says, which may be in the middle of a row of windows. So each rank computes the
+rows of windows that its columns lie in, from the image rows that these read; and folds what reads its image rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from ... import _torch
+from ...comm import Halo, Held, Line, line, start
+from ...geometry import HaloPlan, Interval, Window, shards
+from ...sharding.layout import Layout, dense_stride
+from ...sharding.plan_cache import planned
+from ...sharding.redistribute import check_placed, move
+from ...sharding.registry import Behaviour, rule
+from .._core.index_copy_plan import settled
+
+aten = torch.ops.aten
+Pair = tuple[int, int]
+
+UNFOLD = Behaviour("batch, channels, height, pending sums", "halo; all-to-all where the width is sharded")
+FOLD = Behaviour("batch, channels, columns, pending sums", "columns that reach into others' rows")
+
+
+@dataclass(frozen=True)
+class Windows:
+    kernel: Pair
+    dilation: Pair
+    padding: Pair
+    stride: Pair
+
+    @property
+    def rows(self) -> Window:
+        return Window(self.kernel[0], self.stride[0], self.padding[0], self.dilation[0])
+
+    @property
+    def local(self) -> tuple[Pair, Pair, Pair, Pair]:
+        """The operator's arguments for rows that bring their padding with them."""
+        return self.kernel, self.dilation, (0, self.padding[1]), self.stride
+
+
+@dataclass(frozen=True)
+class UnfoldPlan:
+    source: Layout
+    output: Layout
+    halo: HaloPlan | None  # None where rows and columns are whole: then the stock operator does it
+    line: Line | None
+    rows: Interval  # the rows of windows that this rank needs
+    own: Interval  # what this rank produces: columns, or image rows
+    columns: int  # in a row of windows
+
+
+def _plan(
+    layout: Layout, shape: tuple[int, ...], channels: int, per_row: int, parts: Callable[[Interval], Interval],
+    needs: Callable[[Interval], Interval],
+) -> UnfoldPlan:  # fmt: skip
+    """`parts` are the rows of windows that belong to what a rank produces, and `needs` what these take of the input."""
+    lead = max(len(layout.shape), len(shape)) - 3  # 0 without a batch
+    placements = _placements(layout, lead, channels)
+    source = layout.placed(placements)
+    output = Layout(layout.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
+    cut = lead + 1
+    mesh_dims = tuple(m for m in source.cuts.get(cut, ()) if layout.mesh.size(m) > 1)
+    if not mesh_dims or layout.mesh.get_coordinate() is None:
+        return UnfoldPlan(source, output, None, None, Interval(0, 0), Interval(0, 0), per_row)
+    sizes = tuple(layout.mesh.size(m) for m in mesh_dims)
+    made = shards(shape[cut], sizes)
+    size = layout.shape[cut]
+    needed = tuple((needs(parts(part)) & Interval(0, size),) for part in made)
+    along = line(layout.mesh, mesh_dims)
+    own = made[along.rank]
+    return UnfoldPlan(source, output, HaloPlan(size, shards(size, sizes), needed), along, parts(own), own, per_row)
+
+
+def _placements(layout: Layout, lead: int, channels: int) -> tuple[Placement, ...]:
+    """Channels stay cut where every rank has whole ones; they and the width are exchanged for the rows."""
+    even = channels % prod(layout.mesh.size(m) for m in layout.cuts.get(lead, ())) == 0
+    return tuple(
+        Shard(lead + 1) if isinstance(p, Shard) and (p.dim > lead + 1 or (p.dim == lead and not even)) else settled(p)
+        for p in layout.placements
+    )
+
+
+def _fetch(plan: UnfoldPlan, x: torch.Tensor) -> tuple[Held, torch.Tensor | None]:
+    assert plan.halo is not None
+    assert plan.line is not None
+    cut, rank = max(x.dim(), len(plan.output.shape)) - 2, plan.line.rank
+    held = Held.own(x, (cut,), (plan.halo.owned[rank],))
+    pending = start([held], [Halo(0, plan.halo, plan.halo.needed[rank])], plan.line)
+    return held.plus(pending.finish()[0]), pending.received
+
+
+@planned
+def plan_unfold(spec: _torch.Spec, windows: Windows) -> UnfoldPlan:
+    layout = Layout.of(spec)
+    with _torch.meta_tensors(_torch.has_symbols(layout.shape)):  # torch's own checks, alike on all ranks
+        whole = torch.empty(layout.shape, device="meta")
+        made = aten.im2col.default(whole, windows.kernel, windows.dilation, windows.padding, windows.stride)
+    shape = tuple(made.shape)
+    per_row = shape[-1] // windows.rows.coarse_size(layout.shape[-2])
+    return _plan(layout, shape, layout.shape[-3], per_row, lambda part: _rows(part, per_row), windows.rows.reads)
+
+
+def _rows(columns: Interval, per_row: int) -> Interval:
+    return Interval(columns.start // per_row, -(-columns.stop // per_row)) if columns else Interval(0, 0)
+
+
+@rule(aten.im2col.default, behaviour=UNFOLD)
+def unfold(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    input, *numbers = _torch.arguments(operator, args, kwargs)
+    check_placed("im2col", (("input", input),))
+    windows = Windows(*(tuple(map(int, pair)) for pair in numbers))  # type: ignore[arg-type]
+    plan = plan_unfold(_torch.spec_of(input), windows)
+    x = move(input, plan.source)
+    if plan.halo is None:
+        return _torch.wrap(_stock(plan, x, lambda: operator(x, *numbers)), plan.output.spec)
+    held, received = _fetch(plan, x)
+    rows = held.read((windows.rows.reads(plan.rows),))
+    if plan.own and rows.numel():
+        made = aten.im2col.default(rows, *windows.local)
+        y = made.narrow(-1, plan.own.start - plan.rows.start * plan.columns, len(plan.own)).contiguous()
+    else:
+        y = x.new_zeros(plan.output.local_shape)
+    return _torch.wrap(_torch.tie(y, x, tokens=[received]), plan.output.spec)
+
+
+def _stock(plan: UnfoldPlan, local: torch.Tensor, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    if plan.output.mesh.get_coordinate() is None:
+        return local.new_empty(0)
+    return run() if local.numel() else local.new_zeros(plan.output.local_shape)
+
+
+@planned
+def plan_fold(spec: _torch.Spec, size: Pair, windows: Windows) -> UnfoldPlan:
+    layout = Layout.of(spec)
+    whole = torch.empty(layout.shape, device="meta")
+    numbers = (windows.kernel, windows.dilation, windows.padding, windows.stride)
+    shape = tuple(aten.col2im.default(whole, size, *numbers).shape)
+    high = windows.rows.coarse_size(size[0])
+    per_row = layout.shape[-1] // high
+
+    def rows(part: Interval) -> Interval:
+        return windows.rows.read_by(part) & Interval(0, high)
+
+    return _plan(layout, shape, shape[-3], per_row, rows, lambda r: Interval(r.start * per_row, r.stop * per_row))
+
+
+@rule(aten.col2im.default, behaviour=FOLD)
+def fold(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    input, size, *numbers = _torch.arguments(operator, args, kwargs)
+    check_placed("col2im", (("input", input),))
+    windows = Windows(*(tuple(map(int, pair)) for pair in numbers))  # type: ignore[arg-type]
+    plan = plan_fold(_torch.spec_of(input), tuple(map(int, size)), windows)
+    x = move(input, plan.source)
+    if plan.halo is None:
+        return _torch.wrap(_stock(plan, x, lambda: operator(x, size, *numbers)), plan.output.spec)
+    held, received = _fetch(plan, x)
+    columns = held.read((Interval(plan.rows.start * plan.columns, plan.rows.stop * plan.columns),))
+    reach = windows.rows.reads(plan.rows)
+    if columns.numel() and plan.own:
+        made = aten.col2im.default(columns, (len(reach), size[1]), *windows.local)
+        y = Held.own(made, (made.dim() - 2,), (reach,)).read((plan.own,)).contiguous()
+    else:
+        y = x.new_zeros(plan.output.local_shape)
+    return _torch.wrap(_torch.tie(y, x, tokens=[received]), plan.output.spec)

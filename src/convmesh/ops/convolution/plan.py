@@ -1,0 +1,180 @@
+"""Planning a convolution: which row each mesh dimension takes, where operands go, what this rank computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from ... import _torch
+from ...comm import line
+from ...geometry import Convolution, Split
+from ...sharding.layout import Layout, dense_stride
+from ...sharding.plan_cache import planned
+from ...sharding.redistribute import layouts_of
+from ...sharding.sharding_table import Assignment, Row, Wanted, choose, input_placements, output_placements
+from .._core.tiles import Tiling
+from .local import LocalConvolution
+from .table import backward_rows, forward_rows, local_groups
+from .validation import check_gradient, check_shapes
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """Where the operands have to be, what this rank computes of them, and what comes out."""
+
+    operands: tuple[Layout | None, ...]
+    output: Layout
+    adds_bias: bool
+    local: LocalConvolution | None  # None on a rank outside of the mesh
+
+
+def _output_format(conv: Convolution, input: Layout, weight: Layout) -> torch.memory_format:
+    """As torch does it: channels_last if any of the two is, and there is such a kernel for the type."""
+    last = [t.memory_format for t in (input, weight) if t.memory_format != torch.contiguous_format]
+    if last and _stays_channels_last(conv.transposed, last[0], input.dtype, input.mesh.device_type):
+        return last[0]
+    return torch.contiguous_format
+
+
+@planned
+def _stays_channels_last(transposed: bool, format: torch.memory_format, dtype: torch.dtype, device: str) -> bool:
+    """Seen on an image: of all that torch's choice of a kernel depends on, this is what the format depends on."""
+    spatial = 2 if format == torch.channels_last else 3
+    with _torch.no_modes():
+        image, kernel = (
+            torch.zeros((2, 2, *(size,) * spatial), dtype=dtype, device=device).contiguous(memory_format=format)
+            for size in (4, 3)
+        )
+        ones, zeros = (1,) * spatial, (0,) * spatial
+        result = torch.ops.aten.convolution.default(image, kernel, None, ones, zeros, ones, transposed, zeros, 1)
+        return bool(result.is_contiguous(memory_format=format))
+
+
+@planned
+def plan_forward(
+    input_spec: _torch.Spec, weight_spec: _torch.Spec, bias_spec: _torch.Spec | None, *geometry: Any
+) -> ForwardPlan:
+    specs = (("input", input_spec), ("weight", weight_spec), ("bias", bias_spec))
+    input, weight, bias = layouts_of("convolution", specs)
+    named = (("input", input), ("weight", weight), ("bias", bias))
+    conv = Convolution.of(len(weight.shape) - 2, *geometry)
+    check_shapes("convolution", named, conv, input, weight, bias)
+    rows = forward_rows(len(conv.stride), conv.transposed, conv.groups)
+    chosen = choose("convolution", rows, named, fits=_fits(conv, input, weight))
+    sizes = conv.output_size(input.shape[2:], weight.shape[2:])
+    shape = (input.shape[0], conv.output_channels(weight.shape), *sizes)
+    stride = dense_stride(shape, _output_format(conv, input, weight))
+    output = Layout(input.mesh, output_placements(chosen, 0), shape, stride, input.dtype)
+    here = input.mesh.get_coordinate()
+    # A pending sum over ranks adds the bias up, so one rank only may have it.
+    adders = [mesh_dim for mesh_dim, placement in enumerate(output.placements) if isinstance(placement, Partial)]
+    return ForwardPlan(
+        tuple(t and t.placed(input_placements(chosen, number)) for number, (_, t) in enumerate(named)),
+        output,
+        here is not None and all(here[mesh_dim] == 0 for mesh_dim in adders),
+        None if here is None else _localize(chosen, conv, input.placed(input_placements(chosen, 0)), weight, shape),
+    )
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """Where the operands have to be, what this rank computes, and where the gradients then are and should go."""
+
+    operands: tuple[Layout, ...]
+    computed: tuple[Layout | None, ...]
+    wanted: tuple[Layout | None, ...]
+    local: LocalConvolution | None
+
+
+@planned
+def plan_backward(
+    gradient_spec: _torch.Spec, input_spec: _torch.Spec, weight_spec: _torch.Spec, *numbers: Any
+) -> BackwardPlan:
+    *geometry, mask = numbers
+    specs = (("grad_output", gradient_spec), ("input", input_spec), ("weight", weight_spec))
+    gradient, input, weight = layouts_of("convolution_backward", specs)
+    named = (("grad_output", gradient), ("input", input), ("weight", weight))
+    conv = Convolution.of(len(weight.shape) - 2, *geometry)
+    check_shapes("convolution_backward", named, conv, input, weight, None)
+    check_gradient("convolution_backward", named, conv, gradient, input, weight)
+    results = _results(conv, input, weight)
+    wishes = [
+        Wanted(result.placements, prod(result.shape), or_sharded=number > 0) if mask[number] else None
+        for number, result in enumerate(results)
+    ]
+    rows = backward_rows(len(conv.stride), conv.transposed, conv.groups)
+    chosen = choose("convolution_backward", rows, named, wishes, fits=_fits(conv, input, weight))
+    computed: list[Layout | None] = [None] * len(results)
+    wanted: list[Layout | None] = [None] * len(results)
+    for number, (result, wish) in enumerate(zip(results, wishes, strict=True)):
+        if wish is not None:
+            placements = output_placements(chosen, number)
+            computed[number] = result.placed(placements)
+            wanted[number] = result.placed(tuple(wish.becomes(*entry) for entry in enumerate(placements)))
+    operands = tuple(t.placed(input_placements(chosen, number)) for number, (_, t) in enumerate(named))
+    here = input.mesh.get_coordinate()
+    return BackwardPlan(
+        operands,
+        tuple(computed),
+        tuple(wanted),
+        None if here is None else _localize(chosen, conv, operands[1], weight, gradient.shape),
+    )
+
+
+def _results(conv: Convolution, input: Layout, weight: Layout) -> tuple[Layout, ...]:
+    """The gradients of input, weight and bias, dense, and placed as these are (the bias as it goes with the weight)."""
+    sharded = (Shard(1),) if conv.transposed and conv.groups == 1 else (Shard(0),)
+    bias: tuple[Placement, ...] = tuple(Shard(0) if p in sharded else Replicate() for p in weight.placements)
+    dense = [
+        Layout(t.mesh, t.placements, t.shape, dense_stride(t.shape, t.memory_format), t.dtype) for t in (input, weight)
+    ]
+    return (*dense, Layout(weight.mesh, bias, (conv.output_channels(weight.shape),), (1,), weight.dtype))
+
+
+def _fits(conv: Convolution, input: Layout, weight: Layout) -> Callable[[Assignment], bool]:
+    """No rank has parts of a group, and a batch of fewer samples than ranks is not cut anew: some would be idle."""
+
+    def idles(mesh_dim: int, row: Row) -> bool:
+        anew = row.name == "batch" and input.placements[mesh_dim] != Shard(0)
+        return anew and input.shape[0] < input.mesh.size(mesh_dim)
+
+    def fits(assignment: Assignment) -> bool:
+        whole = local_groups(assignment, conv, input.mesh, weight.shape) is not None
+        return whole and not any(idles(*entry) for entry in enumerate(assignment))
+
+    return fits
+
+
+def _localize(
+    chosen: Assignment, conv: Convolution, input: Layout, weight: Layout, output_shape: Sequence[int]
+) -> LocalConvolution:
+    """This rank's part of a convolution of an input that lies where the chosen rows have it."""
+    windows = conv.windows(weight.shape[2:])
+    fine, coarse = (output_shape, input.shape) if conv.transposed else (input.shape, output_shape)
+    dims, splits, lines = [], [], []
+    for dim in range(2, len(input.shape)):
+        mesh_dims = input.cuts.get(dim, ())
+        mesh_sizes = tuple(input.mesh.size(mesh_dim) for mesh_dim in mesh_dims)
+        if prod(mesh_sizes) > 1:
+            dims.append(dim)
+            splits.append(Split(windows[dim - 2], fine[dim], coarse[dim], mesh_sizes))
+            lines.append(line(input.mesh, mesh_dims))
+    here = replace(conv, groups=_groups_here(chosen, conv, input, weight))
+    return LocalConvolution(
+        here, windows, tuple(fine[2:]), tuple(coarse[2:]), Tiling(tuple(dims), tuple(splits), tuple(lines))
+    )
+
+
+def _groups_here(chosen: Assignment, conv: Convolution, input: Layout, weight: Layout) -> int:
+    groups = local_groups(chosen, conv, input.mesh, weight.shape)
+    assert groups is not None, "a chosen assignment fits"
+    place = 0
+    for mesh_dim, row in enumerate(chosen):
+        if row.name == "groups":
+            place = place * input.mesh.size(mesh_dim) + input.mesh.get_local_rank(mesh_dim)
+    return groups[place]

@@ -1,0 +1,114 @@
+"""Convolution and its gradient on DTensors: layout of the arguments -> plan -> exchange -> local compute -> wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ... import _torch
+from ...comm import Held
+from ...geometry import Box
+from ...sharding.redistribute import move, place, specs_of
+from ...sharding.registry import Behaviour, composite, made_of_others, rule
+from .._core.tiles import patch
+from . import halo_taps
+from .backward import gradients
+from .local import LocalConvolution
+from .plan import plan_backward, plan_forward
+
+aten = torch.ops.aten
+
+
+made_of_others(
+    *(getattr(getattr(aten, f"conv{d}d"), overload) for d in (1, 2, 3) for overload in ("default", "padding")),
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+)
+
+
+FORWARD = Behaviour("batch, channels, groups, space, pending sums", "halo of the input")
+BACKWARD = Behaviour("batch, channels, groups, space, pending sums", "halo of one side")
+
+
+@rule(aten.convolution.default, behaviour=FORWARD)
+def convolution(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    input, weight, bias, *geometry = _torch.arguments(operator, args, kwargs)
+    specs = specs_of("convolution", (("input", input), ("weight", weight), ("bias", bias)))
+    plan = plan_forward(*specs, *map(_hashable, geometry))
+    if plan.local is None:
+        return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
+    x, w, b = map(move, (input, weight, bias), plan.operands)
+    y = _forward(plan.local, x, w, b if plan.adds_bias else None)
+    return _torch.wrap(y.contiguous(memory_format=plan.output.memory_format), plan.output.spec)
+
+
+def _forward(local: LocalConvolution, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    """[N C fine] [O C kernel] [O] -> [N O coarse], or from coarse to fine if it is transposed."""
+    tiling = local.tiling
+    if not tiling.dims:
+        return local.own(x, w, b)
+
+    def part(held: Held, box: Box) -> torch.Tensor:
+        if local.conv.transposed:
+            return local.up(held.read(tiling.coarse_for(box)), w, b, box)
+        return local.down(held.read(tiling.reads(box)), w, b)
+
+    fetch = tiling.fetch_coarse(x) if local.conv.transposed else tiling.fetch_fine(x)
+    target, inner = (tiling.fine, tiling.inner_fine) if local.conv.transposed else (tiling.coarse, tiling.inner_coarse)
+    if tiling.reaches_far:
+        wide_x, wide_w, wide_b = halo_taps.widened(x, w, b)
+        own = halo_taps.add_output(local, local.own(wide_x, wide_w, wide_b), fetch, wide_w)
+        return fetch.tie(own.to(x.dtype))
+    if not tiling.computes_own:
+        return fetch.tie(part(fetch.complete(), target))
+    own = local.own(x, w, b)
+    if halo_taps.pays(w):
+        return fetch.tie(halo_taps.add_output(local, own, fetch, w))
+    return fetch.tie(patch(own, fetch, target, inner, part))
+
+
+@rule(aten.convolution_backward.default, behaviour=BACKWARD)
+def convolution_backward(
+    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[DTensor | None, ...]:
+    gradient, input, weight, _, *geometry, mask = _torch.arguments(operator, args, kwargs)
+    named = (("grad_output", gradient), ("input", input), ("weight", weight))
+    plan = plan_backward(*specs_of("convolution_backward", named), *map(_hashable, geometry), tuple(mask))
+    if plan.local is None:
+        empty = _torch.local_of(gradient).new_empty(0)
+        return tuple(None if layout is None else _torch.wrap(empty, layout.spec) for layout in plan.wanted)
+    gy, x, w = map(move, (gradient, input, weight), plan.operands)
+    results = gradients(plan.local, gy, x, w, mask)
+    return tuple(map(place, results, plan.computed, plan.wanted))
+
+
+@composite("_convolution_double_backward")
+def convolution_double_backward(
+    ggx: torch.Tensor | None, ggw: torch.Tensor | None, ggb: torch.Tensor | None, gy: torch.Tensor,
+    weight: torch.Tensor, input: torch.Tensor, *rest: Any,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """The gradients of output gradient, input and weight, by the convolution's own operators.
+
+    torch's composite makes the output gradient a kernel, of which sharded space would have to be gathered.
+    """
+    if not isinstance(gy, DTensor):
+        operator = aten._convolution_double_backward.default
+        result: tuple[torch.Tensor, ...] = _torch.composite(operator, (ggx, ggw, ggb, gy, weight, input, *rest), {})
+        return result
+    *geometry, (for_gy, for_input, for_weight) = rest
+    terms = []
+    if for_gy:
+        terms += [torch.convolution(ggx, weight, None, *geometry)] if ggx is not None else []
+        terms += [torch.convolution(input, ggw, None, *geometry)] if ggw is not None else []
+        terms += [ggb.view(1, -1, *[1] * (gy.dim() - 2)).expand(gy.shape)] if ggb is not None else []
+    backward = aten.convolution_backward.default
+    gx = backward(gy, input, ggw, None, *geometry, [True, False, False])[0] if for_input and ggw is not None else None
+    gw = backward(gy, ggx, weight, None, *geometry, [False, True, False])[1] if for_weight and ggx is not None else None
+    return sum(terms[1:], terms[0]) if terms else None, gx, gw
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

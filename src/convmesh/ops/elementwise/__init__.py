@@ -1,0 +1,1 @@
+"""Elementwise operators, expand and fill."""

@@ -1,0 +1,87 @@
+"""Repeating size-1 dimensions, and summing a gradient back over them, which the reductions do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from ... import _torch
+from ...sharding.errors import refuse
+from ...sharding.gradient_placements import Placements, placements_of
+from ...sharding.layout import Layout
+from ...sharding.plan_cache import planned
+from ...sharding.redistribute import move
+from ...sharding.registry import Behaviour, rule
+
+aten = torch.ops.aten
+
+EXPAND = Behaviour(
+    "all dimensions but those that are repeated; in backward as the tensor was whose gradient it becomes",
+    "pending sums, before they grow; the one index of a sharded dimension that is repeated, from its owner to all",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpandPlan:
+    source: Layout
+    output: Layout
+
+
+@planned
+def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], wish: Placements | None) -> ExpandPlan | None:
+    """None where only torch's DTensor knows what to do. Of `wish` it takes what costs nothing: a rank can have any part
+    of what is repeated."""
+    layout = Layout.of(spec)
+    new = len(sizes) - len(layout.shape)
+    if not _torch.plain_order(spec) or any(type(p) not in (Replicate, Shard, Partial) for p in layout.placements):
+        return None
+    fitting = new >= 0 and all(
+        wanted in (-1, size) or (size == 1 and wanted >= 0)
+        for size, wanted in zip(layout.shape, sizes[new:], strict=True)
+    )
+    if not fitting or any(size < 0 for size in sizes[: max(new, 0)]):
+        raise refuse("expand", f"cannot become {list(sizes)}", [("input", layout)],
+                     "give -1 or the size itself for each dimension that is not of size 1")  # fmt: skip
+    shape = (*sizes[:new], *(s if w == -1 else w for s, w in zip(layout.shape, sizes[new:], strict=True)))
+    repeated = {dim for dim, size in enumerate(layout.shape) if size != shape[dim + new]}
+    grows = bool(repeated) or any(size != 1 for size in shape[:new])
+
+    def kept(placement: Placement) -> Placement:
+        if isinstance(placement, Partial) and grows:
+            return Replicate()  # adding up what is repeated would be so many times as much
+        return Replicate() if isinstance(placement, Shard) and placement.dim in repeated else placement
+
+    placements = tuple(map(kept, layout.placements))
+    grown = {*range(new), *(dim + new for dim in repeated)}
+    if wish is not None and grows:  # a rank cuts what it has all of, or is sent its part of a sum alone
+        placements = tuple(
+            Shard(w.dim - new) if isinstance(p, Replicate) and type(w) is Shard and w.dim not in grown else p
+            for p, w in zip(placements, wish, strict=True)
+        )
+    source = layout.placed(placements)
+    stride = (*(0,) * new, *(0 if dim in repeated else step for dim, step in enumerate(layout.stride)))
+    outputs = tuple(Shard(p.dim + new) if isinstance(p, Shard) else p for p in placements)
+    if wish is not None:
+        taken = [type(p) is Shard and p.dim in grown for p in wish]
+        outputs = tuple(
+            w if free and isinstance(p, Replicate) else p for p, w, free in zip(outputs, wish, taken, strict=True)
+        )
+    return ExpandPlan(source, Layout(layout.mesh, outputs, shape, stride, layout.dtype))
+
+
+@rule(aten.expand.default, behaviour=EXPAND)
+def expand(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, sizes, _ = _torch.arguments(operator, args, kwargs)
+    spec, shape = _torch.spec_of(input), tuple(map(_torch.known, sizes))
+    # The gradient of a reduction is a few numbers for all of its input: cut as that was, it is never whole.
+    plan = plan_expand(spec, shape, placements_of(spec.mesh, shape))
+    if plan is None:
+        return _torch.stock(operator, args, kwargs)
+    local = move(input, plan.source)
+    if plan.output.mesh.get_coordinate() is not None:
+        local = local.expand(plan.output.local_shape)
+    result = _torch.wrap(local, plan.output.spec)
+    return _torch.as_view(operator, args, kwargs, result) if plan.source.placements == input.placements else result

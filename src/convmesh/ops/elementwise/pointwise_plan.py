@@ -1,0 +1,235 @@
+"""Where the operands of an elementwise operator have to be, and where its result then lies.
+
+Along each mesh dimension the result is cut as an operand is that has all of the dimension; a replicated operand beside
+it is cut where it lies, which sends nothing. Operands that are cut differently are moved at least cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from ... import _torch
+from ...sharding.errors import ShardingError
+from ...sharding.layout import Layout
+from ...sharding.redistribute import layouts_of
+from ...sharding.sharding_table import Assignment, Row, choose, input_placements, output_placements
+
+R = Replicate()
+
+Cut = tuple[int, int, int]
+"""A dimension, the first index that is kept, and how many are."""
+
+Operands = Sequence[Layout | None]
+"""By argument; None for one that is no DTensor."""
+
+# By operator: the groups of arguments in which it is linear together, while all others are replicated.
+ALONE = ((0,),)
+LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
+    "clone": ALONE, "_to_copy": ALONE, "neg_": ALONE, "copy_": ((0, 1),),
+    "div.Tensor": ALONE, "div_.Tensor": ALONE, "div_.Scalar": ALONE,
+    "mul.Tensor": ((0,), (1,)), "mul_.Tensor": ALONE, "mul_.Scalar": ALONE,
+    "add.Tensor": ((0, 1),), "sub.Tensor": ((0, 1),), "add_.Tensor": ((0, 1),), "sub_.Tensor": ((0, 1),),
+    "rsub.Tensor": ((0, 1),), "where.self": ((1, 2),), "lerp": ((0, 1),), "lerp_": ((0, 1),),
+    "addcmul": ((0, 1), (0, 2)), "addcmul_": ((0, 1), (0, 2)), "addcdiv": ((0, 1),), "addcdiv_": ((0, 1),),
+}  # fmt: skip
+
+
+# Operators of two tensors, which torch's meta functions take in another order than its kernels do.
+aten = torch.ops.aten
+AS_A_SUM = frozenset((
+    aten.copysign.Tensor, aten.floor_divide.default, aten.special_xlog1py.default, aten.xlogy.Tensor,
+    aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
+    aten.hardtanh_backward.default, aten.logit_backward.default, aten.native_dropout_backward.default,
+    aten.softplus_backward.default,
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """How an operand comes to where it is used: it travels, where it has to, and is cut on the rank."""
+
+    travels: Layout | None
+    cuts: tuple[Cut, ...]
+
+
+@dataclass(frozen=True)
+class PointwisePlan:
+    steps: tuple[Step | None, ...]  # by argument; None for one that is used as it is
+    output: Layout
+    reduces: bool = False  # the tensor that is written is a pending sum, and has to be added up before
+    writes_terms: bool = False  # the tensor that is written is Partial, and every rank writes its own term of the sum
+    leaves: bool = False  # to torch's DTensor: on several meshes, or cut in an order other than the mesh's
+    ready: bool = False  # all arguments are used as they are
+    specs: dict[torch.dtype, _torch.Spec] = field(default_factory=dict)
+
+    def spec(self, dtype: torch.dtype) -> _torch.Spec:
+        found = self.specs.get(dtype)
+        if found is None:
+            found = self.specs[dtype] = self.output.typed(dtype).spec
+        return found
+
+
+def plan_pointwise(
+    operator: _torch.Operator, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Sequence[_torch.Spec | None]
+) -> PointwisePlan:
+    given = [spec for spec in specs if spec is not None]
+    operands = [None if spec is None else Layout.of(spec) for spec in specs]
+    if any(spec.mesh != given[0].mesh for spec in given):
+        layouts_of(_torch.name_of(operator), [(f"operand {n}", spec) for n, spec in enumerate(specs)])  # refuses them
+    shape, stride = _result(operator, args, kwargs, operands)
+    model = next(layout for layout in operands if layout is not None)
+    output = Layout(model.mesh, model.placements, shape, stride, model.dtype)
+    if _alike(given) and not any(isinstance(p, Partial) for p in model.placements):
+        return PointwisePlan((None,) * len(specs), output, ready=True)
+    if not all(_torch.plain_order(spec) for spec in given) or not _torch.in_rank_order(model.mesh):
+        return PointwisePlan((), output, leaves=True)
+    chosen = _choose(operator, operands, output, kwargs)
+    if chosen is None:
+        return PointwisePlan((), output, reduces=True)
+    return _plan(operands, output.placed(output_placements(chosen, 0)), chosen, operator._schema.is_mutable)
+
+
+def _alike(specs: Sequence[_torch.Spec]) -> bool:
+    first = specs[0]
+    return all(
+        spec.placements == first.placements and spec.shape == first.shape and spec.shard_order == first.shard_order
+        for spec in specs
+    )
+
+
+def _result(
+    operator: _torch.Operator, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Operands
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the result on one device; torch itself complains about what does not fit together."""
+    with _torch.meta_tensors(any(layout is not None and _torch.has_symbols(layout.shape) for layout in operands)):
+        models = [arg if layout is None else _model(layout) for arg, layout in zip(args, operands, strict=True)]
+        options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        result = operator(*models, **options)
+        tensors = [model for model in models if isinstance(model, torch.Tensor)]
+        if operator in AS_A_SUM and len(tensors) == 2:
+            result = torch.add(*tensors)
+        elif operator is aten.pow.Scalar:
+            result = result.contiguous()
+    return tuple(result.shape), tuple(result.stride())
+
+
+def _model(layout: Layout) -> torch.Tensor:
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+
+
+def _choose(
+    operator: _torch.Operator, operands: Operands, output: Layout, kwargs: Mapping[str, Any]
+) -> Assignment | None:  # fmt: skip
+    """A row for every mesh dimension; None where the written tensor could not keep its pending sum."""
+    shape = output.shape
+    written = operands[0] if operator._schema.is_mutable else None
+    rows = [Row("replicated", _by_operand(operands, lambda layout: R), (R,))]
+    rows += [_sharded(operands, shape, dim) for dim in sorted(_cut_dims(operands, len(shape)))]
+    rows += _linear(operator, operands, kwargs)
+    name = operator._schema.name.removeprefix("aten::")
+    named = [(f"operand {number}", layout) for number, layout in enumerate(operands)]
+    natural = [_cut_dims(operands, len(shape), mesh_dim) for mesh_dim in range(output.mesh.ndim)]
+
+    def fits(chosen: Assignment) -> bool:
+        """A pending sum is not scattered where nothing else is: the next operator would have to bring it together."""
+        placements = output_placements(chosen, 0)
+        if written is not None and placements != written.placements:
+            return False
+        return all(not isinstance(p, Shard) or p.dim in dims for p, dims in zip(placements, natural, strict=True))
+
+    def summing(row: Row, mesh_dim: int) -> float:
+        """What is left pending has to be summed yet: no reason to gather an operand of the result's size for it."""
+        gathers = any(
+            type(layout.placements[mesh_dim]) is Shard and target == R
+            for layout, target in zip(operands, row.inputs, strict=True)
+            if layout is not None and prod(layout.shape) == prod(shape)
+        )
+        return prod(shape) if gathers and isinstance(row.outputs[0], Partial) else 0
+
+    try:
+        return choose(name, rows, named, fits=fits, extra=summing)
+    except ShardingError:
+        if written is not None and any(isinstance(placement, Partial) for placement in written.placements):
+            return None
+        raise
+
+
+def _by_operand(operands: Operands, placement: Any) -> tuple[Placement, ...]:
+    return tuple(R if layout is None else placement(layout) for layout in operands)
+
+
+def _cut_dims(operands: Operands, rank: int, mesh_dim: int | None = None) -> set[int]:
+    """The result's dimensions along which an operand is cut; with `mesh_dim`, by that mesh dimension."""
+    return {
+        dim + rank - len(layout.shape)
+        for layout in operands
+        if layout is not None
+        for dim, mesh_dims in layout.cuts.items()
+        if mesh_dim is None or mesh_dim in mesh_dims
+    }
+
+
+def _sharded(operands: Operands, shape: tuple[int, ...], dim: int) -> Row:
+    def placement(layout: Layout) -> Placement:
+        own = dim - (len(shape) - len(layout.shape))
+        return Shard(own) if own >= 0 and layout.shape[own] == shape[dim] else R
+
+    return Row(f"dimension {dim}", _by_operand(operands, placement), (Shard(dim),))
+
+
+def _linear(operator: _torch.Operator, operands: Operands, kwargs: Mapping[str, Any]) -> list[Row]:
+    """What may be left pending: sums and averages, where the operator is linear in what is."""
+    name = operator._schema.name.removeprefix("aten::")
+    groups = LINEAR.get(name) or LINEAR.get(f"{name}.{operator._overloadname}", ())
+    if name.endswith("_backward"):
+        groups = ALONE  # a gradient is linear in the gradient that it is made of
+    dtype = kwargs.get("dtype")
+    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+        groups = ()  # rounding is not linear
+    rows = []
+    for kind in ("sum", "avg"):
+        for group in groups:
+            if all(number < len(operands) and operands[number] is not None for number in group):
+                inputs = tuple(Partial(kind) if number in group else R for number in range(len(operands)))
+                rows.append(Row(f"pending {kind}", inputs, (Partial(kind),)))
+    return rows
+
+
+def _plan(operands: Operands, output: Layout, chosen: Assignment, in_place: bool) -> PointwisePlan:
+    steps = tuple(
+        None if layout is None else _step(layout, layout.placed(input_placements(chosen, number)))
+        for number, layout in enumerate(operands)
+    )
+    writes_terms = in_place and any(isinstance(placement, Partial) for placement in output.placements)
+    return PointwisePlan(steps, output, writes_terms=writes_terms, ready=not (writes_terms or any(steps)))
+
+
+def _step(source: Layout, target: Layout) -> Step | None:
+    if source.placements == target.placements:
+        return None
+    on_the_way = target
+    for mesh_dim, before in reversed(list(enumerate(source.placements))):
+        if isinstance(before, Replicate) and _is_innermost(on_the_way, mesh_dim):
+            placements = on_the_way.placements
+            on_the_way = target.placed((*placements[:mesh_dim], R, *placements[mesh_dim + 1 :]))
+    travels = on_the_way if on_the_way.placements != source.placements else None
+    if source.mesh.get_coordinate() is None:
+        return Step(travels, ())
+    cuts = []
+    for dim in range(len(source.shape)):
+        held, wanted = on_the_way.own(dim), target.own(dim)
+        if held != wanted:
+            cuts.append((dim, wanted.start - held.start if len(wanted) else 0, len(wanted)))
+    return Step(travels, tuple(cuts))
+
+
+def _is_innermost(layout: Layout, mesh_dim: int) -> bool:
+    """Whether a rank that this mesh dimension did not cut would have its part, and more, in one piece."""
+    placement = layout.placements[mesh_dim]
+    return isinstance(placement, Shard) and layout.cuts[placement.dim][-1] == mesh_dim

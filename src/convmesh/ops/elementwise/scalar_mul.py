@@ -1,0 +1,64 @@
+"""Multiplying by a number, for the gradients of means.
+
+The gradient of a mean over everything is one number, expanded to the whole input on every rank: no memory at all, until
+it is divided by the count. Here it stays expanded, and each rank takes its part of it later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate
+
+from ... import _torch
+from ...sharding.layout import Layout, dense_stride
+from ...sharding.plan_cache import planned
+from ...sharding.registry import Behaviour, rule
+
+aten = torch.ops.aten
+
+BEHAVIOUR = Behaviour("all dimensions, pending sums", "nothing")
+
+
+@planned
+def plan_scale(spec: _torch.Spec, dtype: torch.dtype, expanded: tuple[int, ...]) -> Layout:
+    """Where the result lies; along `expanded` dimensions all of its values are one in memory."""
+    input = Layout.of(spec).typed(dtype)
+    if not expanded:
+        return input.dense
+    sizes = tuple(1 if dim in expanded else size for dim, size in enumerate(input.shape))
+    stride = dense_stride(sizes, torch.contiguous_format)
+    stride = tuple(0 if dim in expanded else step for dim, step in enumerate(stride))
+    return Layout(input.mesh, input.placements, input.shape, stride, dtype)
+
+
+@planned
+def settled_sums(spec: _torch.Spec) -> Layout | None:
+    """Where a tensor must go before it is scaled: only sums and averages may be left pending."""
+    placements = tuple(
+        Replicate() if isinstance(p, Partial) and (type(p) is not Partial or p.reduce_op not in ("sum", "avg")) else p
+        for p in spec.placements
+    )
+    return None if placements == spec.placements else Layout.of(spec).placed(placements)
+
+
+@rule(aten.div.Scalar, aten.mul.Scalar, aten.neg.default, behaviour=BEHAVIOUR)
+def scale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    input, *number = _torch.arguments(operator, args, kwargs)
+    spec = _torch.spec_of(input)
+    target = settled_sums(spec)
+    local = _torch.local_of(input)
+    if target is not None:
+        local, spec = _torch.redistribute(local, spec, target.spec), target.spec
+    expanded: tuple[int, ...] = ()
+    if _torch.in_backward():  # elsewhere someone may write into the result, which has to have its own memory
+        whole = zip(local.stride(), local.shape, spec.shape, strict=False)
+        expanded = tuple(dim for dim, (step, here, size) in enumerate(whole) if step == 0 and here == size > 1)
+    small = local
+    for dim in expanded:
+        small = small.narrow(dim, 0, 1)
+    result = operator(small, *number)
+    layout = plan_scale(spec, result.dtype, expanded)
+    return _torch.wrap(result.expand(local.shape) if expanded else result, layout.spec)

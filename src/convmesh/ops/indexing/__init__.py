@@ -1,0 +1,1 @@
+"""Reading and writing where indices or masks say."""

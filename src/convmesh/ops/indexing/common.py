@@ -1,0 +1,81 @@
+"""What operators share that read or write single places along a cut dimension, where an index says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from ...comm import owner_of
+from ...sharding.layout import Layout
+from ...sharding.sharding_table import Assignment, Row
+
+aten = torch.ops.aten
+
+
+def as_lists(*tensors: Any) -> tuple[Any, ...] | None:
+    """Single numbers among lists as lists of one, as torch takes them; None where there is nothing to do."""
+    dims = {tensor.dim() for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    if dims != {0, 1}:
+        return None
+    return tuple(
+        aten.unsqueeze.default(tensor, 0) if isinstance(tensor, torch.Tensor) and not tensor.dim() else tensor
+        for tensor in tensors
+    )
+
+
+def others(places: torch.Tensor, index: Layout, whole: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each place along `dim` that this rank's part of an index names, in their order: which rank of those that cut
+    `dim` has it, and where in that rank's part, counted in the order of its elements."""
+    parts = whole.shards(dim)
+    owner = owner_of(places, parts)
+    known = owner.clamp(min=0)
+    lengths, starts = (
+        torch.tensor(values, device=places.device)[known]
+        for values in ([len(part) for part in parts], [part.start for part in parts])
+    )
+    offset = torch.zeros_like(places)
+    for d in range(places.dim()):
+        if d == dim:
+            offset = offset * lengths + (places - starts)
+        else:
+            # All ranks that cut `dim` have the same of the other dimensions.
+            own, shape = whole.own(d), [1] * places.dim()
+            shape[d] = places.shape[d]
+            first = index.own(d).start - own.start
+            offset = offset * len(own) + torch.arange(first, first + shape[d], device=places.device).view(shape)
+    return owner.flatten(), offset.flatten()
+
+
+def idle(layout: Layout, placements: tuple[Placement, ...]) -> bool:
+    """Whether a tensor would be moved to a dimension of which half of the ranks or more have nothing."""
+    moved = layout.placed(placements)
+    return any(
+        2 * sum(map(bool, parts := moved.shards(dim))) <= len(parts) > 1
+        and any(layout.placements[m] != placements[m] and not isinstance(layout.placements[m], Replicate) for m in cut)
+        for dim, cut in moved.cuts.items()
+    )
+
+
+def travels_within(assignment: Assignment, names: Sequence[str]) -> bool:
+    """Whether the places of rows called `names` lie in what their owners have of all other dimensions, and a cut
+    dimension is not read in two ways at once."""
+    kinds = {row.name for row in assignment if row.name in ("asked", "sent", "owned")}
+    travelling = {row.inputs[1] for row in assignment if row.name in names}
+    return len(kinds) < 2 and not any(
+        row.inputs[0] in travelling for row in assignment if isinstance(row.inputs[0], Shard) and row.name not in kinds
+    )
+
+
+def whole_price(row: Row, mesh_dim: int, layouts: Sequence[Layout]) -> float:
+    """The memory that cut tensors take if a row makes them whole, in elements."""
+    return sum(
+        prod(layout.shape)
+        for layout, wanted in zip(layouts, row.inputs, strict=True)
+        if isinstance(layout.placements[mesh_dim], Shard)
+        and isinstance(wanted, Replicate)
+        and layout.mesh.size(mesh_dim) > 1
+    )

@@ -1,0 +1,101 @@
+"""Writing where tensors of indices say: `x[indices] = values`, and the gradient of indexing, which adds.
+
+Every rank writes what it owns of the indexed dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ... import _torch
+from ...sharding.implicit_replication import the_same_everywhere
+from ...sharding.layout import Layout
+from ...sharding.redistribute import check_placed, move, relocated
+from ...sharding.registry import rule
+from .index import Moved, Picks, check_picks, here_of, moved_by, picks_of, sole_mask, without_others
+from .index_select import ADD, plan_add
+from .masked_select import put_masked
+
+aten = torch.ops.aten
+
+
+@rule(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, behaviour=ADD)
+def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    whole, indices, values, adds, *_ = _torch.arguments(operator, args, kwargs)
+    if not isinstance(whole, DTensor):
+        return _torch.stock(operator, args, kwargs)
+    if isinstance(values, torch.Tensor) and not isinstance(values, DTensor) and values.numel() == 1:
+        values = the_same_everywhere(values, whole.device_mesh)
+    check_placed("index_put", (("whole", whole), ("values", values)))
+    mask = sole_mask(whole, indices)
+    if mask is not None and values.numel() == 1 and not adds:
+        return _fill_masked(operator, whole, mask, values)
+    if mask is not None and not _torch.tracing():
+        return _finished(operator, whole, *put_masked(whole, mask, _as_many(whole, mask, values), adds))
+    picks = picks_of(whole.shape, indices)
+    moved = moved_by(tuple(whole.shape), tuple(picks), tuple(next(iter(picks.values())).shape))
+    if moved.shape != tuple(values.shape):
+        values = aten.expand.default(values, list(moved.shape))
+    return _finished(operator, whole, *_put(whole, picks, moved, values, adds))
+
+
+def _put(whole: DTensor, picks: Picks, moved: Moved, values: DTensor, adds: bool) -> tuple[torch.Tensor, Layout]:
+    """This rank's part of the result, and where it lies."""
+    beside = tuple(moved.others.get(dim) for dim in range(whole.dim()))
+    placed, given, output = plan_add("index_put", _torch.spec_of(whole), _torch.spec_of(values), beside, adds)
+    x, v = move(whole, placed), move(values, given)
+    if output.mesh.get_coordinate() is None:
+        return x.clone(), output
+    if not x.numel():
+        check_picks(picks, output)
+        return x.clone(), output
+    local, mine = here_of(picks, output)
+    if adds or mine is None:
+        return aten.index_put.default(x, local, without_others(v, mine, moved.first), adds), output
+    return _replaced(x, local, mine, v, moved, output), output
+
+
+def _replaced(
+    x: torch.Tensor, local: Sequence[torch.Tensor | None], mine: torch.Tensor, v: torch.Tensor, moved: Moved,
+    output: Layout,
+) -> torch.Tensor:  # fmt: skip
+    """What belongs to other ranks goes to one place more of a cut dimension, which is taken off again."""
+    dim = next(d for d, index in enumerate(local) if index is not None and d in output.cuts)
+    length = x.shape[dim]
+    room = torch.cat([x, x.narrow(dim, 0, 1)], dim)
+    places = [
+        torch.where(mine, index, length) if d == dim and index is not None else index for d, index in enumerate(local)
+    ]
+    written: torch.Tensor = aten.index_put.default(room, places, v)
+    return written.narrow(dim, 0, length)
+
+
+def _fill_masked(operator: _torch.Operator, whole: DTensor, mask: DTensor, value: DTensor) -> Any:
+    """One value wherever the mask is true: elementwise."""
+    behind = whole.dim() - mask.dim()
+    for _ in range(behind):
+        mask = aten.unsqueeze.default(mask, -1)
+    value = aten.view.default(value, [])
+    if operator._schema.is_mutable:
+        return aten.masked_fill_.Tensor(whole, mask, value)
+    return aten.masked_fill.Tensor(whole, mask, value)
+
+
+def _as_many(whole: DTensor, mask: DTensor, values: DTensor) -> DTensor:
+    """Values that are the same for all that a mask selects, once for each."""
+    if values.dim() == whole.dim() - mask.dim() + 1 and values.shape[0] != 1:
+        return values
+    count = int(aten.sum.default(mask).full_tensor())
+    return aten.expand.default(values, [count, *whole.shape[mask.dim() :]])  # type: ignore[no-any-return]
+
+
+def _finished(operator: _torch.Operator, whole: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
+    if not operator._schema.is_mutable:
+        return _torch.wrap(local.contiguous(), layout.dense.spec)
+    target = Layout.of(_torch.spec_of(whole))
+    _torch.local_of(whole).copy_(relocated(local, layout, target))
+    return whole

@@ -1,0 +1,1 @@
+"""Linear layers, matrix products, attention, embeddings, Fourier transforms."""

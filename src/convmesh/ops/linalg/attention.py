@@ -1,0 +1,109 @@
+"""Attention over tokens that are sharded, such as the pixels of a feature map.
+
+Queries stay where they are. Every query reads all keys and values, so these are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from ... import _torch
+from ...sharding.errors import refuse
+from ...sharding.registry import Behaviour, composite, rule, while_installed
+
+aten = torch.ops.aten
+
+ATTENTION = Behaviour(
+    "batch, heads, tokens of the queries", "keys and values, gathered along sharded tokens",
+    "grouped-query attention over sharded tokens",
+)  # fmt: skip
+
+
+@composite("scaled_dot_product_attention")
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """[... T d] [... S d] [... S e] -> [... T e]; torch's own where it has rules for what is sharded."""
+    tokens = query.dim() - 2
+    cut = any(_cuts(tensor, tokens) for tensor in (query, key, value))
+    # Of torch's fused kernels the one for CPUs has no gradient on DTensors at all.
+    if not cut and not (isinstance(query, DTensor) and query.device.type == "cpu" and not enable_gqa):
+        operator = aten.scaled_dot_product_attention.default
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        result: torch.Tensor = _torch.composite(operator, given, {"scale": scale, "enable_gqa": enable_gqa})
+        return result
+    if enable_gqa:
+        raise refuse("scaled_dot_product_attention", "grouped queries over sharded tokens",
+                     (("query", query), ("key", key)), "repeat the heads of keys and values")  # fmt: skip
+    key, value = _whole(key, tokens), _whole(value, tokens)
+    if attn_mask is None and not dropout_p and not is_causal and _fused(query, key, value):
+        fused: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, scale=scale)[
+            0
+        ]
+        return fused
+    scores = (query * (1 / sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = _causal(query, key, tokens)
+    if attn_mask is not None:
+        hides = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if hides else scores + attn_mask
+    weights = scores.softmax(-1)
+    return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
+
+
+@rule(aten.scaled_dot_product_attention.default, behaviour=ATTENTION)
+def attention_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return attention(*args, **kwargs)
+
+
+def _fused(*tensors: torch.Tensor) -> bool:
+    """Whether torch's fused kernel for CPUs takes these: the conditions under which torch itself would."""
+    query, key, value = tensors
+    return (
+        all(isinstance(tensor, DTensor) and tensor.dim() == 4 for tensor in tensors)
+        and query.device.type == "cpu"
+        and torch.backends.cuda.flash_sdp_enabled()  # which is not about CUDA only
+        and query.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[:2] == key.shape[:2]
+        and query.shape[3] == key.shape[3]
+        and key.shape == value.shape
+        and all(tensor.stride(-1) == 1 for tensor in tensors)
+        and 0 not in (*query.shape, *key.shape)
+    )
+
+
+def _cuts(tensor: torch.Tensor, dim: int) -> bool:
+    return isinstance(tensor, DTensor) and any(getattr(p, "dim", None) == dim for p in tensor.placements)
+
+
+def _whole(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    if not isinstance(tensor, DTensor) or not _cuts(tensor, dim):
+        return tensor
+    return tensor.redistribute(placements=[Replicate() if p == Shard(dim) else p for p in tensor.placements])
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, tokens: int) -> torch.Tensor:
+    """True where a query may look, cut as the queries are."""
+    assert isinstance(query, DTensor)
+    mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=_torch.local_of(query).device).tril()
+    placements: list[Placement] = [Shard(0) if p == Shard(tokens) else Replicate() for p in query.placements]
+    return distribute_tensor(mask, query.device_mesh, placements, src_data_rank=None)
+
+
+def _step_by_step() -> Callable[[], None]:
+    """nn.MultiheadAttention and transformer layers take one fused operator in evaluation, which no DTensor knows."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return lambda: torch.backends.mha.set_fastpath_enabled(before)
+
+
+while_installed(_step_by_step)

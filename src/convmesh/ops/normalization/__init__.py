@@ -1,0 +1,1 @@
+"""Batch, group, instance, layer, RMS and weight norm."""

@@ -1,0 +1,132 @@
+"""What all normalisations share: moments of a rank's own values, merged over the ranks that cut what they are taken of.
+
+The merged moments cost one all-reduce of a few numbers, and then every rank normalises what it has. Backward is the
+same with the two sums that its formula needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from ... import kernels
+from ...comm import agreed, start_reducing
+from ...sharding.layout import Layout
+from ...sharding.redistribute import place
+from ...sharding.sharding_table import Assignment, Row, Wanted, choose, input_placements
+from ...strides import dense_stride
+from .._core.cached_tensors import Numbers
+from ..reductions.plan import absent, counts, cutting
+from ..reductions.variance import merge
+from .local import Pair
+
+Named = Sequence[tuple[str, Layout | None]]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over which ranks one set of moments is spread, and which share of its values each of them has."""
+
+    mesh: DeviceMesh
+    mesh_dims: tuple[int, ...]
+    shares: tuple[Any, ...]  # by rank: a number, or one for every set
+    count: int  # values of one set, on all ranks together
+
+    @staticmethod
+    def over(layout: Layout, dims: Sequence[int]) -> Spread:
+        mesh_dims = cutting(layout, dims)
+        found = counts(layout, dims, mesh_dims)
+        return Spread(layout.mesh, mesh_dims, tuple(n / max(1, sum(found)) for n in found), sum(found))
+
+    def compiled(self) -> bool:
+        """Whether every rank of the mesh has the compiled kernels: torch's differ from them in the last bits.
+
+        Where moments are merged, all ranks are about to communicate, and so all of them ask.
+        """
+        together = bool(self.mesh_dims)
+        return self.mesh.device_type == "cpu" and agreed("kernels", kernels.available, self.mesh, together)
+
+    def merge(self, mean: torch.Tensor, var: torch.Tensor) -> Pair:
+        return merge(mean, var, self._weights, self.mesh, self.mesh_dims)
+
+    @cached_property
+    def _weights(self) -> Numbers:
+        return Numbers(self.shares)
+
+    def add_up(self, one: torch.Tensor, other: torch.Tensor) -> Pair:
+        """Two sums over all ranks, in one all-reduce."""
+        if not self.mesh_dims:
+            return one, other
+        return self.start_adding_up(one, other)()
+
+    def start_adding_up(self, one: torch.Tensor, other: torch.Tensor) -> Callable[[], Pair]:
+        """The same, to be awaited while something else is done."""
+        finish = start_reducing(torch.stack([one, other]), self.mesh, self.mesh_dims)
+
+        def both() -> Pair:
+            first, second = finish()
+            return first, second
+
+        return both
+
+
+@lru_cache(maxsize=256)
+def rows(kept: tuple[int, ...], scaled: tuple[tuple[int, int], ...], parameters: int) -> tuple[Row, ...]:
+    """(input, *parameters) -> (): along `kept` dimensions parameters are whole, along `scaled` ones cut like the input.
+
+    `scaled` are pairs of a dimension of the input and the parameters' dimension that goes with it.
+    """
+    whole = (Replicate(),) * parameters
+    return (
+        Row("replicated", (Replicate(), *whole), ()),
+        *[Row("kept", (Shard(dim), *whole), ()) for dim in kept],
+        *[Row("scaled", (Shard(dim), *[Shard(other)] * parameters), ()) for dim, other in scaled],
+    )
+
+
+def arrange(
+    operator: str, table: Sequence[Row], named: Named, fits: Callable[[Assignment], bool] = lambda assignment: True
+) -> tuple[Layout | None, ...]:
+    """Where the operands go, at least cost."""
+    chosen = choose(operator, table, named, fits=fits)
+    return tuple(t and t.placed(input_placements(chosen, number)) for number, (_, t) in enumerate(named))
+
+
+def parameter_gradient(parameter: Layout, input: Layout, placed: Layout, pending: bool) -> tuple[Layout, Layout]:
+    """Where the gradient of a parameter that was `placed` beside the `input` is, and where it goes.
+
+    `pending` if every rank has the sum over its own part of the input only.
+    """
+    sums = tuple(
+        Partial() if pending and isinstance(at, Shard) and not isinstance(beside, Shard) else beside
+        for at, beside in zip(input.placements, placed.placements, strict=True)
+    )
+    wanted = Wanted(parameter.placements, prod(parameter.shape))
+    return placed.placed(sums), placed.placed(tuple(wanted.becomes(*entry) for entry in enumerate(sums)))
+
+
+def new(like: Layout, shape: tuple[int, ...], placements: tuple[Placement, ...], dtype: torch.dtype) -> Layout:
+    return Layout(like.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), dtype)
+
+
+def place_parameters(
+    gradients: Sequence[torch.Tensor], places: Sequence[tuple[Layout, Layout]], asked: Sequence[bool]
+) -> tuple[DTensor | None, ...]:
+    """The gradients of the parameters that are asked for, in the parameters' type and where they go."""
+    return tuple(
+        place(gradient.to(computed.dtype), computed, wanted) if needed else None
+        for gradient, (computed, wanted), needed in zip(gradients, places, asked, strict=True)
+    )
+
+
+def all_absent(input: DTensor, layouts: Sequence[Layout], asked: Sequence[bool]) -> tuple[DTensor | None, ...]:
+    """The gradients that a rank outside of the mesh returns."""
+    return tuple(absent(input, layout) if needed else None for layout, needed in zip(layouts, asked, strict=True))

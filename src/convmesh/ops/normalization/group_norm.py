@@ -1,0 +1,209 @@
+"""Group norm: statistics by sample and group, with space cut, and channels cut between groups or inside of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from ... import _torch
+from ...geometry import Interval
+from ...sharding.errors import refuse
+from ...sharding.layout import Layout
+from ...sharding.plan_cache import planned
+from ...sharding.redistribute import check_placed, move, move_beside
+from ...sharding.registry import Behaviour, made_of_others, rule
+from .._core.cached_tensors import Numbers
+from ..reductions.plan import absent, counts, cutting, wide, wrap_dense
+from .common import Named, Spread, all_absent, arrange, new, parameter_gradient, place_parameters, rows  # fmt: skip
+from .local import Pair, input_gradient, moments_of_groups, normalised, sums_by_set
+
+aten = torch.ops.aten
+
+made_of_others(aten.group_norm.default)
+
+TRAVELS = "nothing; all-reduce of 2 numbers a group, sample and rank where space or a group is cut"
+BEHAVIOUR = Behaviour("batch, channels, space", TRAVELS)
+
+
+@dataclass(frozen=True)
+class GroupNormPlan:
+    operands: tuple[Layout | None, ...]  # input, weight, bias
+    output: Layout
+    statistics: Layout
+    spread: Spread
+    channels: Interval  # this rank's
+    per_group: int
+    whole_groups: bool  # every rank has whole groups, and knows these only; else it knows all groups
+    parameters: tuple[tuple[Layout, Layout], ...]
+    present: bool
+
+    def columns(self, device: torch.device) -> torch.Tensor:
+        """For each of this rank's channels, which column of the statistics it belongs to."""
+        return self._columns.on(device)
+
+    @cached_property
+    def _columns(self) -> Numbers:
+        first = self.channels.start // self.per_group if self.whole_groups else 0
+        return Numbers([at // self.per_group - first for at in range(self.channels.start, self.channels.stop)])
+
+    def by_channel(self, numbers: torch.Tensor, dims: int) -> torch.Tensor:
+        """[N G] -> [N C 1 1 ...], with so many dimensions: for each channel that of its group."""
+        if self.whole_groups:
+            spread = numbers.unsqueeze(2).expand(-1, -1, self.per_group)
+        else:
+            spread = numbers[:, self.columns(numbers.device)]
+        return spread.reshape(numbers.shape[0], len(self.channels), *[1] * (dims - 2))
+
+    def by_group(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[N C] -> [N G]: sums of what this rank's channels have of each group."""
+        if self.whole_groups:
+            return numbers.view(numbers.shape[0], self.groups, self.per_group).sum(2)
+        zeros = numbers.new_zeros(numbers.shape[0], self.groups)
+        return zeros.index_add_(1, self.columns(numbers.device), numbers)
+
+    @property
+    def groups(self) -> int:
+        """Columns of the statistics that this rank holds."""
+        return len(self.channels) // self.per_group if self.whole_groups else self.statistics.shape[1]
+
+
+@planned
+def plan_group_norm(operator: str, groups: int, *specs: _torch.Spec | None) -> GroupNormPlan:
+    input, weight, bias = (None if spec is None else Layout.of(spec) for spec in specs)
+    assert input is not None
+    named: Named = (("input", input), ("weight", weight), ("bias", bias))
+    _check(operator, groups, named, input)
+    dims = len(input.shape)
+    operands = arrange(operator, rows((0, *range(2, dims)), ((1, 0),), 2), named)
+    placed = operands[0]
+    assert placed is not None
+    per_group = max(1, input.shape[1] // groups)
+    whole_groups = all(len(part) % per_group == 0 for part in placed.shards(1))
+    cut = (Shard(0), Shard(1)) if whole_groups else (Shard(0),)
+    by_group = tuple(p if p in cut else Replicate() for p in placed.placements)
+    by_channel = tuple(Shard(0) if p == Shard(1) else Replicate() for p in placed.placements)
+    dtype = next((given.dtype for given in (weight, bias) if given is not None), input.dtype)
+    whole = new(input, (input.shape[1],), by_channel, dtype)
+    present = input.mesh.get_coordinate() is not None
+    return GroupNormPlan(
+        operands, placed.dense,
+        new(input, (input.shape[0], groups), by_group,
+            wide(input.dtype)),
+        Spread.over(placed, range(2, dims)) if whole_groups else _spread_groups(placed, groups, per_group),
+        placed.own(1) if present else Interval(0, 0), per_group, whole_groups,
+        tuple(parameter_gradient(given or whole, placed, whole, pending=True) for given in (weight, bias)),
+        present,
+    )  # fmt: skip
+
+
+def _check(operator: str, groups: int, named: Named, input: Layout) -> None:
+    if len(input.shape) < 2 or groups < 1 or input.shape[1] % groups:
+        raise refuse(operator, f"the input needs channels that are a multiple of `num_groups` (={groups})", named,
+                     "give an input of shape (N, C, *space)")  # fmt: skip
+    for name, given in named[1:]:
+        if given is not None and given.shape != (input.shape[1],):
+            raise refuse(operator, f"{name} needs one number for each of the {input.shape[1]} channels", named,
+                         f"give it shape ({input.shape[1]},)")  # fmt: skip
+
+
+def _spread_groups(placed: Layout, groups: int, per_group: int) -> Spread:
+    """Where channels are cut inside of groups, a rank's share is another for every group."""
+    space = range(2, len(placed.shape))
+    mesh_dims = cutting(placed, (1, *space))
+    values = per_group * prod(placed.shape[2:])
+    shares = []
+    for number, at in enumerate(product(*(range(placed.mesh.size(mesh_dim)) for mesh_dim in mesh_dims))):
+        channels = placed.part_at(1, dict(zip(mesh_dims, at, strict=True)))
+        around = counts(placed, space, mesh_dims)[number]
+        owned = (len(channels & Interval(g * per_group, (g + 1) * per_group)) for g in range(groups))
+        shares.append(((tuple(n * around / max(1, values) for n in owned)),))
+    return Spread(placed.mesh, mesh_dims, tuple(shares), values)
+
+
+@rule(aten.native_group_norm.default, behaviour=BEHAVIOUR)
+def group_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    input, weight, bias, *_, groups, eps = _torch.arguments(operator, args, kwargs)
+    tensors = (input, weight, bias)
+    check_placed("group_norm", tuple(zip(("input", "weight", "bias"), tensors, strict=True)))
+    plan = plan_group_norm("group_norm", groups, *(None if t is None else _torch.spec_of(t) for t in tensors))
+    if not plan.present:
+        return tuple(absent(input, layout) for layout in (plan.output, plan.statistics, plan.statistics))
+    x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
+    x = x.contiguous(memory_format=plan.output.memory_format)
+    if not plan.spread.mesh_dims and x.numel():
+        sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
+        y, mean, rstd = operator(x, w, b, *sizes, plan.groups, eps)
+    else:
+        y, mean, rstd = _normalise(plan, x, w, b, eps)
+    statistics = plan.statistics.typed(mean.dtype).spec
+    return wrap_dense(y, plan.output), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
+
+
+def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
+    # A group of which the rank has some channels only is made of these, one by one.
+    local_groups = plan.groups if plan.whole_groups else len(plan.channels)
+    compiled = plan.spread.compiled()
+    moments = moments_of_groups(x.to(plan.statistics.dtype), local_groups, compiled)
+    if not plan.whole_groups:
+        moments = _regroup(plan, *moments)
+    mean, var = plan.spread.merge(*moments) if plan.spread.mesh_dims else moments
+    by_channel = plan.by_channel(mean, x.dim()), plan.by_channel(var, x.dim())
+    w, b = (None if t is None else t.to(mean.dtype).view(-1, *[1] * (x.dim() - 2)) for t in (w, b))
+    return normalised(x, by_channel, eps, w, b, compiled), mean, (var + eps).rsqrt()
+
+
+def _regroup(plan: GroupNormPlan, mean: torch.Tensor, var: torch.Tensor) -> Pair:
+    """[N C] -> [N G]: the moments of the channels that this rank has of each group."""
+    channels = plan.by_group(torch.ones_like(mean[:1])).clamp_(min=1)
+    grouped = plan.by_group(mean) / channels
+    spread = var + (mean - plan.by_channel(grouped, 2)).square()
+    return grouped, plan.by_group(spread) / channels
+
+
+@rule(aten.native_group_norm_backward.default, behaviour=BEHAVIOUR)
+def group_norm_backward(
+    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[DTensor | None, ...]:
+    gradient, input, mean, rstd, weight, *_, groups, mask = _torch.arguments(operator, args, kwargs)
+    names = ("grad_output", "input", "mean", "rstd", "weight")
+    check_placed("group_norm_backward", tuple(zip(names, (gradient, input, mean, rstd, weight), strict=True)))
+    specs = (_torch.spec_of(input), None if weight is None else _torch.spec_of(weight), None)
+    plan = plan_group_norm("group_norm_backward", groups, *specs)
+    if not plan.present:
+        return all_absent(input, (plan.output, *(wanted for _, wanted in plan.parameters)), mask)
+    x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
+    gy = move_beside(gradient, plan.output)
+    m, r = (move(t, plan.statistics.typed(t.dtype)) for t in (mean, rstd))
+    if not plan.spread.mesh_dims and x.numel():
+        sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
+        gy, x = (tensor.contiguous(memory_format=plan.output.memory_format) for tensor in (gy, x))
+        gx, *gradients = operator(gy, x, m, r, w, *sizes, plan.groups, mask)
+    else:
+        gx, *gradients = _gradients(plan, gy, x, m, r, w)
+    for_input = wrap_dense(gx, plan.output) if mask[0] else None
+    return for_input, *place_parameters(gradients, plan.parameters, mask[1:])
+
+
+def _gradients(
+    plan: GroupNormPlan, gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, w: Any
+) -> tuple[torch.Tensor, ...]:
+    gy, x = (t.to(mean.dtype) for t in (gy, x))
+    compiled = plan.spread.compiled()
+    moments = plan.by_channel(mean, x.dim()), plan.by_channel(rstd, x.dim())
+    plain, products = (t.view(x.shape[:2]) for t in sums_by_set(gy, x, *moments, compiled))
+    sums = plan.spread.start_adding_up(*(plan.by_group(t if w is None else t * w) for t in (plain, products)))
+    count = max(1, plan.per_group * prod(plan.output.shape[2:]))
+
+    def means() -> Pair:
+        first, second = sums()
+        return plan.by_channel(first / count, x.dim()), plan.by_channel(second / count, x.dim())
+
+    weight = None if w is None else w.view(-1, *[1] * (x.dim() - 2))
+    return input_gradient(gy, x, moments, means, weight, compiled), products.sum(0), plain.sum(0)

@@ -1,0 +1,168 @@
+"""Operators on lists of tensors, which optimizers, gradient clipping and loss scaling are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ... import _torch
+from ...comm import all_reduce
+from ...sharding.layout import Layout
+from ...sharding.partial import is_pending, reduce_once
+from ...sharding.registry import Behaviour, overloads, rule, while_installed
+from .tensor_lists import Lists
+
+aten = torch.ops.aten
+
+# fmt: off
+POINTWISE = (
+    "abs", "acos", "add", "addcdiv", "addcmul", "asin", "atan", "ceil", "clamp_max", "clamp_min", "clone", "copy",
+    "cos", "cosh", "div", "erf", "erfc", "exp", "expm1", "floor", "frac", "lerp", "lgamma", "log", "log10", "log1p",
+    "log2", "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin",
+    "sinh", "sqrt", "sub", "tan", "tanh", "trunc",
+)
+# fmt: on
+OPTIMIZERS = ("adam", "adamw", "sgd", "adagrad")
+
+
+FOREACH = Behaviour(
+    "all", "a pending sum: one all-reduce for all tensors of a call, once for all uses",
+    "lists with plain tensors beside DTensors, shapes that differ",
+)  # fmt: skip
+FUSED = Behaviour(
+    "all", "pending gradients: one all-reduce for all of them",
+    "parameters, gradients or states that are plain tensors beside DTensors",
+)  # fmt: skip
+NORM = Behaviour("all", "one all-reduce of a number for each tensor; pending sums before", "nothing")
+UNSCALE = Behaviour("all", "one all-reduce of one number; pending sums before", "nothing")
+
+
+@rule(*overloads(*(f"_foreach_{name}" for name in POINTWISE)), behaviour=FOREACH)
+@rule(*overloads(*(f"_fused_{name}" for name in OPTIMIZERS)), behaviour=FUSED)
+def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    lists = Lists(operator, args, kwargs)
+    local = lists.local()
+    results = _torch.call(operator, local)
+    if results is None:
+        return lists.write_back(local)
+    if isinstance(results, tuple):  # a fused optimizer: what it would write in place, for each of its first lists
+        return tuple(lists.wrap(some, number) for number, some in enumerate(results))
+    return lists.wrap(results)
+
+
+@rule(aten._foreach_zero_.default, behaviour=Behaviour("all, pending sums", "nothing"))
+def zero(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Zeros add up to zero, so that nothing has to be reduced."""
+    _torch.call(operator, Lists(operator, args, kwargs, reduce=False).local())
+
+
+@rule(*overloads("_foreach_norm", "_foreach_max"), behaviour=NORM)
+def reduction(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Of each tensor one number: every rank reduces its parts, and the numbers of all tensors travel together."""
+    lists = Lists(operator, args, kwargs)
+    tensors, *options = lists.local()
+    order, dtype = (float(options[0]), options[1]) if options else (inf, None)
+    alike: dict[Any, list[int]] = {}
+    for number, (local, target) in enumerate(zip(tensors, lists.targets, strict=True)):
+        cut = () if target is None else tuple(sorted(dim for dims in target.cuts.values() for dim in dims))
+        alike.setdefault((None if target is None else target.mesh, cut, local.dtype), []).append(number)
+    results: list[torch.Tensor] = list(tensors)
+    for (mesh, cut, own), numbers in alike.items():
+        wide = dtype or (torch.float32 if own in (torch.float16, torch.bfloat16) else own)
+        parts = [tensors[number] for number in numbers]
+        whole = _combined(_of_parts(operator, parts, [order, wide] if options else []), mesh, cut, order)
+        for number, value in zip(numbers, whole.to(dtype or own.to_real()).unbind(), strict=True):
+            results[number] = value
+    return [
+        value if target is None else _torch.wrap(value, _scalar(target, value.dtype).spec)
+        for value, target in zip(results, lists.targets, strict=True)
+    ]
+
+
+def _of_parts(operator: _torch.Operator, parts: list[torch.Tensor], options: list[Any]) -> torch.Tensor:
+    """The reduction of each of this rank's parts; one without elements adds nothing, and is no extreme."""
+    filled = [part for part in parts if part.numel()]
+    values = iter(_torch.call(operator, [filled, *options]) if filled else ())
+    dtype = (options[1] if options else parts[0].dtype).to_real()
+    lowest = -inf if dtype.is_floating_point else torch.iinfo(dtype).min
+    nothing = (inf if options[0] < 0 else 0) if options else lowest
+    return torch.stack([next(values) if part.numel() else part.new_full((), nothing, dtype=dtype) for part in parts])
+
+
+def _combined(values: torch.Tensor, mesh: DeviceMesh | None, cut: Sequence[int], order: float) -> torch.Tensor:
+    """Norms of a tensor's parts, or their greatest elements, to that of the tensor."""
+    if mesh is None or mesh.get_coordinate() is None or not cut:
+        return values
+    if order in (inf, -inf):
+        return all_reduce(values, mesh, cut, "max" if order > 0 else "min")
+    if order == 0:
+        return all_reduce(values, mesh, cut)
+    return all_reduce(values.pow(order), mesh, cut).pow(1 / order)
+
+
+def _scalar(target: Layout, dtype: torch.dtype) -> Layout:
+    return Layout(target.mesh, (Replicate(),) * target.mesh.ndim, (), (), dtype)
+
+
+@rule(aten._amp_foreach_non_finite_check_and_unscale_.default, behaviour=UNSCALE)
+def unscale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """All ranks have to skip the step if one of them finds an overflow, whichever gradient it is in."""
+    lists = Lists(operator, args, kwargs)
+    local = lists.local()
+    _torch.call(operator, local)
+    lists.write_back(local)
+    found = local[1]
+    cuts: dict[DeviceMesh, set[int]] = {}
+    for target in lists.targets:
+        if target is not None and target.mesh.get_coordinate() is not None:
+            cuts.setdefault(target.mesh, set()).update(dim for dims in target.cuts.values() for dim in dims)
+    for mesh, cut in cuts.items():
+        found.copy_(all_reduce(found, mesh, sorted(cut), "max"))
+    if isinstance(args[1], DTensor) and found is not _torch.local_of(args[1]):
+        _torch.local_of(args[1]).copy_(found)
+
+
+# While an optimizer steps, by its id: parameters with the gradients that they had before, and have now.
+_stepping: dict[int, list[tuple[torch.Tensor, DTensor, DTensor]]] = {}
+
+
+def reduce_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before a step: reduce all Partial gradients at once, and let the parameters have the sums until it is over.
+
+    What an optimizer makes of a gradient, a momentum for example, is then placed as the parameter is.
+    """
+    if torch.compiler.is_compiling():
+        return
+    given: list[tuple[torch.Tensor, DTensor]] = []
+    like: dict[int, DTensor] = {}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            given.append((parameter, gradient))
+            if isinstance(parameter, DTensor) and parameter.device_mesh == gradient.device_mesh:
+                like[id(gradient)] = parameter
+    like = {key: parameter for key, parameter in like.items() if not is_pending(parameter)}
+    sums = reduce_once([gradient for _, gradient in given], like)
+    _stepping[id(optimizer)] = [
+        (parameter, gradient, sums[id(gradient)]) for parameter, gradient in given if id(gradient) in sums
+    ]
+    for parameter, _, sum in _stepping[id(optimizer)]:
+        parameter.grad = sum
+
+
+def give_gradients_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """After a step. A closure may have made new gradients meanwhile."""
+    for parameter, gradient, sum in _stepping.pop(id(optimizer), ()):
+        if parameter.grad is sum:
+            parameter.grad = gradient
+
+
+while_installed(lambda: register_optimizer_step_pre_hook(reduce_gradients).remove)
+while_installed(lambda: register_optimizer_step_post_hook(give_gradients_back).remove)

@@ -1,0 +1,198 @@
+"""What operators on lists of tensors share: to bring what has the same number in every list to one placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from ... import _torch
+from ...sharding.errors import refuse
+from ...sharding.layout import Layout
+from ...sharding.partial import put_back, reduce_once
+from ...sharding.plan_cache import planned
+from ...sharding.redistribute import check_placed, move
+from ...sharding.view_writeback import assign
+
+
+class Lists:
+    """The arguments of one call: what each rank computes with, and where the results belong.
+
+    Tensors of the same number in the lists lie alike when the operator runs. Pending sums are reduced first, also for
+    linear operators: a gradient has to be reduced once in a step, and so it is at its first use.
+    """
+
+    def __init__(self, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], reduce: bool = True):
+        self.operator = operator
+        self.values = list(_torch.arguments(operator, args, kwargs))
+        self._known = _torch.signature(operator)
+        self._lists = [number for number in self._known.lists if self.values[number]]
+        self._check_lengths()
+        self._reduce = reduce
+        self._reduced: dict[int, DTensor] = {}
+        self._aligned = not _torch.tracing() and self._lie_alike()
+        if not self._aligned:
+            assert self.targets is not None  # what is refused is refused before anything is sent
+            self._reduced = reduce_once(self._dtensors()) if reduce else {}
+
+    @cached_property
+    def targets(self) -> list[Layout | None]:
+        """Where the tensors of each number are brought to."""
+        return [self._target(index) for index in range(len(self._first))]
+
+    def local(self) -> list[Any]:
+        """All arguments for the call of the stock operator on this rank's parts."""
+        local = [self._whole(value) for value in self.values]
+        for number in self._lists:
+            if self._aligned:
+                local[number] = [
+                    _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in self.values[number]
+                ]
+                continue
+            local[number] = [
+                self._move(tensor, target) for tensor, target in zip(self.values[number], self.targets, strict=True)
+            ]
+        return local
+
+    def write_back(self, local: Sequence[Any]) -> None:
+        """Bring what the operator wrote to where the tensors are that it had to work on copies of."""
+        for number in self._known.written:
+            if self._aligned or number not in self._lists:
+                continue
+            for tensor, result, target in zip(self.values[number], local[number], self.targets, strict=True):
+                if not isinstance(tensor, DTensor) or target is None:
+                    continue
+                memory = _torch.memory_of(result)
+                if memory != _torch.memory_of(_torch.local_of(tensor)):
+                    sum = self._reduced.get(id(tensor))
+                    if sum is not None and memory == _torch.memory_of(_torch.local_of(sum)):
+                        put_back(tensor, sum)
+                    else:
+                        assign(tensor, _torch.wrap(result, target.spec))
+
+    def wrap(self, results: Sequence[torch.Tensor], number: int = 0) -> list[torch.Tensor]:
+        """The DTensors of a list of results, which belong to the list number `number` of the arguments."""
+        given = self.values[self._known.lists[number]]
+        if self._aligned and all(local.dtype == tensor.dtype for local, tensor in zip(results, given, strict=False)):
+            return [
+                _torch.wrap(local, _torch.eager_spec_of(tensor)) if isinstance(tensor, DTensor) else local
+                for local, tensor in zip(results, given, strict=False)
+            ]
+        return [
+            _torch.wrap(local, _with_dtype(target, local.dtype).spec)
+            if isinstance(tensor, DTensor) and target is not None
+            else local
+            for local, tensor, target in zip(results, given, self.targets, strict=False)
+        ]
+
+    def _lie_alike(self) -> bool:
+        """Nearly always nothing has to be moved. This sees it fast: an optimizer has hundreds of tensors."""
+        if not self._lists or any(isinstance(value, DTensor) for value in self.values):
+            return False
+        first, *others = (self.values[number] for number in self._lists)
+        specs = []
+        for tensor in first:
+            if not isinstance(tensor, DTensor):
+                return False
+            spec = _torch.eager_spec_of(tensor)
+            if not _settled(spec.placements, spec.shard_order):
+                return False
+            specs.append(spec)
+        for tensors in others:
+            for tensor, spec in zip(tensors, specs, strict=True):
+                if not isinstance(tensor, DTensor):
+                    if tensor.dim():
+                        return False
+                    continue
+                its = _torch.eager_spec_of(tensor)
+                if its is not spec and not (
+                    its.placements == spec.placements and its.shape == spec.shape and its.mesh is spec.mesh
+                    and its.shard_order == spec.shard_order
+                ):  # fmt: skip
+                    return False
+        return True
+
+    def _dtensors(self) -> list[DTensor]:
+        given = [tensor for number in self._lists for tensor in self.values[number]]
+        given += [value for value in self.values if isinstance(value, DTensor)]
+        return [tensor for tensor in given if isinstance(tensor, DTensor)]
+
+    @property
+    def _first(self) -> Sequence[torch.Tensor]:
+        tensors: Sequence[torch.Tensor] = self.values[self._lists[0]] if self._lists else ()
+        return tensors
+
+    def _check_lengths(self) -> None:
+        lengths = [(self._known.names[number], len(self.values[number])) for number in self._lists]
+        if len({length for _, length in lengths}) > 1:
+            raise refuse(self.operator._schema.name, "the lists differ in length", lengths, "give lists of one length")
+
+    def _target(self, index: int) -> Layout | None:
+        """Where the tensors number `index` are brought to; None if they are plain tensors, which stay what they are."""
+        named = [(self._known.names[number], self.values[number][index]) for number in self._lists]
+        tensors = [(name, tensor) for name, tensor in named if tensor.dim() > 0]
+        if not any(isinstance(tensor, DTensor) for _, tensor in tensors):
+            tensors = named if any(isinstance(tensor, DTensor) for _, tensor in named) else []
+        if not tensors:
+            return None
+        check_placed(self.operator._schema.name, tensors)
+        specs = (_torch.spec_of(tensor) for _, tensor in tensors)
+        if not self._reduce:
+            return Layout.of(next(specs))
+        return _common(self.operator._schema.name, 0 in self._known.written, *specs)
+
+    def _move(self, tensor: torch.Tensor, target: Layout | None) -> torch.Tensor:
+        tensor = self._reduced.get(id(tensor), tensor)
+        if not isinstance(tensor, DTensor) or target is None:
+            return tensor
+        if tensor.dim() < len(target.shape):
+            local: torch.Tensor = self._whole(tensor)
+            return local
+        if target.mesh.get_coordinate() is None:
+            return _torch.local_of(tensor)
+        moved: torch.Tensor = move(tensor, target)
+        return moved
+
+    def _whole(self, value: Any) -> Any:
+        """A tensor beside the lists, such as a learning rate, holds for all of them: every rank takes all of it."""
+        if not isinstance(value, DTensor):
+            return value
+        value = self._reduced.get(id(value), value)
+        layout = Layout.of(_torch.spec_of(value))
+        return move(value, layout.placed((Replicate(),) * layout.mesh.ndim))
+
+
+@lru_cache(maxsize=1024)
+def _settled(placements: tuple[Placement, ...], shard_order: object) -> bool:
+    """No pending sums, and nothing out of the ordinary."""
+    return all(type(placement) in (Replicate, Shard) for placement in placements) and _torch.plain(shard_order)
+
+
+@planned
+def _common(operator: str, in_place: bool, *specs: _torch.Spec) -> Layout:
+    """In place: where the first tensor is. Else wherever one of them is sharded, so that none is gathered."""
+    layouts = [Layout.of(spec) for spec in specs]
+    first = layouts[0]
+    for layout in layouts[1:]:
+        if layout.shape != first.shape:
+            raise refuse(
+                operator, "tensors of the same number in two lists differ in shape",
+                (("one", first), ("the other", layout)), "expand them to one shape, or use the operator on one tensor",
+            )  # fmt: skip
+    if in_place:
+        layouts = layouts[:1]
+    placements: list[Placement] = []
+    for mesh_dim in range(first.mesh.ndim):
+        candidates = [layout.placements[mesh_dim] for layout in layouts]
+        sharded = [placement for placement in candidates if isinstance(placement, Shard)]
+        placements.append(sharded[0] if sharded else Replicate())
+    return first.placed(tuple(placements))
+
+
+@planned
+def _with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
+    return layout.typed(dtype)

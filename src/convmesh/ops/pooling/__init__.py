@@ -1,0 +1,1 @@
+"""Max, average and adaptive pooling, and max unpooling."""

@@ -1,0 +1,1 @@
+"""Random operators, which draw the numbers of one device."""

@@ -1,0 +1,62 @@
+"""Dropout: zeros at random, and all else is scaled up. It is linear, so a pending sum may stay one: its terms are all
+multiplied by the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ... import _torch
+from ...sharding.layout import Layout, dense_stride
+from ...sharding.redistribute import check_placed
+from ...sharding.registry import made_of_others, rule, unlisted
+from .bernoulli import zeros_and_ones
+from .replicated_draw import SHARED, draw_own, where_drawn
+
+aten = torch.ops.aten
+
+made_of_others(aten.dropout_.default)
+
+
+@unlisted(aten.dropout.default)
+def dropout(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Whole in inference mode only. Torch would make `native_dropout` of it, as it does when it compiles and on GPUs,
+    but a CPU draws in the order of memory then."""
+    input, p, train = _torch.arguments(operator, args, kwargs)
+    if not 0 < p < 1 or not train or input.device.type != "cpu" or _torch.tracing():
+        return _torch.composite(operator, args, kwargs)
+    noise = aten.bernoulli_.float(aten.empty_like.default(input), 1 - p)
+    return aten.mul.Tensor(input, aten.div_.Scalar(noise, 1 - p))
+
+
+@rule(aten.native_dropout.default, behaviour=SHARED)
+def native_dropout(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
+    input, p, train = _torch.arguments(operator, args, kwargs)
+    check_placed("native_dropout", (("input", input),))
+    layout, local = where_drawn(_torch.spec_of(input), None), _torch.local_of(input)
+    if train is False or p == 0:
+        noise = torch.ones_like(local)
+    else:
+        noise = _noise(operator, layout, input, p) if p < 1 else torch.zeros_like(local)
+    mask = _torch.wrap(noise != 0, layout.typed(torch.bool).spec)
+    return _torch.wrap(local * noise, _torch.spec_of(input)), mask
+
+
+def _noise(operator: _torch.Operator, layout: Layout, model: DTensor, p: float) -> torch.Tensor:
+    """0 or 1 / (1 - p), drawn exactly as the operator does it on this device."""
+    if layout.mesh.get_coordinate() is not None:
+        # A CPU draws them in the order of the dimensions, however the input lies in memory.
+        stride = dense_stride(layout.shape, torch.contiguous_format)
+        plain = Layout(layout.mesh, layout.placements, layout.shape, stride, layout.dtype)
+        ones = zeros_and_ones(plain, _torch.local_of(model).device, None, 1 - p, None)
+        if ones is not None:
+            return ones.mul_(1 / (1 - p))
+
+    def draw(empty: torch.Tensor, source: torch.Generator | None) -> Any:
+        if source is None:
+            return operator(empty.fill_(1), p, True)[0]
+        return empty.bernoulli_(1 - p, generator=source).div_(1 - p)
+
+    return draw_own(layout, model, None, draw)

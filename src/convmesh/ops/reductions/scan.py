@@ -1,0 +1,56 @@
+"""Running sums, and products of values, along cut dimensions: each rank's own, and what the ranks before it have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ... import _torch
+from ...comm import line, side_by_side
+from ...sharding.redistribute import move
+from ...sharding.registry import Behaviour, rule
+from ..sorting.sort_topk import begin_order, run_whole
+from .plan import absent, begin
+
+aten = torch.ops.aten
+
+RUNNING = Behaviour("all dimensions", "nothing; each rank's total, to all others, if the dimension is cut")
+PRODUCT = Behaviour("all dimensions; reduced ones come out whole", "each rank's product to all others")
+
+
+@rule(aten.cumsum.default, aten.cumprod.default, behaviour=RUNNING)
+def running(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    input, dim, dtype = _torch.arguments(operator, args, kwargs)
+    plan = begin_order(operator, (input, dim, dtype))
+    cut = plan.given.cuts.get(plan.dim, ())
+    if not cut or not plan.here:
+        result: DTensor = run_whole(operator, (input, dim, dtype), plan)
+        return result
+    local = move(input, plan.given)
+    own = operator(local, plan.dim, dtype=dtype)
+    adds = operator is aten.cumsum.default
+    whole = (local.sum if adds else local.prod)(plan.dim, keepdim=True, dtype=own.dtype)
+    everyone = side_by_side(whole, plan.given.mesh, cut)
+    before = everyone[: line(plan.given.mesh, cut).rank]
+    own = own + before.sum(0) if adds else own * before.prod(0)
+    own = _torch.tie(own, tokens=[everyone.reshape(-1)[:1]])  # of which the first rank uses nothing
+    return _torch.wrap(own.contiguous(), plan.given.typed(own.dtype).dense.spec)
+
+
+@rule(aten.prod.default, aten.prod.dim_int, behaviour=PRODUCT)
+def prod(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    input, *rest = _torch.arguments(operator, args, kwargs)
+    dim, keepdim, dtype = rest if len(rest) == 3 else (None, False, *rest)
+    floating = input.dtype.is_floating_point or input.dtype.is_complex
+    dtype = dtype or (input.dtype if floating else torch.int64)
+    plan, local = begin("prod", input, dim, keepdim)
+    if local is None:
+        return absent(input, plan.output.typed(dtype))
+    own = local.to(dtype)
+    for reduced in plan.dims:
+        own = own.prod(reduced, keepdim=True)
+    if plan.mesh_dims:
+        own = side_by_side(own, plan.mesh, plan.mesh_dims).prod(0)
+    return plan.wrap(own, dtype)

@@ -1,0 +1,90 @@
+"""Mean and variance over sharded dimensions.
+
+Each rank has the mean of its own values and their variance about it. Means and variances of all ranks stand side by
+side on every rank and are merged there, about the common mean: nothing large is ever subtracted from something large.
+"""
+
+from __future__ import annotations
+
+from math import nan
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ... import _torch
+from ...comm import side_by_side
+from ...sharding.errors import refuse
+from ...sharding.registry import Behaviour, made_of_others, rule
+from .._core.cached_tensors import Numbers
+from .basic import STAYS
+from .plan import Reduction, absent, begin, wide
+
+aten = torch.ops.aten
+
+MOMENTS = Behaviour(STAYS, "all-reduce of mean and variance of every rank")
+
+made_of_others(
+    *(
+        getattr(getattr(aten, name), overload)
+        for name in ("var", "std", "var_mean", "std_mean")
+        for overload in ("default", "dim")
+    )
+)
+
+
+def merge(
+    mean: torch.Tensor, var: torch.Tensor, shares: Numbers, mesh: DeviceMesh, mesh_dims: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of all values from those of each rank along `mesh_dims`.
+
+    `shares` says for every rank which part of the values is its own: a number, or one for every result.
+    """
+    parts = side_by_side(torch.stack([mean, var]), mesh, mesh_dims)
+    means, variances = parts[:, 0], parts[:, 1]
+    weights = shares.on(mean.device, mean.dtype)
+    weights = weights.view(*weights.shape, *[1] * (means.dim() - 1)) if weights.dim() == 1 else weights
+    common = (weights * means).sum(0)
+    return common, (weights * (variances + (means - common).square())).sum(0)
+
+
+def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance (of the whole population) over a plan's dimensions, which are left with size 1."""
+    if local.numel():
+        var, mean = torch.var_mean(local, plan.dims, correction=0, keepdim=True)
+    else:
+        mean = local.sum(plan.dims, keepdim=True)
+        var = mean.abs()
+    if not plan.mesh_dims:
+        return mean, var
+    if mean.is_complex():  # the spread of a complex number is that of its two parts, which travel apart
+        real, imaginary = (
+            merge(part, var / 2, plan.shares, plan.mesh, plan.mesh_dims) for part in (mean.real, mean.imag)
+        )
+        return torch.complex(real[0], imaginary[0]), real[1] + imaginary[1]
+    return merge(mean, var, plan.shares, plan.mesh, plan.mesh_dims)
+
+
+@rule(
+    aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction, behaviour=MOMENTS
+)  # fmt: skip
+def variance(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, dim, correction, keepdim = _torch.arguments(operator, args, kwargs)
+    name = operator._schema.name.removeprefix("aten::")
+    if not (input.dtype.is_floating_point or input.dtype.is_complex):
+        raise refuse(name, f"there is none of dtype {input.dtype}", [("input", input)], "cast to floating point")
+    plan, local = begin(name, input, dim, keepdim)
+    real = input.dtype.to_real()
+    with_mean = name.endswith("_mean")
+    if local is None:
+        nothing = absent(input, plan.output.typed(real))
+        return (nothing, absent(input, plan.output)) if with_mean else nothing
+    mean, var = moments(plan, local.to(wide(local.dtype)))
+    if not plan.count:
+        mean, var = mean * nan, var * nan
+    correction = 1 if correction is None else correction
+    degrees = max(0.0, plan.count - correction)
+    # As torch has it: with no degrees of freedom left the result is infinite, or NaN where nothing varies.
+    var = var * plan.count / torch.full_like(var, degrees)
+    spread = plan.wrap(var.sqrt() if name.startswith("std") else var, real)
+    return (spread, plan.wrap(mean)) if with_mean else spread

@@ -1,0 +1,1 @@
+"""Interpolation, grid sampling, pixel shuffle."""

@@ -1,0 +1,133 @@
+"""Resampling in all modes of `interpolate`, and its gradients: weighted runs of indices, one dimension after another.
+
+Interpolation by area is adaptive pooling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ... import _torch
+from ...comm import Held
+from ...geometry import Box
+from ...sharding.redistribute import check_placed, move
+from ...sharding.registry import Behaviour, keep_whole, rule
+from .._core.tiles import patch
+from ..pooling.window import name_of
+from .interpolate_plan import Resampling, plan_resample
+from .weighted_sum import Weighings
+
+aten = torch.ops.aten
+
+# Mode of each operator, its name, and for how many spatial dimensions there is one.
+MODES = {
+    "nearest": ("upsample_nearest{}d", (1, 2, 3)),
+    "nearest_exact": ("_upsample_nearest_exact{}d", (1, 2, 3)),
+    "linear": ("upsample_{}d", ("linear1", "bilinear2", "trilinear3")),
+    "cubic": ("upsample_bicubic{}d", (2,)),
+    "linear_aa": ("_upsample_bilinear{}d_aa", (2,)),
+    "cubic_aa": ("_upsample_bicubic{}d_aa", (2,)),
+    "lanczos_aa": ("_upsample_lanczos{}d_aa", (2,)),
+}
+# Not every torch release has all of them.
+PACKETS = {
+    name: mode
+    for mode, (template, dimensions) in MODES.items()
+    for name in (template.format(d) for d in dimensions)
+    if hasattr(aten, name)
+}
+FORWARD = {getattr(aten, name).default: mode for name, mode in PACKETS.items()}
+BACKWARD = {getattr(aten, f"{name}_backward").default: mode for name, mode in PACKETS.items()}
+
+NAMED = {getattr(aten, name).vec: getattr(aten, name).default for name in PACKETS}
+
+keep_whole(*FORWARD)
+
+STAYS = "batch, channels, space, pending sums"
+
+
+@rule(*FORWARD, behaviour=Behaviour(STAYS, "halo of the input"))
+def resample(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    input, sizes, *rest = _torch.arguments(operator, args, kwargs)
+    check_placed(name_of(operator), (("input", input),))
+    if FORWARD[operator] in ("linear", "cubic"):
+        _torch.settle(input)  # torch's kernels of their gradients take no symbols
+    spec = _torch.spec_of(input)
+    resampling = _resampling(FORWARD[operator], tuple(input.shape[2:]), sizes, rest, backward=False)
+    return _run(operator, input, spec, resampling, rest)
+
+
+@rule(*NAMED, behaviour=Behaviour(STAYS, "as the operator that it is made of"))
+def resample_by_factors(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Reaches DTensor whole in inference mode. torch's own way to take it apart indexes with plain tensors."""
+    input, sizes, *align_corners, factors = _torch.arguments(operator, args, kwargs)
+    if sizes is None:
+        sizes = [int(size * factor) for size, factor in zip(input.shape[2:], factors, strict=True)]
+    result: DTensor = NAMED[operator](input, sizes, *align_corners, *(factors or [None] * len(sizes)))
+    return result
+
+
+keep_whole(*NAMED, made_of=resample_by_factors)
+
+
+@rule(*BACKWARD, behaviour=Behaviour(STAYS, "halo of the gradient"))
+def resample_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    gradient, sizes, shape, *rest = _torch.arguments(operator, args, kwargs)
+    check_placed(name_of(operator), (("grad_output", gradient),))
+    spec = _torch.spec_of(gradient)
+    resampling = _resampling(BACKWARD[operator], tuple(shape[2:]), sizes, rest, backward=True)
+    return _run(operator, gradient, spec, resampling, rest)
+
+
+def _resampling(mode: str, sources: Any, targets: Any, rest: list[Any], backward: bool) -> Resampling:
+    scales = rest if "nearest" in mode else rest[1:]
+    return Resampling(
+        mode,
+        tuple(map(int, sources)),
+        tuple(map(int, targets)),
+        bool(rest[0]) if "nearest" not in mode else False,
+        tuple(None if scale is None else float(scale) for scale in scales),
+        backward,
+    )
+
+
+def _run(
+    operator: _torch.Operator, tensor: DTensor, spec: _torch.Spec, resampling: Resampling, rest: list[Any]
+) -> DTensor:
+    plan = plan_resample(name_of(operator), spec, resampling)
+    layouts = plan.layouts
+    if layouts.reach is None:
+        return layouts.outside(tensor)
+    x = move(tensor, layouts.operands[0])
+    shape = layouts.computed.local_shape
+    # Going forward torch's operator is told the size of its result, and going backward that of its operand too.
+    ends = [list(x.shape[2:]), list(shape)] if resampling.backward else [list(shape[2:])]
+    if not layouts.reach.dims and 0 not in shape:
+        return layouts.finish(operator(x, *ends, *rest))
+    fetch = layouts.reach.begin(x)
+    if plan.own is not None and 0 not in shape:
+        y = operator(x, *ends, *rest)
+        strips = plan.own.strips
+
+        def strip(held: Held, box: Box) -> torch.Tensor:
+            read, weighings = strips[box]
+            return _weighed(held.read(read), weighings)
+
+        patch(y, fetch, plan.own.targets, plan.own.inner, strip)
+        return layouts.finish(fetch.tie(y))
+    held = fetch.complete()
+    if 0 in shape:
+        return layouts.finish(fetch.tie(x.new_empty(shape)))
+    return layouts.finish(fetch.tie(_weighed(held.read(layouts.reach.read), plan.weighings).to(x.dtype)))
+
+
+def _weighed(x: torch.Tensor, weighings: Weighings) -> torch.Tensor:
+    """In the precision in which half precision is computed."""
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    x = x.float() if half else x
+    for weighing in weighings:
+        x = weighing.apply(x)
+    return x

@@ -1,0 +1,1 @@
+"""Reshaping, permuting, slicing, joining, padding, flipping."""

@@ -1,0 +1,102 @@
+"""Reshaping where no dimension keeps its parts: the elements in their order are cut anew.
+
+What a rank has of merged dimensions are stripes of their elements, or a range of them where the outermost one is cut.
+One side of the reshape has ranges, and then any dimension of the other side can be the one that is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from ...comm import Line, line, to_ranges, to_stripes
+from ...geometry import Group, Interval, Stripes, groups, shards, where_cut
+from ...sharding.layout import Layout
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """From a tensor placed at `source` to a reshaped one at `target`; `first` and `count` are the merged dimensions."""
+
+    source: Placements
+    target: Placements
+    first: int
+    count: int
+    stripes: Stripes
+    ranges: tuple[Interval, ...]
+    into_ranges: bool  # else out of them
+    line: Line | None  # None on a rank outside of the mesh
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        """In the right order, to be reshaped."""
+        assert self.line is not None
+        lead, trail = local.shape[: self.first], local.shape[self.first + self.count :]
+        flat = local.reshape(prod(lead), prod(local.shape[self.first : self.first + self.count]), prod(trail))
+        return (to_ranges if self.into_ranges else to_stripes)(flat, self.stripes, self.ranges, self.line)
+
+
+def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> Flow | None:
+    """None where several groups of dimensions are in the way, or no new dimension has something for most ranks.
+
+    `wish` is where the result should lie, if that is known: there some ranks may have nothing, as before.
+    """
+    stuck = [group for group in groups(layout.shape, shape) if _stuck(group, layout, shape)]
+    if len(stuck) != 1:
+        return None
+    group = stuck[0]
+    mesh_dims = tuple(m for m, p in enumerate(layout.placements) if isinstance(p, Shard) and p.dim in group.before)
+    mesh_sizes = tuple(layout.mesh.size(m) for m in mesh_dims)
+    # All ranks cut one dimension before: the one that is cut, if several are the longest of them.
+    old = max((dim for dim in group.before if dim in layout.cuts), key=lambda dim: layout.shape[dim])
+    before = _stripes(layout.shape, group.before, old, mesh_sizes)
+    wished = {p.dim for m, p in enumerate(wish or ()) if m in mesh_dims and isinstance(p, Shard)}
+    found = [(dim, _stripes(shape, group.after, dim, mesh_sizes)) for dim in group.after]
+    usable = [
+        (dim, after) for dim, after in found
+        if 1 in (before.outer, after.outer) and (dim in wished or 2 * _busy(after) > prod(mesh_sizes))
+    ]  # fmt: skip
+    if not usable:
+        return None
+    new, after = min(usable, key=lambda pair: (pair[0] not in wished, -_busy(pair[1])))
+    source = tuple(Shard(old) if m in mesh_dims else p for m, p in enumerate(layout.placements))
+    target = tuple(Shard(new) if m in mesh_dims else _kept(p, layout, shape) for m, p in enumerate(layout.placements))
+    into = after.outer == 1
+    stripes, ranges = (before, after) if into else (after, before)
+    along = line(layout.mesh, mesh_dims) if layout.mesh.get_coordinate() is not None else None
+    owned = tuple(ranges.stripe(rank) for rank in range(prod(mesh_sizes)))
+    return Flow(source, target, group.before[0], len(group.before), stripes, owned, into, along)
+
+
+def _busy(stripes: Stripes) -> int:
+    """How many ranks have anything."""
+    return sum(map(bool, stripes.parts))
+
+
+def _stripes(shape: Sequence[int], dims: Sequence[int], cut: int, mesh_sizes: tuple[int, ...]) -> Stripes:
+    outer, inner = (prod(shape[dim] for dim in side) for side in ([d for d in dims if d < cut],
+                                                                  [d for d in dims if d > cut]))  # fmt: skip
+    return Stripes(outer, shape[cut], inner, shards(shape[cut], mesh_sizes))
+
+
+def _stuck(group: Group, layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether what is cut of these dimensions has no dimension to go on with."""
+    cut = [dim for dim in group.before if dim in layout.cuts]
+    return len(cut) > 1 or any(_new_dim(dim, layout, shape) is None for dim in cut)
+
+
+def _new_dim(dim: int, layout: Layout, shape: tuple[int, ...]) -> int | None:
+    return where_cut(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in layout.cuts[dim]))
+
+
+def _kept(placement: Placement, layout: Layout, shape: tuple[int, ...]) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    new = _new_dim(placement.dim, layout, shape)
+    assert new is not None, "only one group is in the way"
+    return Shard(new)

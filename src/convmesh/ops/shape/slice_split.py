@@ -1,0 +1,211 @@
+"""Parts of a dimension on DTensors: slice, split, select, and putting such parts back.
+
+Where the dimension is whole on every rank, all of these stay torch's own views. Along a dimension that is cut they
+make new tensors, which lie in the layout of their own size; what is written into them is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from ... import _torch
+from ...geometry import index_map
+from ...sharding.errors import refuse
+from ...sharding.layout import Layout, dense_stride
+from ...sharding.plan_cache import planned
+from ...sharding.redistribute import check_placed, move
+from ...sharding.registry import Behaviour, made_of_others, rule
+from .._core.index_copy_plan import Maps, copy, settled
+from .view_copies import copy_of
+
+aten = torch.ops.aten
+
+SLICE = Behaviour("all dimensions, pending sums", "what changes its owner along the sliced dimension")
+
+
+# These come whole in inference mode only; DTensor would narrow every rank's own part.
+made_of_others(
+    aten.narrow.default, aten.narrow.Tensor, aten.chunk.default, aten.tensor_split.sections, aten.tensor_split.indices,
+    aten.split.sizes, aten.hsplit.int, aten.vsplit.int, aten.dsplit.int,
+)  # fmt: skip
+
+SPLIT = Behaviour("all dimensions, pending sums", "what changes its owner, for each part")
+SLICE_BACKWARD = Behaviour("all dimensions, pending sums", "what changes its owner along the dimension")
+
+
+def sharded(tensor: DTensor, dim: int) -> bool:
+    """Whether a mesh dimension cuts the dimension, be it of one rank only."""
+    return any(getattr(placement, "dim", None) == dim for placement in tensor.placements)
+
+
+def bounds(size: int, start: int | None, stop: int | None, step: int) -> tuple[int, int]:
+    """How many indices a slice takes, and the first of them."""
+    first, last = 0 if start is None else _index(start, size), size if stop is None else _index(stop, size)
+    return max(0, -((first - last) // step)), first
+
+
+def _index(at: int, size: int) -> int:
+    """Where a slice begins or ends: negative numbers count from behind."""
+    return min(at, size) if at >= 0 else max(at + size, 0)
+
+
+def slice_maps(layout: Layout, dim: int, start: int | None, stop: int | None, step: int) -> Maps:
+    if step < 1:
+        raise refuse("slice", f"the step must be positive, not {step}", (("input", layout),), "flip the dimension")
+    count, first = bounds(layout.shape[dim], start, stop, step)
+    return {dim: index_map.strided(count, first, step)}
+
+
+@rule(aten.slice.Tensor, behaviour=SLICE)
+def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, dim, start, stop, step = _torch.arguments(operator, args, kwargs)
+    start, stop = None if start is None else _torch.known(start), None if stop is None else _torch.known(stop)
+    dim %= max(1, input.dim())
+    if not sharded(input, dim):
+        output = plan_whole_slice(_torch.spec_of(input), dim, start, stop, step)
+        return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
+    size = _torch.known(input.shape[dim])
+    if step == 1 and bounds(size, start, stop, 1) == (size, 0):
+        return _torch.as_view(operator, args, kwargs, _alias(input))
+    return part(input, dim, start, stop, step)
+
+
+@planned
+def plan_whole_slice(spec: _torch.Spec, dim: int, start: int | None, stop: int | None, step: int) -> Layout | None:
+    """Where a slice of a dimension lies that is not cut; None where only torch's DTensor knows, or complains."""
+    layout = Layout.of(spec)
+    if not _torch.plain_order(spec) or layout.mesh.get_coordinate() is None or not layout.shape or step < 1:
+        return None
+    count, _ = bounds(layout.shape[dim], start, stop, step)
+    shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :])
+    stride = (*layout.stride[:dim], layout.stride[dim] * step, *layout.stride[dim + 1 :])
+    return Layout(layout.mesh, layout.placements, shape, stride, layout.dtype)
+
+
+def view_of(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Layout) -> Any:
+    """A view operator that every rank runs on its own part."""
+    local = operator(_torch.local_of(args[0]), *args[1:], **kwargs)
+    return _torch.as_view(operator, args, kwargs, _torch.wrap(local, output.spec))
+
+
+def part(input: DTensor, dim: int, start: int | None, stop: int | None, step: int = 1) -> DTensor:
+    """A new tensor with a slice of a sharded dimension."""
+
+    def stock(local: torch.Tensor, fill: object) -> torch.Tensor:
+        result: torch.Tensor = aten.slice.Tensor(local, dim, start, stop, step).clone()
+        return result
+
+    result = copy("slice", input, slice_maps, (dim, start, stop, step), stock)
+    return copy_of(
+        result, input, lambda whole: part(whole, dim, start, stop, step),
+        lambda whole, part: aten.slice_scatter.default(whole, part, dim, start, stop, step),
+    )  # fmt: skip
+
+
+def _alias(input: DTensor) -> DTensor:
+    return _torch.wrap(aten.alias.default(_torch.local_of(input)), _torch.spec_of(input))
+
+
+def spread_maps(layout: Layout, size: int, dim: int, start: int | None, stop: int | None, step: int) -> Maps:
+    count, first = bounds(size, start, stop, step)
+    if count != layout.shape[dim]:
+        raise refuse("slice_backward", f"a slice of {count} has a gradient of as many", (("grad_output", layout),),
+                     "give a gradient of the slice's shape")  # fmt: skip
+    return {dim: index_map.spread(size, count, first, step)}
+
+
+@rule(aten.slice_backward.default, behaviour=SLICE_BACKWARD)
+def slice_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    gradient, sizes, dim, start, stop, step = _torch.arguments(operator, args, kwargs)
+    dim %= len(sizes)
+
+    def stock(local: torch.Tensor, fill: object) -> torch.Tensor:
+        shape = [sizes[dim] if other == dim else size for other, size in enumerate(local.shape)]
+        result: torch.Tensor = aten.slice_backward.default(local, shape, dim, start, stop, step)
+        return result
+
+    return copy("slice_backward", gradient, spread_maps, (_torch.known(sizes[dim]), dim, start, stop, step), stock)
+
+
+@rule(aten.split.Tensor, aten.split_with_sizes.default, behaviour=SPLIT)
+def split(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, sizes, dim = _torch.arguments(operator, args, kwargs)
+    dim %= max(1, input.dim())
+    if not sharded(input, dim) and input.dim() and input.shape[dim]:  # DTensor does not split nothing
+        return _torch.stock(operator, args, kwargs)
+    parts = _part_sizes(input, sizes, dim)
+    starts = [sum(parts[:number]) for number in range(len(parts))]
+    return [part(input, dim, start, start + size) for start, size in zip(starts, parts, strict=True)]
+
+
+def _part_sizes(input: DTensor, sizes: int | Sequence[int], dim: int) -> list[int]:
+    whole = int(input.shape[dim])
+    if isinstance(sizes, Sequence):
+        if sum(sizes) != whole or min(sizes, default=0) < 0:
+            raise refuse("split", f"parts of {list(sizes)} do not make up {whole}", (("input", input),), "make them")
+        return [int(size) for size in sizes]
+    if sizes < 0 or (sizes == 0 and whole):
+        raise refuse("split", f"parts of {sizes} do not make up {whole}", (("input", input),), "give a positive size")
+    return [min(sizes, whole - start) for start in range(0, whole, sizes)] if whole else [0]
+
+
+@rule(aten.unbind.int, behaviour=Behaviour("all other dimensions", "all-to-all: another dimension is cut"))
+def unbind(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """All of a dimension's indices at once are the whole tensor, so another dimension is cut instead."""
+    input, dim = _torch.arguments(operator, args, kwargs)
+    dim %= max(1, input.dim())
+    if not sharded(input, dim):
+        return _torch.stock(operator, args, kwargs)
+    check_placed("unbind", (("input", input),))
+    target, results = plan_unbind(_torch.spec_of(input), dim)
+    x = move(input, target)
+    if results.mesh.get_coordinate() is None:
+        return [_torch.wrap(x.new_empty(0), results.spec) for _ in range(input.shape[dim])]
+    return [index_of(input, dim, at, _torch.wrap(_own(one), results.spec)) for at, one in enumerate(x.unbind(dim))]
+
+
+def _own(one: torch.Tensor) -> torch.Tensor:
+    """In memory of its own, so that what is known of it does not hold for the others."""
+    return one.clone(memory_format=torch.contiguous_format)
+
+
+def index_of(input: DTensor, dim: int, index: int, one: DTensor) -> DTensor:
+    """`one`, a copy of an index of `input`."""
+    return copy_of(
+        one, input, lambda whole: aten.select.int(whole, dim, index),
+        lambda whole, part: aten.select_scatter.default(whole, part, dim, index),
+    )  # fmt: skip
+
+
+@planned
+def plan_unbind(spec: _torch.Spec, dim: int) -> tuple[Layout, Layout]:
+    """Where the input has to be, and where each of the results lies."""
+    layout = Layout.of(spec)
+    target = layout.placed(recut(layout, dim))
+    return target, without(target, dim)
+
+
+def recut(layout: Layout, dim: int) -> tuple[Placement, ...]:
+    """Placements that do not cut `dim`: the mesh dimensions that did cut another one, the largest that is whole."""
+    placements = [settled(placement) for placement in layout.placements]
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            taken = {other.dim for other in placements if isinstance(other, Shard)}
+            free = [d for d in range(len(layout.shape)) if d not in taken and layout.shape[d] > 1]
+            placements[mesh_dim] = Shard(max(free, key=lambda d: layout.shape[d])) if free else Replicate()
+    return tuple(placements)
+
+
+def without(layout: Layout, dim: int, stride: tuple[int, ...] | None = None) -> Layout:
+    """The layout of one index of a dimension that is not cut; in new memory, if no strides are given."""
+    placements = tuple(
+        Shard(p.dim - 1) if isinstance(p, Shard) and p.dim > dim else p for p in layout.placements
+    )  # fmt: skip
+    shape = (*layout.shape[:dim], *layout.shape[dim + 1 :])
+    stride = dense_stride(shape, torch.contiguous_format) if stride is None else stride
+    return Layout(layout.mesh, placements, shape, stride, layout.dtype)

@@ -1,0 +1,86 @@
+"""Medians of all values, and quantiles: sorted, and then single places of that."""
+
+from __future__ import annotations
+
+from math import ceil, floor
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from ... import _torch
+from ...sharding.registry import composite, rule
+from .sort_topk import SORTED
+
+aten = torch.ops.aten
+
+
+@rule(aten.median.default, behaviour=SORTED)
+def median(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of all values: the lower of those in the middle, NaN if there is one."""
+    (input,) = args
+    if _torch.tracing() or not any(isinstance(p, Shard) for p in input.placements) or not input.numel():
+        return _torch.stock(operator, args, kwargs)
+    ranked, _ = aten.sort.default(aten.view.default(aten.clone.default(input), [input.numel()]), 0)
+    middle = aten.select.int(ranked, 0, (input.numel() - 1) // 2)
+    if not input.dtype.is_floating_point:
+        return middle
+    last = aten.select.int(ranked, 0, -1)
+    return aten.where.self(aten.isnan.default(last), last, middle)
+
+
+@composite("quantile.scalar")
+def quantile_of_number(
+    input: torch.Tensor, q: float, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
+) -> torch.Tensor:
+    if not isinstance(input, DTensor):
+        operator, given = aten.quantile.scalar, (input, q, dim, keepdim)
+        result: torch.Tensor = _torch.composite(operator, given, {"interpolation": interpolation})
+        return result
+    return _quantile(input, torch.tensor(q, dtype=input.dtype), dim, keepdim, interpolation)
+
+
+@composite("quantile")
+def quantile(
+    input: torch.Tensor, q: torch.Tensor, dim: int | None = None, keepdim: bool = False, *,
+    interpolation: str = "linear",
+) -> torch.Tensor:  # fmt: skip
+    """[..., n, ...] [k] -> [k, ...]"""
+    if not isinstance(input, DTensor):
+        operator, given = aten.quantile.default, (input, q, dim, keepdim)
+        result: torch.Tensor = _torch.composite(operator, given, {"interpolation": interpolation})
+        return result
+    if not q.dim():
+        return _quantile(input, q, dim, keepdim, interpolation)
+    found = [_quantile(input, one, dim, keepdim, interpolation) for one in q.unbind()]
+    return torch.stack(found, -1).movedim(-1, 0)  # which is how it lies in memory on one device
+
+
+def _quantile(input: torch.Tensor, q: torch.Tensor, dim: int | None, keepdim: bool, interpolation: str) -> torch.Tensor:
+    """NaN where there is one among the values."""
+    value = float(q.full_tensor().detach() if isinstance(q, DTensor) else q.detach())
+    if not 0 <= value <= 1:
+        raise RuntimeError(f"quantile() q values must be in the range [0, 1], and not {value}")
+    row = input.flatten() if dim is None else input
+    along = 0 if dim is None else dim
+    ranked = row.sort(along)[0]
+    place = q * (row.shape[along] - 1)
+    # In the numbers of q, so that rounding is that of one device.
+    at = float(torch.tensor(value, dtype=q.dtype) * (row.shape[along] - 1))
+    near = {"lower": floor(at), "higher": ceil(at), "nearest": round(at)}
+    if interpolation in near:
+        value_at = ranked.select(along, near[interpolation])
+    else:
+        low, high = ranked.select(along, floor(at)), ranked.select(along, ceil(at))
+        value_at = torch.lerp(low, high, place - floor(at) if interpolation == "linear" else 0.5)
+    last = ranked.select(along, -1)
+    value_at = torch.where(last.isnan(), last, value_at)
+    if not keepdim:
+        return value_at
+    return value_at.view([1] * input.dim()) if dim is None else value_at.unsqueeze(dim)
+
+
+@rule(aten.quantile.default, aten.quantile.scalar, behaviour=SORTED)
+def quantile_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (quantile if operator is aten.quantile.default else quantile_of_number)(*args, **kwargs)

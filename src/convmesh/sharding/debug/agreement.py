@@ -1,0 +1,125 @@
+"""`enable(check=True)`: before each communication, its ranks compare what they are about to do.
+
+Ranks that take different paths through the code would wait for each other for ever, or add up what does not belong
+together. Here each of them writes a fingerprint into the store of the process group and reads those of the others, so
+that all see the same difference and raise alike, and a rank that does not come is missed by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
+
+from ... import _torch, comm
+from ..._torch import Operator
+from .. import registry
+from .rendezvous import Fingerprint, agree
+
+_REMEMBERED = 100
+
+
+@dataclass
+class _Path:
+    """What this rank has done along one group: communications so far, and operators since the last of them."""
+
+    communications: int = 0
+    operators: list[str] = field(default_factory=list)
+
+    def note(self, operator: str) -> None:
+        self.operators.append(operator)
+        if len(self.operators) > 2 * _REMEMBERED:  # there may be no communication along this group for long
+            earlier = blake2b("\n".join(self.operators[:_REMEMBERED]).encode(), digest_size=8).hexdigest()
+            self.operators[:_REMEMBERED] = [f"earlier ones ({earlier})"]
+
+
+_paths: WeakKeyDictionary[dist.ProcessGroup, _Path] = WeakKeyDictionary()
+_timeout: float | None = None
+_undo: list[Callable[[], None]] = []
+
+
+def checking() -> bool:
+    return bool(_undo)
+
+
+def begin(timeout: float | None) -> None:
+    """Compare from now on; a rank is missed after `timeout` seconds, by default after the time-out of its group."""
+    global _timeout
+    _timeout = timeout
+    if not checking():
+        _undo.extend([comm.observe(_compare), registry.observe(_note)])
+
+
+def end() -> None:
+    while _undo:
+        _undo.pop()()
+    for path in _paths.values():  # they go on counting: what they wrote last is still in the store
+        path.operators.clear()
+
+
+def _path(group: dist.ProcessGroup) -> _Path:
+    return _paths.setdefault(group, _Path())
+
+
+def _note(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Remember an operator on distributed data. What only has whole copies a rank may well do for itself alone."""
+    if _torch.tracing():
+        return
+    values = (*args, *kwargs.values())
+    described = f"{operator}({', '.join(map(_describe, values))})"
+    for mesh in {tensor.device_mesh for tensor in _distributed(values)}:
+        for group in _groups(mesh):
+            _path(group).note(described)
+
+
+def _distributed(values: Iterable[object]) -> Iterator[DTensor]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _distributed(value)
+        elif isinstance(value, DTensor) and any(not isinstance(placement, Replicate) for placement in value.placements):
+            yield value
+
+
+def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    return [] if mesh.get_coordinate() is None else mesh.get_all_groups()
+
+
+def _describe(value: object) -> str:
+    """In words that are the same on all ranks, so no local sizes and no numbers that are computed."""
+    if isinstance(value, DTensor):
+        placements = "".join(str(placement) for placement in value.placements)
+        return f"{tuple(value.shape)} {value.dtype} {placements}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_describe, value))}]"
+    return repr(value) if isinstance(value, bool | int | str | None) else type(value).__name__
+
+
+def _compare(operator: Operator, args: tuple[Any, ...], group: dist.ProcessGroup) -> None:
+    path = _path(group)
+    name, tensors = _torch.name_of(operator), args[0] if isinstance(args[0], list) else [args[0]]
+    sends: list[int] = []
+    receives: list[int] = []
+    if name == "all_to_all_single":  # what each rank sends is its own affair, as long as the other one expects it
+        receives, sends = list(args[1]), list(args[2])
+        what = f"{name} of {tensors[0].dtype}"
+    else:
+        shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+        what = f"{name} of {shapes}{''.join(f', {value}' for value in args[1:-1])}"
+    mine = Fingerprint(what, tuple(path.operators), tuple(sends), tuple(receives), comm.caller() or "a place unknown")
+    number, path.communications, path.operators = path.communications, path.communications + 1, []
+    timeout = _torch.timeout_of(group, tensors[0].device.type).total_seconds() if _timeout is None else _timeout
+    try:
+        agree(mine, group, number, timeout)
+    except dist.DistError as error:
+        raise comm.CommunicationError(
+            f"the store through which ranks compare what they do cannot be reached from rank {dist.get_rank()}\n"
+            f"  reason: {error}\n"
+            f"  remedy: see whether its host still runs (the first rank, or the launcher), and start again"
+        ) from error

@@ -1,0 +1,74 @@
+"""Operators that nobody has written a rule for, here or in torch: taken apart into others, or refused with a remedy.
+
+torch itself runs some of them on each rank's part alone, if it finds by taking them apart that no part has to move, and
+refuses the others. Here they are really taken apart, and each operator that they are made of follows its own rule. On
+tensors that every rank has all of, any operator works.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from .. import _torch
+from .errors import refuse
+from .implicit_replication import the_same_everywhere, with_constants
+from .redistribute import check_placed, specs_of
+
+aten = torch.ops.aten
+
+
+@with_constants
+def without_rule(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _torch.has_strategy(operator):  # that someone has registered with DTensor since
+        return _torch.stock(operator, args, kwargs)
+    tensors: list[Any] = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    named = [(f"tensor {number}", tensor) for number, tensor in enumerate(tensors)]
+    check_placed(_torch.name_of(operator), named)
+    if _torch.functional_of(operator) is not None:
+        return in_place(operator, args, kwargs)
+    if all(isinstance(placement, Replicate) for tensor in tensors for placement in tensor.placements):
+        return _everywhere(operator, args, kwargs, tensors[0])
+    decomposition = _torch.decomposition(operator)
+    if decomposition is not None:
+        return decomposition(*args, **kwargs)
+    raise refuse(_torch.name_of(operator), "there is no rule for it on tensors that are cut", named,
+                 "make them whole for it, if they are small: x.redistribute(placements=[Replicate()] * mesh.ndim); "
+                 "on replicated tensors every operator works")  # fmt: skip
+
+
+@with_constants
+def by_torch(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator on several tensors that DTensor shards itself: plain ones are constants or refused, as elsewhere."""
+    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    named = [(f"tensor {n}", tensor) for n, tensor in enumerate(tensors) if isinstance(tensor, DTensor) or tensor.dim()]
+    specs_of(_torch.name_of(operator), named)
+    return _torch.stock(operator, args, kwargs)
+
+
+@with_constants
+def in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """What the operator gives that returns a new tensor, by its rule if it has one, written into the first argument."""
+    functional = _torch.functional_of(operator)
+    assert functional is not None
+    target, values = args[0], functional(*args, **kwargs)
+    if target.shape != values.shape:
+        raise refuse("an operator that writes in place", "would change the shape of a DTensor",
+                     (("target", target), ("values", values)), "use the one that returns a new tensor")  # fmt: skip
+    aten.copy_.default(target, values)
+    return target  # type: ignore[no-any-return]
+
+
+def _everywhere(operator: _torch.Operator, args: Any, kwargs: Any, like: DTensor) -> Any:
+    """Every rank does the same with the same."""
+    args, kwargs = tree_map_only(DTensor, _torch.local_of, (args, kwargs))
+    if like.device_mesh.get_coordinate() is None:
+        raise refuse(_torch.name_of(operator), "this rank is not in the mesh", (("tensor", like),),
+                     "call it on the ranks of the mesh alone")  # fmt: skip
+    return tree_map_only(
+        torch.Tensor, lambda made: the_same_everywhere(made, like.device_mesh), operator(*args, **kwargs)
+    )

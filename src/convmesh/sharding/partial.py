@@ -1,0 +1,128 @@
+"""Partial tensors, reduced once: the sum is kept beside the tensor, so that its next use finds it.
+
+An optimizer uses a gradient several times, and only the first use sends. The tensor itself stays what it is, whoever
+else looks at its memory: whether somebody does, only this rank knows, and ranks that went by it would send differently.
+A sum holds until an operator writes into the tensor or a view of it, which all ranks do alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import _torch, comm
+from . import registry, view_writeback
+from .errors import refuse
+from .layout import Layout, is_sum
+from .plan_cache import planned
+
+Placements = tuple[Placement, ...]
+
+# By tensor: its sum, which is a copy in the sense of `parts`, and the version of its local tensor that was summed.
+_kept: MutableMapping[DTensor, tuple[DTensor, int]] = WeakTensorKeyDictionary()
+
+
+@planned
+def _reduction(spec: _torch.Spec) -> tuple[tuple[int, ...], Layout]:
+    """The mesh dimensions over which a tensor is still to be summed, and where it lies afterwards."""
+    layout = Layout.of(spec)
+    mesh_dims = tuple(mesh_dim for mesh_dim, placement in enumerate(layout.placements) if is_sum(placement))
+    placements: Placements = tuple(
+        Replicate() if isinstance(placement, Partial) else placement for placement in layout.placements
+    )
+    return mesh_dims, layout.placed(placements)
+
+
+def reduce_once(tensors: Iterable[DTensor], like: Mapping[int, DTensor] | None = None) -> dict[int, DTensor]:
+    """By id, for those of `tensors` that are Partial, DTensors with their sums; all are sent in few messages.
+
+    `like` has, by id, the tensors beside which the sums are used, and so where they should lie. Who writes into a sum
+    calls `put_back` afterwards.
+    """
+    goals = {key: tensor.placements for key, tensor in (like or {}).items()}
+    waiting = {
+        id(tensor): tensor
+        for tensor in tensors
+        if is_pending(tensor) or goals.get(id(tensor), tensor.placements) != tensor.placements
+    }
+    known = {key: found for key, tensor in waiting.items() if (found := kept(tensor)) is not None}
+    unknown = [key for key in waiting if key not in known]
+    sums = {key: (_torch.local_of(found), Layout.of(_torch.spec_of(found))) for key, found in known.items()} | dict(
+        zip(unknown, _reduced([waiting[key] for key in unknown]), strict=True)
+    )
+    return {
+        key: known[key]
+        if key in known and goals.get(key, known[key].placements) == known[key].placements
+        else _keep(tensor, *_moved(*sums[key], goals.get(key)))
+        for key, tensor in waiting.items()
+    }
+
+
+def is_pending(tensor: DTensor) -> bool:
+    return any(isinstance(placement, Partial) for placement in tensor.placements)
+
+
+def kept(tensor: DTensor) -> DTensor | None:
+    """The sum of a Partial tensor, where it was taken before and still holds."""
+    entry = None if _torch.tracing() else _kept.get(tensor)
+    if entry is None or not view_writeback.is_up_to_date(entry[0], tensor):
+        return None
+    found, version = entry
+    if version != _torch.version_of(_torch.local_of(tensor)):
+        raise refuse("a Partial tensor", "its local tensor on this rank was written after its sum had been taken, "
+                     "which the other ranks cannot know", [("tensor", tensor)],
+                     "write into the DTensor itself, on all ranks; or into what to_local() gives before its first use"
+                     )  # fmt: skip
+    return found
+
+
+def put_back(tensor: DTensor, sum: DTensor) -> None:
+    """After an operator has written into the sum of `tensor`: the tensor gets its values, and keeps it as its sum."""
+    if not view_writeback.put_back(sum):
+        view_writeback.assign(tensor, sum)
+
+
+def _keep(tensor: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
+    made = _torch.wrap(local, layout.spec)
+    if not _torch.tracing() and view_writeback.mark(made, tensor, _sum_of, lambda whole, part: part):
+        registry.guard_writes()
+        _torch.relocate(tensor, _torch.local_of(tensor), _torch.spec_of(tensor))  # of a collective that is over by now
+        _kept[tensor] = made, _torch.version_of(_torch.local_of(tensor))
+    return made
+
+
+def _sum_of(tensor: DTensor) -> DTensor:
+    return reduce_once([tensor]).get(id(tensor), tensor)
+
+
+def _moved(local: torch.Tensor, layout: Layout, goal: Placements | None) -> tuple[torch.Tensor, Layout]:
+    if goal is None or goal == layout.placements:
+        return local, layout
+    target = layout.placed(goal)
+    if layout.mesh.get_coordinate() is not None:
+        local = _torch.redistribute(local, layout.spec, target.spec)
+    return local, target
+
+
+def _reduced(tensors: list[DTensor]) -> list[tuple[torch.Tensor, Layout]]:
+    """[this rank's part, where it lies]"""
+    results: list[tuple[torch.Tensor, Layout]] = []
+    terms: list[comm.Term] = []
+    places: list[int] = []
+    for tensor in tensors:
+        spec, local = _torch.spec_of(tensor), _torch.local_of(tensor)
+        mesh_dims, target = _reduction(spec)
+        if target.placements != spec.placements and spec.mesh.get_coordinate() is not None:
+            if len(mesh_dims) == sum(isinstance(placement, Partial) for placement in spec.placements):
+                terms.append(comm.Term(local, spec.mesh, mesh_dims))
+                places.append(len(results))
+            else:  # an average or an extreme is pending: rare, and torch knows each of them
+                local = _torch.redistribute(local, spec, target.spec)
+        results.append((local, target))
+    for place, local in zip(places, comm.sum_in_buckets(terms), strict=True):
+        results[place] = (local, results[place][1])
+    return results

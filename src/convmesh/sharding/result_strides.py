@@ -1,0 +1,125 @@
+"""Strides of results as one device would have them.
+
+What is a view on one device has to be one here, what is a copy has to be a copy, and random numbers are drawn in the
+order of memory: all of that follows from a tensor's strides. So a result gets those that the operator gives on one
+device for arguments of these sizes and strides, whatever they are. torch's fake tensors know them for nearly every
+operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import _torch
+from ..strides import Stride, dense_stride
+from . import view_writeback
+from .layout import Layout
+from .plan_cache import Table
+
+aten = torch.ops.aten
+
+# Where torch's fake kernels differ from the real ones: the argument whose memory format the results have, None where
+# they are contiguous whatever is given (`tests/ops/test_strides.py` compares them all).
+FORMAT_OF: dict[_torch.Operator, int | None] = {
+    aten._log_softmax_backward_data.default: None,
+    aten.huber_loss_backward.default: None,
+    aten.log_sigmoid_forward.default: None,
+    aten.max_unpool2d.default: 0,
+    aten.mse_loss_backward.default: None,
+    aten.native_batch_norm.default: 0,
+    aten.nll_loss2d_forward.default: None,
+    aten.normal.Tensor_Tensor: None,
+    aten.reflection_pad2d_backward.default: 1,
+    aten.reflection_pad3d.default: 0,
+    aten.reflection_pad3d_backward.default: 1,
+    aten.replication_pad2d_backward.default: 1,
+    aten.replication_pad3d.default: 0,
+    aten.replication_pad3d_backward.default: 1,
+    aten.smooth_l1_loss_backward.default: None,
+}
+
+_table = Table()
+
+
+def as_on_one_device(handler: _torch.Handler) -> _torch.Handler:
+    """A rule whose results get the strides that one device would give them."""
+
+    @wraps(handler)
+    def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = handler(operator, args, kwargs)
+        strides = strides_of(operator, args, kwargs)
+        several = isinstance(result, list | tuple)
+        results = result if several else (result,)
+        if not strides or all(map(_has, results, strides)):
+            return result
+        view = operator._schema._is_view_op() and _torch.shares_memory(results[0], args[0])
+        pairs = zip(results, strides, strict=True)
+        found = [one if stride is None or _has(one, stride) else restrided(one, stride, view) for one, stride in pairs]
+        changed = type(result)(found) if several else found[0]
+        return _torch.as_view(operator, args, kwargs, changed) if view else changed
+
+    return run
+
+
+def _has(result: Any, stride: Stride | None) -> bool:
+    return stride is None or not isinstance(result, DTensor) or result.stride() == stride
+
+
+def restrided(tensor: DTensor, stride: Stride, view: bool = False) -> DTensor:
+    """The same tensor with these strides: a copy, unless its local tensor is in their order, or it is a `view`."""
+    layout = replace(Layout.of(_torch.spec_of(tensor)), stride=stride)
+    local = _torch.local_of(tensor)
+    result = _torch.wrap(local if view else layout.laid(local), layout.spec)
+    view_writeback.hand_on(tensor, result)
+    return result
+
+
+# Which of them it is does not change a result's strides, and some change from step to step.
+_ANY = (float, complex, torch.Generator)
+_NUMBERS = frozenset((int, bool, type(None)))
+
+
+def _key(operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+    """What strides depend on."""
+    key = [value if type(value) in _NUMBERS else _part_of_key(value) for value in args]
+    if kwargs:
+        key += [(name, _part_of_key(value)) for name, value in kwargs.items()]
+    return (operator, *key)
+
+
+def _part_of_key(value: Any) -> Any:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return tuple([one if type(one) in _NUMBERS else _part_of_key(one) for one in value])
+    if isinstance(value, DTensor):
+        return _torch.spec_of(value)
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if kind is torch.SymInt:
+        return _torch.known(value)
+    return kind if isinstance(value, _ANY) else value
+
+
+def strides_of(
+    operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Stride | None, ...]:
+    """Of each result on one device, None for what is no tensor; nothing at all where only values tell."""
+    return _table.look_up(_key(operator, args, kwargs), lambda: _find(operator, args, kwargs))
+
+
+def _find(operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Stride | None, ...]:
+    made = _torch.on_one_device(operator, args, kwargs)
+    results = made if isinstance(made, list | tuple) else () if made is None else (made,)
+    if operator not in FORMAT_OF:
+        return tuple(tuple(one.stride()) if isinstance(one, torch.Tensor) else None for one in results)
+    given = FORMAT_OF[operator]
+    format = torch.contiguous_format if given is None else _torch.suggested_format(args[given])
+    dims = len(args[given or 0].shape)
+    formats = (format if one.dim() == dims else torch.contiguous_format for one in results)
+    return tuple(dense_stride(tuple(one.shape), kept) for one, kept in zip(results, formats, strict=True))

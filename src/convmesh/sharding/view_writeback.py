@@ -1,0 +1,235 @@
+"""Copies that torch takes for views: what is written into them is put back into the tensors that they are copies of.
+
+A part of a sharded dimension is a new tensor, and so is a tensor that was moved to be reshaped. autograd believes that
+they are views, and so do users. So the memory of such a copy knows where it was taken from. Every operator that writes
+passes by here: before it the copy is brought up to date, if the other tensor was written in the meantime, and after it
+the values go back. This holds for all views of the copy too, which share its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, cast
+from weakref import ref
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from .. import _torch
+from .errors import refuse
+from .layout import Layout, is_sum
+from .plan_cache import planned
+from .redistribute import move
+
+Take = Callable[[DTensor], DTensor]
+PutBack = Callable[[DTensor, DTensor], DTensor]
+"""The whole with the part in its place."""
+
+_NOTES = "_convmesh_notes"
+
+
+@dataclass
+class Notes:
+    """What is known of a piece of memory: how often it was written, and what it is a copy of."""
+
+    writes: int = 0
+    origin: Origin | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in its memory a DTensor is, so that it can be made again."""
+
+    spec: _torch.Spec
+    dtype: torch.dtype
+    geometry: tuple[int, tuple[int, ...], tuple[int, ...]] = (0, (), ())
+    traced: ref[torch.Tensor] | None = None  # a compiler's tensor itself, which cannot be made again
+
+    @staticmethod
+    def of(tensor: DTensor) -> Place:
+        local = _torch.local_of(tensor)
+        if type(local) is not torch.Tensor:
+            return Place(_torch.spec_of(tensor), local.dtype, traced=_torch.kept(local))
+        geometry = int(local.storage_offset()), tuple(local.shape), tuple(local.stride())
+        return Place(_torch.spec_of(tensor), local.dtype, geometry)
+
+    def tensor(self, memory: torch.UntypedStorage) -> DTensor:
+        if self.traced is not None:
+            return _torch.wrap(cast(torch.Tensor, self.traced()), self.spec)
+        local = torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.geometry)
+        return _torch.wrap(local, self.spec)
+
+    def write(self, memory: torch.UntypedStorage, values: DTensor) -> None:
+        assign(self.tensor(memory), values)
+
+
+def assign(tensor: DTensor, values: DTensor) -> None:
+    """Write values into a tensor. Of a Partial(sum) each rank has its shard of them then, or the first rank has them
+    all; the others contribute zeros. Of an average or an extreme every rank has them."""
+    target = _torch.local_of(tensor)
+    source, has_it, boxes = _terms(_torch.spec_of(tensor), _torch.spec_of(values))
+    local = move(values, source)
+    if boxes:
+        target.zero_()
+    for dim, start, length in boxes:
+        target = target.narrow(dim, start, length)
+    target.copy_(local if has_it else _torch.tie(torch.zeros_like(local), local))
+
+
+@planned
+def _terms(spec: _torch.Spec, values: _torch.Spec) -> tuple[Layout, bool, tuple[tuple[int, int, int], ...]]:
+    """How values become a tensor that may be Partial: where they have to lie, whether this rank then has any, and what
+    of its local tensor they are, as a dimension, its first index and their number."""
+    layout, here = Layout.of(spec), spec.mesh.get_coordinate()
+    pending = [
+        m for m, (p, q) in enumerate(zip(layout.placements, values.placements, strict=True))
+        if isinstance(p, Partial) and p != q
+    ]  # fmt: skip
+    source = layout.placed(tuple(Replicate() if m in pending else p for m, p in enumerate(layout.placements)))
+    sums = [m for m in pending if is_sum(layout.placements[m])]
+    for m in sums:
+        if type(values.placements[m]) is Shard:
+            cut = source.placed((*source.placements[:m], values.placements[m], *source.placements[m + 1 :]))
+            # A rank's shard is in its local tensor if that is not cut further.
+            if all(cut.cuts[dim][: len(mesh_dims)] == mesh_dims for dim, mesh_dims in source.cuts.items()):
+                source = cut
+    if here is None:
+        return source, True, ()
+    own = [(dim, layout.own(dim), source.own(dim)) for dim in source.cuts]
+    boxes = tuple((dim, part.start - held.start, len(part)) for dim, held, part in own if part != held)
+    return source, not any(here[m] for m in sums if isinstance(source.placements[m], Replicate)), boxes
+
+
+@dataclass
+class Origin:
+    """What a copy is a copy of. It keeps that memory, as a view does: were it not to, ranks could differ in whether
+    it is still there, and those that write to it would wait for the others."""
+
+    memory: torch.UntypedStorage
+    whole: Place
+    part: Place
+    take: Take
+    put_back: PutBack
+    seen: int  # how often the whole had been written when the part was last like it
+
+
+def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> bool:
+    """Note that `part` is a copy of some of `whole`, also while a graph is traced."""
+    local, copy = _torch.local_of(whole), _torch.local_of(part)
+    noted = _torch.takes_notes(copy) and _torch.takes_notes(local)
+    if noted:
+        memory = local.untyped_storage()
+        if copy.untyped_storage() is memory:  # nothing had to move on this rank: then it copies what others receive
+            copy = copy.clone(memory_format=torch.preserve_format)
+            _torch.relocate(part, copy, _torch.spec_of(part))
+        origin = Origin(memory, Place.of(whole), Place.of(part), take, put_back, _made(memory).writes)
+        _made(copy.untyped_storage()).origin = origin
+    return noted
+
+
+def hand_on(before: DTensor, after: DTensor) -> None:
+    """Note that `after`, which has memory of its own, is a copy of what `before` is a copy of."""
+    notes, memory = _torch.noted(before, _NOTES), _torch.local_of(after).untyped_storage()
+    if notes is not None and notes.origin is not None and _torch.noted(after, _NOTES) is not notes:
+        _made(memory).origin = replace(notes.origin, part=Place.of(after))
+
+
+def is_up_to_date(part: DTensor, whole: DTensor) -> bool:
+    """Whether a copy is one of this tensor, which no operator has written since."""
+    notes = _torch.noted(part, _NOTES)
+    origin: Origin | None = None if notes is None else notes.origin
+    memory = _torch.local_of(whole).untyped_storage()
+    return (
+        origin is not None
+        and origin.memory is memory
+        and origin.whole == Place.of(whole)
+        and origin.seen == _made(memory).writes
+    )
+
+
+def put_back(part: DTensor) -> bool:
+    """After a write into a copy that no operator was seen to do: its values go back. False if it is no copy."""
+    notes = _torch.noted(part, _NOTES)
+    if notes is None or notes.origin is None:
+        return False
+    _after(_torch.local_of(part).untyped_storage())
+    return True
+
+
+def _made(memory: torch.UntypedStorage) -> Notes:
+    notes: Notes | None = getattr(memory, _NOTES, None)
+    if notes is None:
+        notes = Notes()
+        setattr(memory, _NOTES, notes)
+    return notes
+
+
+def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handler:
+    """The handler of an operator that writes, with what has to be done before and after."""
+    known = _torch.signature(operator)
+    first_only = known.written == {0} and 0 not in known.lists
+
+    @wraps(handler)
+    def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if first_only and _torch.noted(args[0], _NOTES) is None and not args[0]._is_view():
+            return handler(operator, args, kwargs)  # nearly always
+        targets = [args[0]] if first_only else list(_written(known, args, kwargs))
+        for target in targets:
+            _before(target)
+        writes = [_writes(target) for target in targets]
+        result = handler(operator, args, kwargs)
+        for target, before in zip(targets, writes, strict=True):
+            # A handler that has worked on a copy of the target has put it back itself.
+            if _torch.noted(target, _NOTES) is not None and _writes(target) == before:
+                _after(_torch.local_of(target).untyped_storage())
+        return result
+
+    return run
+
+
+def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    for number in sorted(known.written):
+        value = args[number] if number < len(args) else kwargs.get(known.names[number])
+        yield from value if isinstance(value, list | tuple) else (value,)
+
+
+def _writes(target: Any) -> int:
+    notes: Notes | None = _torch.noted(target, _NOTES)
+    return 0 if notes is None else notes.writes
+
+
+def _before(target: Any) -> None:
+    notes = _torch.noted(target, _NOTES)
+    if notes is not None and notes.origin is not None:
+        _refresh(_torch.local_of(target).untyped_storage(), notes.origin)
+    elif isinstance(target, DTensor) and target._is_view() and target.numel():
+        base = target._base
+        if base is not None and not _torch.shares_memory(target, base):
+            raise refuse("an operator that writes in place", "would write into a copy that torch takes for a view",
+                         (("target", target), ("whole", base)),
+                         "clone it first, or use the operator that returns a new tensor")  # fmt: skip
+
+
+def _refresh(memory: torch.UntypedStorage, origin: Origin) -> None:
+    """Bring a copy up to date if what it is a copy of was written since."""
+    above = _made(origin.memory)
+    if above.origin is not None:
+        _refresh(origin.memory, above.origin)
+    if origin.seen != above.writes:
+        origin.part.write(memory, origin.take(origin.whole.tensor(origin.memory)))
+        origin.seen = above.writes
+
+
+def _after(memory: torch.UntypedStorage) -> None:
+    """What was written into a copy goes back to where it was taken from, and on from there."""
+    notes = _made(memory)
+    notes.writes += 1
+    origin = notes.origin
+    if origin is not None:
+        whole, part = origin.whole.tensor(origin.memory), origin.part.tensor(memory)
+        origin.whole.write(origin.memory, origin.put_back(whole, part))
+        _after(origin.memory)
+        origin.seen = _made(origin.memory).writes
