@@ -73,7 +73,7 @@ def _settled(spec: DTensorSpec) -> DTensorSpec:
 
 
 def plain_order(spec: DTensorSpec) -> bool:
-    """A dimension that is cut over several mesh dimensions is cut over the first of them first."""
+    """A dimension sharded over several mesh dimensions is sharded over the first of them first."""
     strided = any(isinstance(placement, _StridedShard) for placement in spec.placements)
     return not strided and plain(spec.shard_order)
 
@@ -106,7 +106,7 @@ def make_spec(
 
 
 def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[Any], DeviceMesh] | None:
-    """Where each argument lies, and this rank's part of it; None and the argument itself for what is no tensor.
+    """The spec and the local tensor of each argument; None and the argument itself for what is no tensor.
     And the mesh of the last one.
 
     None for calls that need a closer look: while tracing, where a collective is under way, beside plain tensors.
@@ -143,7 +143,7 @@ def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def _without_overlap(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """A part whose elements share memory, as those of an expanded tensor do, only where those of the whole do."""
+    """A local tensor whose elements share memory, as those of an expanded tensor do, only where the full tensor's do."""
     meta = spec.tensor_meta
     assert meta is not None, "a DTensor's spec knows its shape"
     given = zip(local.shape, local.stride(), meta.stride, strict=False)

@@ -111,7 +111,7 @@ _backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten.convolution_backwa
 def _placeholder(like: Tensor, shape: Shape, groups: int) -> Tensor:
     """Stands for the operand whose gradient is asked for: the operator reads its shape, never its values.
 
-    Where that of a DTensor lies, its gradient goes: so it lies where the other activation does.
+    A DTensor's gradient gets its placements: so it has those of the other activation.
     """
     sharded = unwrapped(like)
     if not isinstance(sharded, DTensor):

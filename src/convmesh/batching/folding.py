@@ -33,11 +33,11 @@ class Mapped(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks the mapped dimension is cut."""
+        """Over how many ranks the mapped dimension is sharded."""
         return 1 if self.dim is None else prod(self._cut_over(self.dim))
 
     def _cut_over(self, dim: int) -> list[int]:
-        """The sizes of the mesh dimensions that cut a dimension of the values."""
+        """The sizes of the mesh dimensions over which a dimension of the values is sharded."""
         value = unwrapped(self.value)
         if not isinstance(value, DTensor):
             return []

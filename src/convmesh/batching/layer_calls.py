@@ -60,8 +60,8 @@ def _owners(model: nn.Module, trainable: Sequence[str]) -> list[nn.Module] | Non
         return None
     owners = {id(owner): owner for owner in (model.get_submodule(name.rpartition(".")[0]) for name in names)}
     known = all(isinstance(owner, LAYERS) and not _is_special(owner) for owner in owners.values())
-    cut = any(isinstance(held, DTensor) and set(held.placements) != {Replicate()} for held in _held(owners.values()))
-    return list(owners.values()) if known and not cut else None
+    sharded = any(isinstance(held, DTensor) and set(held.placements) != {Replicate()} for held in _held(owners.values()))
+    return list(owners.values()) if known and not sharded else None
 
 
 def _held(layers: Iterable[nn.Module]) -> Iterator[Tensor]:

@@ -41,14 +41,14 @@ def per_sample_gradients(
     check_samples_are_independent(model)
     batch_size(batch)
     spread, trainable, fixed, batch = _placed(model, batch)
-    if spread is not None and not spread.whole:
+    if spread is not None and not spread.samples_are_local:
         # torch's own rules for losses and norms under vmap write in place, which no DTensor can.
         by_layer = gradients_by_layer(model, list(trainable), _total(model, loss_fn, trainable, fixed, batch), batch[0])
         if by_layer is not None:
             return by_layer
     with _choosing_alike(spread):
         gradients = _gradients(model, loss_fn, trainable, fixed, batch, chunk_size, randomness)
-    if spread is None or not spread.whole:
+    if spread is None or not spread.samples_are_local:
         return gradients
     return {name: spread.by_sample(own) for name, own in gradients.items()}
 
@@ -86,7 +86,7 @@ def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Tensor) -> Tensor:
     spread, trainable, fixed, batch = _placed(model, batch)
     with _choosing_alike(spread):
         norms = _norms(model, loss_fn, trainable, fixed, batch)
-    return norms if spread is None or not spread.whole else spread.by_sample(norms)
+    return norms if spread is None or not spread.samples_are_local else spread.by_sample(norms)
 
 
 def _norms(model: nn.Module, loss_fn: Loss, trainable: Tensors, fixed: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
@@ -149,7 +149,7 @@ def _placed(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Spread | None,
     spread = Spread.of(batch)
     if spread is None:
         return None, trainable, fixed, batch
-    if spread.whole:
+    if spread.samples_are_local:
         return spread, spread.own(trainable), spread.own(fixed), tuple(each.to_local() for each in batch)  # type: ignore[attr-defined]
     everywhere: list[Tensors] = [
         {name: spread.everywhere(value) for name, value in each.items()} for each in (trainable, fixed)
@@ -206,7 +206,7 @@ def _losses(loss_fn: Loss, output: Tensor, others: tuple[Tensor, ...]) -> Tensor
     if isinstance(output, DTensor):
         output = settled(output, others)
     spread = Spread.of((output, *others))
-    if spread is not None and spread.whole:
+    if spread is not None and spread.samples_are_local:
         own: Tensor = mapped(one, *(each.to_local() for each in (output, *others)))  # type: ignore[attr-defined]
         return DTensor.from_local(
             own, spread.mesh, spread.placements, run_check=False, shape=torch.Size([spread.batch]), stride=(1,)

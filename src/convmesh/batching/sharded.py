@@ -28,7 +28,7 @@ Compute = Callable[[Contraction, int, Operand, Operand, Mapped | None, Ranks], M
 def by_own_samples(
     product: Contraction, batch: int, first: Operand, second: Operand, bias: Mapped | None, compute: Compute
 ) -> Mapped | None:
-    """By `compute` on what each rank has; None where that is not a whole number of samples."""
+    """By `compute` on local tensors; None where these do not have samples as a whole."""
     operands: list[tuple[Role | None, Mapped]] = [(first.role, first.mapped), (second.role, second.mapped)]
     operands += [] if bias is None else [(None, bias)]
     specs = [_torch.spec_of(cast(DTensor, mapped.value)) for _, mapped in operands]
@@ -54,7 +54,7 @@ def by_own_samples(
 def _placed(
     wanted: Role, operands: Sequence[tuple[Role | None, Mapped]], placements: Sequence[Placement]
 ) -> Placement | None:
-    """Where the result [B ...] lies along a mesh dimension, if each rank computes what its parts give."""
+    """The placement of the result [B ...] along a mesh dimension, if each rank computes with its local tensors."""
     if all(placement == Replicate() for placement in placements):
         return Replicate()
     samples = [Replicate() if mapped.dim is None else Shard(mapped.dim) for _, mapped in operands]
@@ -81,7 +81,7 @@ def expressible(
     """The same contraction, over perhaps more samples, so that whatever it folds is still plainly sharded.
 
     Shards of unequal sizes cannot be merged with what stands behind them: samples of zeros fill them up, at the end of
-    each, where nothing has to travel. What one operand alone cannot be folded into goes with the groups, of which the
+    each, where nothing is communicated. What one operand alone cannot be folded into goes with the groups, of which the
     other operand has a copy for each sample.
     """
     mapped = [operand for operand in (first, second) if operand.is_mapped]

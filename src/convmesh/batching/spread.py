@@ -1,7 +1,7 @@
 """Batches whose samples lie on several ranks.
 
-Where ranks hold whole samples, each computes its own with plain tensors, and nothing travels until gradients of
-different samples are added up. Where samples are cut, everything stays a DTensor.
+Where each sample is on one rank, ranks compute their own with plain tensors, and nothing is communicated until gradients
+of different samples are summed. Where samples themselves are sharded, everything stays a DTensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Spread:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     batch: int
-    whole: bool  # whether each sample is on one rank, or the same on several
+    samples_are_local: bool  # whether each sample is on one rank, or the same on several
 
     @classmethod
     def of(cls, batch: tuple[Tensor, ...]) -> Spread | None:
@@ -47,11 +47,11 @@ class Spread:
                 f"the samples of a batch lie apart: {[tensor.placements for tensor in sharded]}\n"
                 "  remedy: shard dimension 0 of all its tensors along the same mesh dimensions"
             )
-        whole = all(tensor.placements == samples for tensor in sharded)
-        return cls(mesh, samples, sharded[0].shape[0], whole)
+        local = all(tensor.placements == samples for tensor in sharded)
+        return cls(mesh, samples, sharded[0].shape[0], local)
 
     def own(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters or buffers as plain tensors, whole on this rank."""
+        """Parameters or buffers as plain full tensors."""
         return {name: self.everywhere(value).to_local() for name, value in tensors.items()}
 
     def everywhere(self, value: Tensor) -> DTensor:
@@ -66,9 +66,9 @@ class Spread:
         return self._wrap(own, self.placements, (self.batch, *own.shape[1:]))
 
     def summed(self, value: Tensor, parameter: Tensor) -> DTensor:
-        """The sum over all samples, where the parameter lies; of a plain tensor, it is that over this rank's own."""
-        pending = tuple(Partial() if each == Shard(0) else each for each in self.placements)
-        total = value if isinstance(value, DTensor) else self._wrap(value, pending, tuple(value.shape))
+        """The sum over all samples, with the parameter's placements; a plain tensor is the sum over this rank's own."""
+        partial = tuple(Partial() if each == Shard(0) else each for each in self.placements)
+        total = value if isinstance(value, DTensor) else self._wrap(value, partial, tuple(value.shape))
         target = parameter.placements if isinstance(parameter, DTensor) else [Replicate()] * self.mesh.ndim
         return total.redistribute(self.mesh, target)
 
@@ -82,7 +82,7 @@ def _samples(tensor: DTensor) -> tuple[Placement, ...]:
 
 
 def settled(output: DTensor, others: tuple[Tensor, ...]) -> DTensor:
-    """Without sums that are pending between ranks, and with its samples where those of the others are.
+    """Without Partial placements, and with its samples where those of the others are.
 
     An operator on a single sample may have left it on all ranks that had a part of the batch, if an empty one.
     """

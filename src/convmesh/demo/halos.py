@@ -1,4 +1,4 @@
-"""The picture with the shards drawn over it, and a look through the loupe at what each layer reads across the cuts."""
+"""The picture with the shards drawn over it, and a look through the loupe at what each layer reads of other shards."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def shard_map(picture: torch.Tensor, mesh: Shape) -> str:
             f'color: {color(rank)}">{words}</span>'
         )
     return (
-        f'<div class="over"><img src="{embedded(picture)}" alt="The picture, cut into {mesh[0]} x {mesh[1]} shards">'
+        f'<div class="over"><img src="{embedded(picture)}" alt="The picture in {mesh[0]} x {mesh[1]} shards">'
         f'<svg viewBox="0 0 {width} {height}" preserveAspectRatio="none">{"".join(boxes)}</svg>{"".join(tags)}</div>'
     )
 
 
 def loupes(picture: torch.Tensor, mesh: Shape, layers: list[Layer]) -> str:
-    """Where the cuts meet, for each layer what the first and the last rank read beyond what they own."""
+    """Where the shards meet, for each layer what the first and the last rank read beyond what they own."""
     height, width = picture.shape[:2]
-    cut = [shards(size, (parts,))[0].stop for size, parts in zip((height, width), mesh, strict=True)]
-    middle = [stop if stop < size else size // 2 for stop, size in zip(cut, (height, width), strict=True)]
+    border = [shards(size, (parts,))[0].stop for size, parts in zip((height, width), mesh, strict=True)]
+    middle = [stop if stop < size else size // 2 for stop, size in zip(border, (height, width), strict=True)]
     side = min(LOUPE, height, width)
     top, left = (max(0, min(at - side // 2, size - side)) for at, size in zip(middle, (height, width), strict=True))
     address = embedded(picture[top : top + side, left : left + side].contiguous(), lossless=True)

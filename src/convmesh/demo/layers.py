@@ -1,4 +1,4 @@
-"""The layers of a network on a mesh: what a rank reads of its neighbours, and the least that has to travel for it."""
+"""The layers of a network on a mesh: what a rank reads of its neighbours, and the least communication for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 @dataclass(frozen=True)
 class Sides:
-    """The two sides of a convolution whose first two spatial dimensions are cut over the mesh."""
+    """The two sides of a convolution whose first two spatial dimensions are sharded over the mesh."""
 
     splits: tuple[Split, Split]  # of height and width
     transposed: bool
@@ -39,7 +39,7 @@ class Sides:
 
         Forward the part of the input that a rank reads and does not own; backward the same of the output's gradient,
         for the gradient of the input. With these, the gradient of the weight needs nothing more. Where only that one
-        is wanted, one of the two has to travel, if forward's was not kept: the smaller one.
+        is wanted, one of the two has to be sent, if forward's was not kept: the smaller one.
         """
         forward = _missing(self._plans(self.transposed)) * _deep(self.input)
         backward = _missing(self._plans(not self.transposed)) * _deep(self.output)
@@ -83,5 +83,5 @@ def _missing(plans: Sequence[HaloPlan]) -> int:
 
 
 def _deep(shape: Sequence[int]) -> int:
-    """The elements of a pixel: samples x channels x further dimensions, which are not cut."""
+    """The elements of a pixel: samples x channels x further dimensions, which are not sharded."""
     return prod(shape) // (shape[2] * shape[3])

@@ -69,10 +69,10 @@ def _shards(report: Report) -> str:
         "<h2>Who has what of the picture</h2><p>Every rank has its own shard of the picture, and of every activation. "
         "To compute its part of a layer's output it reads a little more of the input than it owns: the halo.</p>"
         f'<div class="panel"><div class="shards">{shard_map(clean, report.largest)}<div>'
-        f"<h3>{mesh_name(report.largest).capitalize()}</h3><p class='soft'>Height is cut over the mesh dimension "
-        "<code>h</code>, width over <code>w</code>, as <code>torch.chunk</code> cuts. Two lines of the training "
+        f"<h3>{mesh_name(report.largest).capitalize()}</h3><p class='soft'>Height is sharded over the mesh dimension "
+        "<code>h</code>, width over <code>w</code>, as <code>torch.chunk</code> does. Two lines of the training "
         f"know of it:</p><pre class='code'>{CODE}</pre></div></div></div>"
-        '<div class="panel"><h3>What each layer reads across the cuts</h3><p class="soft">To scale, where the cuts '
+        '<div class="panel"><h3>What each layer reads of other shards</h3><p class="soft">To scale, where the shards '
         "meet: one square is one pixel of the picture. Shaded is what a rank reads to compute its part. With a stride "
         "the halo may be on one side only. On the lower levels a pixel is 2 or 4 pixels of the picture wide.</p>"
         f"{loupes(clean, report.largest, layers)}</div>"
@@ -97,7 +97,7 @@ def _results(report: Report) -> str:
     words = {name: f"{picture.psnr(shown, clean):.1f} dB" for name, shown in pictures.items() if shown is not clean}
     whole = "".join(figure(name, shown, words.get(name, "")) for name, shown in pictures.items())
     near = "".join(
-        figure(name, shown[rows[0] : rows[1], columns[0] : columns[1]].contiguous(), "where the cuts meet", "pixels")
+        figure(name, shown[rows[0] : rows[1], columns[0] : columns[1]].contiguous(), "where the shards meet", "pixels")
         for name, shown in pictures.items()
     )
     return (
@@ -123,7 +123,7 @@ def _losses(report: Report) -> str:
         ulp = torch.finfo(torch.float64 if report.settings.double else torch.float32).eps
         told = (
             f"The curves lie on each other. They differ by at most {said}, where {_scientific(ulp)} is the rounding of "
-            "one operation: sums over a picture that is cut are added up in another order, and training carries it on."
+            "one operation: sums over a sharded picture are added up in another order, and training carries it on."
         )
     return f'<h2>The same losses</h2><p>{told}</p><div class="panel">{keys}{body}</div>'
 
@@ -173,7 +173,7 @@ def _traffic(report: Report) -> str:
     others = [(mesh_name(other), *report.totals(other)) for other in report.meshes if other != shape]
     also = "".join(f" {name.capitalize()} sent {size(a)}, the least being {size(b)}." for name, a, b in others)
     return (
-        f"<h2>What travels in a step</h2><p>On {mesh_name(shape)}, forward and backward. The least possible is what a "
+        f"<h2>Communication in a step</h2><p>On {mesh_name(shape)}, forward and backward. The least possible is what a "
         "rank's results depend on and others own: of the input forward, of the output's gradient backward, each "
         f'once, for all ranks together.{also}</p><div class="panel scroll"><table><thead>'
         '<tr><th>layer</th><th>halos sent</th><th>the least</th><th class="meter"></th><th>sums</th></tr>'

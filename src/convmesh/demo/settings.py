@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 Shape = tuple[int, int]  # how many ranks along the height and along the width
 
-AXES = {"h": 2, "w": 3}  # the names of the mesh's dimensions, and the picture's dimensions that they cut
+AXES = {"h": 2, "w": 3}  # the names of the mesh's dimensions, and the picture's dimensions that are sharded over them
 PICTURES = {
     "hubble_deep_field": "The Hubble Deep Field (NASA, 1995)",
     "retina": "The retina of a human eye (M. Häggström, 2014)",

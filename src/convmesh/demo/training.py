@@ -25,7 +25,7 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class Run:
-    """What one process reports of its training. Pictures and weights are whole, and only of the first rank."""
+    """What one process reports of its training. Pictures and weights are full tensors, and only of the first rank."""
 
     losses: list[float]
     seconds: list[float]  # of each step

@@ -61,7 +61,7 @@ def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
 
 
 def agree_with_torch(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """On sets that are cut into pieces, and far from zero."""
+    """On sets that threads share, and far from zero."""
     x, g = 100 + torch.arange(2 * 3 * 9001, dtype=dtype, device="cpu").square_().sin_().view(2, 3, 9001)
     variance, mean = (each.to(dtype) for each in torch.var_mean(x.double(), 1, correction=0))
     rstd, linear = variance.rsqrt(), Linear(mean, variance, mean, variance)
