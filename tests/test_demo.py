@@ -98,7 +98,7 @@ def test_the_page_has_everything_in_it(report: Report) -> None:
         "What it learned",
         "The same losses",
         "Memory and time",
-        "What travels",
+        "Communication",
         "was made",
     ):
         assert re.search(f"<h2>[^<]*{heading}", text), heading

@@ -143,7 +143,7 @@ def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def _without_overlap(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """A local tensor whose elements share memory, as those of an expanded tensor do, only where the full tensor's do."""
+    """A local tensor whose elements share memory, as in an expanded tensor, only where the full tensor's do."""
     meta = spec.tensor_meta
     assert meta is not None, "a DTensor's spec knows its shape"
     given = zip(local.shape, local.stride(), meta.stride, strict=False)

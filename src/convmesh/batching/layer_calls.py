@@ -60,7 +60,9 @@ def _owners(model: nn.Module, trainable: Sequence[str]) -> list[nn.Module] | Non
         return None
     owners = {id(owner): owner for owner in (model.get_submodule(name.rpartition(".")[0]) for name in names)}
     known = all(isinstance(owner, LAYERS) and not _is_special(owner) for owner in owners.values())
-    sharded = any(isinstance(held, DTensor) and set(held.placements) != {Replicate()} for held in _held(owners.values()))
+    sharded = any(
+        isinstance(held, DTensor) and set(held.placements) != {Replicate()} for held in _held(owners.values())
+    )
     return list(owners.values()) if known and not sharded else None
 
 

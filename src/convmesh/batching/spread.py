@@ -1,7 +1,7 @@
 """Batches whose samples lie on several ranks.
 
-Where each sample is on one rank, ranks compute their own with plain tensors, and nothing is communicated until gradients
-of different samples are summed. Where samples themselves are sharded, everything stays a DTensor.
+Where each sample is on one rank, ranks compute their own with plain tensors, and nothing is communicated until
+gradients of different samples are summed. Where samples themselves are sharded, everything stays a DTensor.
 """
 
 from __future__ import annotations
