@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds; medians are reported")
     options = parser.parse_args()
     console = Console(width=160)
-    with Pool() as pool:
+    with Pool(stays_enabled=True) as pool:
         for name in options.suites:
             SUITES[name](pool, console, options.rounds)
 

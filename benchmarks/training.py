@@ -27,7 +27,7 @@ def returning_memory() -> Iterator[Pool]:
     """Processes that give memory back as soon as they have no use for it, so that their peak is what was needed."""
     os.environ |= ALLOCATION
     try:
-        with Pool() as pool:
+        with Pool(stays_enabled=True) as pool:
             yield pool
     finally:
         for name in ALLOCATION:
@@ -72,7 +72,7 @@ def _measure_network(pool: Pool, network: steps.Network, rounds: int) -> dict[st
         "summed": lambda: max(pool.run(steps.measure_gradients, True, **on)),
         "unsummed": lambda: max(pool.run(steps.measure_gradients, False, **on)),
     }
-    with Pool() as peers:  # of its own: PhysicsNeMo changes DTensor for good
+    with Pool(stays_enabled=True) as peers:  # of its own: PhysicsNeMo changes DTensor for good
         if physicsnemo.installed():
             try:
                 peers.run(steps.prepare_peer, network, **on)

@@ -71,9 +71,13 @@ class _EachCase:
 
 
 class Pool:
-    """Four gloo processes, started at the first call, and again at the first call after they had to be killed."""
+    """Four gloo processes, started at the first call, and again at the first call after they had to be killed.
 
-    def __init__(self) -> None:
+    With `stays_enabled` a call finds convmesh as the one before left it: benchmarks prepare in one and measure in others.
+    """
+
+    def __init__(self, stays_enabled: bool = False) -> None:
+        self._stays_enabled = stays_enabled
         self._workers: list[_Worker] = []
         self._files: tempfile.TemporaryDirectory[str] | None = None
 
@@ -165,7 +169,10 @@ class Pool:
             pipe, far_end = context.Pipe()
             stack_file = folder / f"stack-{rank}"
             process = context.Process(
-                target=serve, args=(rank, far_end, folder / "store", stack_file), name=f"rank-{rank}", daemon=True
+                target=serve,
+                args=(rank, far_end, folder / "store", stack_file, self._stays_enabled),
+                name=f"rank-{rank}",
+                daemon=True,
             )
             process.start()
             far_end.close()  # else the pipe would outlive the process, and its death would not show

@@ -67,8 +67,11 @@ def _attempt(task: Callable[..., Any], *args: Any) -> bytes:
         return pack(Reply(failure="".join(traceback.format_exception(error)), raised_at=places))
 
 
-def serve(rank: int, pipe: Connection, store_file: Path, stack_file: Path) -> None:
-    """The life of a worker: reply once when ready, then once to every task, until the pipe is closed."""
+def serve(rank: int, pipe: Connection, store_file: Path, stack_file: Path, stays_enabled: bool) -> None:
+    """The life of a worker: reply once when ready, then once to every task, until the pipe is closed.
+
+    After each task convmesh is disabled, unless it `stays_enabled`.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
@@ -88,7 +91,8 @@ def serve(rank: int, pipe: Connection, store_file: Path, stack_file: Path) -> No
             try:
                 return fn(meshes[key], *args)
             finally:
-                convmesh.disable()  # which `distribute` leaves on
+                if not stays_enabled:
+                    convmesh.disable()  # which `distribute` leaves on
 
     with stack_file.open("w") as stack_output:
         faulthandler.register(signal.SIGUSR1, file=stack_output, all_threads=False)
