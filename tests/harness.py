@@ -73,7 +73,7 @@ class _EachCase:
 class Pool:
     """Four gloo processes, started at the first call, and again at the first call after they had to be killed.
 
-    With `stays_enabled` a call finds convmesh as the one before left it: benchmarks prepare in one and measure in others.
+    With `stays_enabled` a call finds convmesh as the one before left it: benchmarks prepare in one, measure in others.
     """
 
     def __init__(self, stays_enabled: bool = False) -> None:
