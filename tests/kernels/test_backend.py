@@ -1,5 +1,5 @@
-"""Rules compute through kernels: by torch's operators, unless the tensors' device has a faster way, and never ask for one
-themselves."""
+"""Rules compute through kernels: by torch's operators, unless the tensors' device has a faster way. They never ask
+for a device themselves."""
 
 from __future__ import annotations
 
