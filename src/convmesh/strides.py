@@ -56,6 +56,14 @@ def format_of(shape: tuple[int, ...], stride: Stride) -> torch.memory_format | N
     return None
 
 
+def memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """channels_last where the strides say so and it makes a difference, else contiguous."""
+    for rank, candidate in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == rank and tensor.stride(1) == 1 and not tensor.is_contiguous() and tensor.shape[1] > 1:
+            return candidate
+    return torch.contiguous_format
+
+
 def usual(local: torch.Tensor, whole: Stride) -> torch.Tensor:
     """The same memory, by strides that one device could have had; `whole` are the global ones.
 

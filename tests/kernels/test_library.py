@@ -14,11 +14,11 @@ def test_there_is_one() -> None:
 
 
 def test_it_takes_plain_numbers_in_memory() -> None:
-    assert kernels.takes(torch.ones(3))
-    assert kernels.takes(torch.ones(3).double())
-    assert not kernels.takes(torch.ones(3).half())
-    assert not kernels.takes(torch.ones(3, device="meta"))
-    assert not kernels.takes(torch.ones(3).as_subclass(type("Other", (torch.Tensor,), {})))
+    assert library.takes(torch.ones(3))
+    assert library.takes(torch.ones(3).double())
+    assert not library.takes(torch.ones(3).half())
+    assert not library.takes(torch.ones(3, device="meta"))
+    assert not library.takes(torch.ones(3).as_subclass(type("Other", (torch.Tensor,), {})))
 
 
 class Idle:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from convmesh import kernels
+from convmesh.kernels import library
+from convmesh.kernels.norms import Linear
 
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 
@@ -32,7 +33,7 @@ def means(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("offset", [0.0, 3.0, 1e3, 1e5])
 def test_any_number_of_values_anywhere(count: int, offset: float, dtype: torch.dtype) -> None:
     x = numbers(3, count, dtype) + offset
-    mean, variance = kernels.moments(x, 3)
+    mean, variance = library.moments(x, 3)
     expected_mean, expected_variance = right(x)
     assert ((mean - expected_mean).abs() <= EPS[dtype] * (offset + 1)).all()
     # A deviation is known to as much as a value is, and many of them to little more than that.
@@ -41,7 +42,7 @@ def test_any_number_of_values_anywhere(count: int, offset: float, dtype: torch.d
 
 def test_values_that_do_not_vary_have_no_variance() -> None:
     for value in (0.0, 0.1, -1e6):
-        mean, variance = kernels.moments(torch.full((2, 5000), value), 2)
+        mean, variance = library.moments(torch.full((2, 5000), value), 2)
         assert mean.tolist() == pytest.approx([value] * 2, rel=1e-7)
         assert variance.tolist() == [0, 0]
 
@@ -51,14 +52,14 @@ def test_values_that_do_not_vary_have_no_variance() -> None:
 def test_values_that_are_no_numbers_reach_their_set_alone(value: float, count: int) -> None:
     x = numbers(3, count, torch.float32)
     x[1, count // 2] = value
-    mean, variance = kernels.moments(x, 3)
+    mean, variance = library.moments(x, 3)
     assert mean.isfinite().tolist() == variance.isfinite().tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("scale", [1e-18, 1e-14, 1e14, 1e18])
 def test_small_and_large_values(scale: float) -> None:
     x = numbers(2, 9000, torch.float32) * scale
-    mean, variance = kernels.moments(x, 2)
+    mean, variance = library.moments(x, 2)
     expected_mean, expected_variance = right(x)
     torch.testing.assert_close(mean.double(), expected_mean, rtol=0, atol=1e-6 * scale)
     torch.testing.assert_close(variance.double(), expected_variance, rtol=1e-6, atol=0)
@@ -70,7 +71,7 @@ def test_threads_do_not_change_a_bit() -> None:
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            found.append(torch.stack(kernels.moments(x, 5)))
+            found.append(torch.stack(library.moments(x, 5)))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1])
@@ -85,7 +86,7 @@ COUNTS = [1, 2, 7, 32, 100, 4097, 30001]
 def test_sums_of_backward(count: int, dtype: torch.dtype) -> None:
     g, x = numbers(3, count, dtype), 10 + numbers(3, count, dtype).flip(1)
     mean, rstd = torch.tensor([[9.0, 10.0, 11.0], [0.5, 1.0, 2.0]], dtype=dtype)
-    plain, products = kernels.sums(g, x, (mean, rstd))
+    plain, products = library.sums(g, x, (mean, rstd))
     terms = g.double() * (x.double() - mean[:, None]) * rstd[:, None]
     for found, summed in ((plain, g.double()), (products, terms)):
         scale = summed.abs().sum(1)  # what rounding is relative to
@@ -98,8 +99,8 @@ def test_sums_of_backward(count: int, dtype: torch.dtype) -> None:
 def test_linear_functions(count: int, with_gradient: bool, dtype: torch.dtype) -> None:
     """Of four sets with coefficients for two, that do not begin where a line of the cache does."""
     g, x = numbers(4, count, dtype), numbers(1, 4 * count + 1, dtype)[0, 1:].view(4, count)
-    linear = kernels.Linear(*numbers(4, 2, dtype))
-    found = kernels.combined(x, g if with_gradient else None, linear, 4)
+    linear = Linear(*numbers(4, 2, dtype))
+    found = library.combined(x, g if with_gradient else None, linear, 4)
     mean, by_input, added, by_gradient = (numbers.double().repeat(2)[:, None] for numbers in linear)
     expected = (x.double() - mean) * by_input + added + (g.double() * by_gradient if with_gradient else 0)
     terms = expected.abs() + (x.double().abs() + mean.abs()) * by_input.abs() + added.abs()

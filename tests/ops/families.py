@@ -91,11 +91,35 @@ FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
 }
 
 
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    return F.dropout(x, 0.4)
+
+
+def stepped(x: torch.Tensor) -> torch.Tensor:
+    momentum = x.detach().clone()
+    torch._foreach_mul_([momentum], 0.9)
+    return x * momentum
+
+
+# And of those families of which a compiler takes no such function in one graph, or which have tests of compiled code of
+# their own.
+ALL_FUNCTIONS = FUNCTIONS | {
+    "convolution": (lambda x, w: F.conv2d(x, w, stride=2, padding=1), ((3, SHAPE[1], 3, 3),)),
+    "sort": (lambda x: x.sort(2).values, ()),
+    "gather": (lambda x: x.gather(2, x.detach().argsort(2)), ()),
+    "index_select": (lambda x: x[:, :, [7, 0, 3]], ()),
+    "matmul": (lambda x, w: x @ w, ((SHAPE[3], 5),)),
+    "dropout": (dropped, ()),
+    "foreach": (stepped, ()),
+}
+
+
 class Example:
     """A function, its tensors, and what one process makes of them."""
 
     def __init__(self, name: str) -> None:
-        self.function, shapes = FUNCTIONS[name]
+        self.function, shapes = ALL_FUNCTIONS[name]
         generator = torch.Generator().manual_seed(3)
         self.tensors = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in (SHAPE, *shapes)]
         dense = [tensor.clone().requires_grad_() for tensor in self.tensors]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..correlation import correlate
+from ..kernels.weight_gradient import correlate
 from ._functorch import Nature
 from .algorithms import Algorithm, FoldGroups, Task, repeated
 from .contraction import Role

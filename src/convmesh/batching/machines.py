@@ -83,7 +83,7 @@ class Ranks:
         first = of_first_rank("machine of mapped convolutions", _described, *asked)
         if first is None:
             return ANY
-        has_kernels = self.mesh.device_type == "cpu" and agreed("kernels", kernels.available, *asked)
+        has_kernels = self.mesh.device_type in kernels.COMPILED_FOR and agreed("kernels", kernels.available, *asked)
         if has_kernels:
             vectors = of_first_rank("vectors of kernels", _vectors, *asked)
             has_kernels = agreed(f"kernels with vectors of {vectors} bytes", lambda: _vectors() == vectors, *asked)

@@ -4,7 +4,6 @@ from .agreed_facts import agreed as agreed
 from .agreed_facts import of_first_rank as of_first_rank
 from .blocks import Block as Block
 from .blocks import Held as Held
-from .blocks import memory_format as memory_format
 from .bucketed_all_reduce import BUCKET_BYTES as BUCKET_BYTES
 from .bucketed_all_reduce import Summation as Summation
 from .bucketed_all_reduce import Term as Term

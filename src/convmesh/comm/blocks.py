@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..geometry import Box, Interval, volume
+from ..strides import memory_format
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,6 @@ class Held:
         result = torch.empty(shape, dtype=model.dtype, device=model.device, memory_format=memory_format(model))
         # Filling costs a pass over memory, which a box that the blocks cover does not need.
         return result if complete else result.fill_(fill)
-
-
-def memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """channels_last where the strides say so and it makes a difference, else contiguous."""
-    for rank, candidate in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if tensor.dim() == rank and tensor.stride(1) == 1 and not tensor.is_contiguous() and tensor.shape[1] > 1:
-            return candidate
-    return torch.contiguous_format
 
 
 def _common(one: Box, other: Box) -> Box:

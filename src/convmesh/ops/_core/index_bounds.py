@@ -9,6 +9,7 @@ import torch
 
 from ... import _torch
 from ...comm import CommunicationError, all_reduce
+from ...kernels import synchronous
 from ...sharding.layout import Layout
 from ..reductions.plan import cutting
 
@@ -23,7 +24,7 @@ def out_of_range(index: torch.Tensor, size: int) -> torch.Tensor:
 
 def check_within(index: torch.Tensor, size: int) -> None:
     """For an index of which every rank has all, also where a rank then has nothing to read or write."""
-    if index.is_cpu and not _torch.tracing():
+    if synchronous(index):
         if out_of_range(index, size):
             raise _bad(size)
     else:
@@ -42,7 +43,7 @@ def raised_alike(
     Where the `index` is sharded, ranks tell each other with one number whether theirs was bad. Only CPUs know that at
     once, and an index that is used in backward was used before. Along the mesh dimensions `settled` all know already.
     """
-    if not places.is_cpu or _torch.tracing() or _torch.in_backward():
+    if not synchronous(places) or _torch.in_backward():
         return compute()
     result: list[Result] = []
     try:

@@ -15,9 +15,10 @@ from math import prod
 import torch
 
 from ... import _torch
-from ...comm import Block, Halo, Held, Line, give_back, line, memory_format, start
+from ...comm import Block, Halo, Held, Line, give_back, line, start
 from ...geometry import Box, HaloPlan, IndexMap, Interval, Piece, shards
 from ...sharding.layout import Layout
+from ...strides import memory_format
 
 Fill = float | int | bool
 Boxes = tuple[tuple[Box, ...], ...]  # of each source's blocks

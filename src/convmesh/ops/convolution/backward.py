@@ -14,6 +14,7 @@ import torch
 
 from ...comm import Held
 from ...geometry import Box, HaloPlan, slabs
+from ...kernels.convolution import bias_gradient
 from .._core.tiles import patch
 from . import halo_taps
 from .local import LocalConvolution
@@ -30,7 +31,7 @@ def gradients(
         return local.own_gradients(gy, x, w, mask)
     for_input, for_weight, for_bias = mask
     if not (for_input or for_weight):
-        return None, None, local.bias_gradient(gy) if for_bias else None
+        return None, None, bias_gradient(gy) if for_bias else None
     fine, coarse = (gy, x) if local.conv.transposed else (x, gy)
     fetches_output = for_input or not _cheaper_to_fetch_input(local, w.shape)
     fetches_fine = fetches_output == local.conv.transposed
@@ -63,7 +64,7 @@ def gradients(
         return (
             fetch.tie(input_gradient(held, target)) if for_input else None,
             fetch.tie(weight_gradient(held, fetch.needed)) if for_weight else None,
-            local.bias_gradient(gy) if for_bias else None,
+            bias_gradient(gy) if for_bias else None,
         )
     gx, gw, gb = local.own_gradients(gy, x, w, mask)
     if halo_taps.pays(w):

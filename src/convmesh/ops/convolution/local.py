@@ -14,10 +14,11 @@ from functools import cached_property
 import torch
 
 from ...geometry import Box, Convolution, Window
+from ...kernels.convolution import bias_gradient, convolution, convolution_backward
+from ...kernels.turn import Turn
+from ...kernels.weight_gradient import weight_gradient
 from .._core.tiles import Tiling
-from .operator_padding import Crop, Turn
-from .pointwise_gemm import channels_innermost, is_pointwise, product, product_gradients, skips, spread, thinned
-from .weight_gradient import faster_way
+from .operator_padding import Crop
 
 aten = torch.ops.aten
 
@@ -41,12 +42,7 @@ class LocalConvolution:
             ):
                 sizes[axis] = len(side)
             return _only_bias(input, self.conv.output_channels(weight.shape), sizes, bias)
-        if self._skips and input.is_cpu:
-            return self._unskipping.own(thinned(input, self.conv.stride), weight, bias)
-        if self._pointwise and channels_innermost(input):
-            return product(input, weight, bias)
-        result: torch.Tensor = aten.convolution.default(input, weight, bias, *self._own.arguments)
-        return result
+        return convolution(input, weight, bias, self._own)
 
     def own_gradients(
         self, gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]
@@ -54,32 +50,8 @@ class LocalConvolution:
         """Of input, weight and bias from what the rank owns, in one call of the operator."""
         if not (mask[0] or mask[1]) or not gradient.numel() or not input.numel() or not weight.numel():
             zeros = [torch.zeros_like(t) if wanted else None for t, wanted in zip((input, weight), mask, strict=False)]
-            return zeros[0], zeros[1], self.bias_gradient(gradient) if mask[2] else None
-        if self._skips and input.is_cpu:
-            read = thinned(input, self.conv.stride)
-            gx, gw, gb = self._unskipping.own_gradients(gradient, read, weight, mask)
-            return None if gx is None else spread(gx, input, self.conv.stride), gw, gb
-        # In whatever order the gradient comes: often that is the one of what was made of a linear layer's result.
-        if self._pointwise and channels_innermost(input):
-            return product_gradients(gradient, input, weight, mask)
-        fine, coarse = (gradient, input) if self.conv.transposed else (input, gradient)
-        weight_gradient = faster_way(fine, coarse, weight, self._own) if mask[1] else None
-        if weight_gradient is not None:
-            gx, _, gb = self.own_gradients(gradient, input, weight, (mask[0], False, mask[2]))
-            return gx if mask[0] else None, weight_gradient(), gb
-        if mask[2] and not mask[1]:
-            # Asked for the bias, the operator computes the weight's gradient all the same.
-            gx, _, _ = self.own_gradients(gradient, input, weight, (mask[0], False, False))
-            return gx, None, self.bias_gradient(gradient)
-        results = aten.convolution_backward.default(
-            gradient, input, weight, [gradient.shape[1]], *self._own.arguments, mask
-        )
-        gx, gw, gb = (result if wanted else None for result, wanted in zip(results, mask, strict=True))
-        return gx, gw, gb
-
-    @staticmethod
-    def bias_gradient(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.sum([0, *range(2, gradient.dim())])
+            return zeros[0], zeros[1], bias_gradient(gradient) if mask[2] else None
+        return convolution_backward(gradient, input, weight, self._own, mask)
 
     def down(self, fine: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The coarse values of a fine block that is exactly what they read."""
@@ -127,16 +99,7 @@ class LocalConvolution:
         unread = self._unread(fine)
         if any(unread):
             coarse = aten.constant_pad_nd.default(coarse, [side for count in reversed(unread) for side in (0, count)])
-        other_way = faster_way(fine, coarse, weight, replace(self.conv, padding=tuple(self._padding)))
-        if other_way is not None:
-            return other_way()
-        turn = Turn.of(coarse)
-        result = aten.convolution_backward.default(
-            turn.tensor(coarse), turn.tensor(fine), turn.tensor(weight), None,
-            turn.sizes(self.conv.stride), turn.sizes(self._padding), turn.sizes(self.conv.dilation),
-            False, [0] * len(self.windows), self.conv.groups, [False, True, False],
-        )  # fmt: skip
-        return turn.back(result[1])
+        return weight_gradient(fine, coarse, weight, replace(self.conv, padding=tuple(self._padding)))
 
     def _windows_in(self, fine: torch.Tensor, axis: int) -> int:
         window = self.windows[axis]
@@ -164,20 +127,6 @@ class LocalConvolution:
             conv = replace(conv, stride=(1,), padding=(0,), dilation=(1,), output_padding=(0,))
             windows, sizes = (Window(kernel=1),), [(1,), (1,)]
         return LocalConvolution(conv, windows, sizes[0], sizes[1], self.tiling.without(number))
-
-    @cached_property
-    def _pointwise(self) -> bool:
-        return is_pointwise(self.conv, self.windows)
-
-    @cached_property
-    def _skips(self) -> bool:
-        return skips(self._own, self.windows)
-
-    @cached_property
-    def _unskipping(self) -> LocalConvolution:
-        """The convolution of what this one reads."""
-        conv = replace(self.conv, stride=(1,) * len(self.windows), dilation=(1,) * len(self.windows))
-        return replace(self, conv=conv, windows=(Window(kernel=1),) * len(self.windows), fine_sizes=self.coarse_sizes)
 
     @cached_property
     def _own(self) -> Convolution:

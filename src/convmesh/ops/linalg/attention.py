@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
+from ...kernels.attention import cpu_kernel_takes, has_gradient_on_dtensors
 from ...sharding.errors import refuse
 from ...sharding.registry import Behaviour, composite, rule, while_installed
 
@@ -34,8 +35,8 @@ def attention(
     """[... T d] [... S d] [... S e] -> [... T e]; torch's own where it has rules for what is sharded."""
     tokens = query.dim() - 2
     cut = any(_cuts(tensor, tokens) for tensor in (query, key, value))
-    # Of torch's fused kernels the one for CPUs has no gradient on DTensors at all.
-    if not cut and not (isinstance(query, DTensor) and query.device.type == "cpu" and not enable_gqa):
+    own = isinstance(query, DTensor) and not has_gradient_on_dtensors(query.device)
+    if not cut and not (own and not enable_gqa):
         operator = aten.scaled_dot_product_attention.default
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         result: torch.Tensor = _torch.composite(operator, given, {"scale": scale, "enable_gqa": enable_gqa})
@@ -65,20 +66,7 @@ def attention_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...]
 
 
 def _fused(*tensors: torch.Tensor) -> bool:
-    """Whether torch's fused kernel for CPUs takes these: the conditions under which torch itself would."""
-    query, key, value = tensors
-    return (
-        all(isinstance(tensor, DTensor) and tensor.dim() == 4 for tensor in tensors)
-        and query.device.type == "cpu"
-        and torch.backends.cuda.flash_sdp_enabled()  # which is not about CUDA only
-        and query.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-        and query.dtype == key.dtype == value.dtype
-        and query.shape[:2] == key.shape[:2]
-        and query.shape[3] == key.shape[3]
-        and key.shape == value.shape
-        and all(tensor.stride(-1) == 1 for tensor in tensors)
-        and 0 not in (*query.shape, *key.shape)
-    )
+    return all(isinstance(tensor, DTensor) for tensor in tensors) and cpu_kernel_takes(*tensors)
 
 
 def _cuts(tensor: torch.Tensor, dim: int) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ... import _torch
 from ...comm import all_reduce
 from ...geometry import Interval
+from ...kernels import synchronous
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout, dense_stride
 from ...sharding.plan_cache import planned
@@ -149,7 +150,7 @@ def nll_loss(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
 
 def _tell_of_wrong(plan: NllPlan, wrong: torch.Tensor) -> None:
     """Where nothing else is added up, ranks tell each other how many of their targets are no class."""
-    if wrong.is_cpu and not _torch.tracing():
+    if synchronous(wrong):
         mesh_dims = [m for m in plan.mesh_dims if m not in plan.class_mesh_dims]
         _raise_if(all_reduce(wrong.sum(), plan.input.mesh, mesh_dims), plan)
 
@@ -167,8 +168,8 @@ def _by_kernel(plan: NllPlan, operator: _torch.Operator, x: torch.Tensor) -> boo
     wrong, and none knows of classes on other ranks, of more than two dimensions of space, or of wide sums."""
     spatial = operator in (aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default)
     fits = x.dim() == 4 if spatial else x.dim() == 2
-    eager = x.device.type == "cpu" and plan.target.dtype == torch.int64 and not _torch.tracing()
-    return fits and eager and not plan.class_mesh_dims and bool(x.numel()) and wide(x.dtype) == x.dtype
+    typed = plan.target.dtype == torch.int64 and wide(x.dtype) == x.dtype
+    return fits and typed and synchronous(x) and not plan.class_mesh_dims and bool(x.numel())
 
 
 def _sums_by_kernel(
@@ -190,7 +191,7 @@ def _pick(plan: NllPlan, x: torch.Tensor, targets: _Targets) -> torch.Tensor:
 
 def _raise_if(wrong: torch.Tensor, plan: NllPlan) -> None:
     """All ranks have the same number, so they raise alike. A device that runs ahead is not waited for: it has NaN."""
-    if wrong.device.type == "cpu" and not _torch.tracing() and wrong.item():
+    if synchronous(wrong) and wrong.item():
         raise IndexError(f"nll_loss: {int(wrong.item())} targets are neither ignored nor one of {plan.count} classes")
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import _torch
+from ...kernels.normalization import Pair, moments_of_channels, normalised
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
@@ -17,7 +18,6 @@ from ...sharding.redistribute import check_placed, move, place
 from ...sharding.registry import Behaviour, made_of_others, rule
 from ..reductions.plan import absent, wide, wrap_dense
 from .common import Named, Spread, arrange, new, rows
-from .local import Pair, moments_of_channels, normalised
 
 aten = torch.ops.aten
 

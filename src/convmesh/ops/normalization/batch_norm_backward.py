@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
+from ...kernels.normalization import Pair, input_gradient, sums_of_channels
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move, move_beside
@@ -17,7 +18,6 @@ from ...sharding.registry import rule
 from ..reductions.plan import wrap_dense
 from .batch_norm import BACKWARD, plan_batch_norm
 from .common import Spread, all_absent, parameter_gradient, place_parameters
-from .local import Pair, input_gradient, sums_of_channels
 
 aten = torch.ops.aten
 

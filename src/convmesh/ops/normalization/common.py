@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from ... import kernels
 from ...comm import agreed, start_reducing
+from ...kernels.normalization import Pair
 from ...sharding.layout import Layout
 from ...sharding.redistribute import place
 from ...sharding.sharding_table import Assignment, Row, Wanted, choose, input_placements
@@ -26,7 +27,6 @@ from ...strides import dense_stride
 from .._core.cached_tensors import Numbers
 from ..reductions.plan import absent, counts, cutting
 from ..reductions.variance import merge
-from .local import Pair
 
 Named = Sequence[tuple[str, Layout | None]]
 
@@ -52,7 +52,9 @@ class Spread:
         Where moments are merged, all ranks are about to communicate, and so all of them ask.
         """
         together = bool(self.mesh_dims)
-        return self.mesh.device_type == "cpu" and agreed("kernels", kernels.available, self.mesh, together)
+        return self.mesh.device_type in kernels.COMPILED_FOR and agreed(
+            "kernels", kernels.available, self.mesh, together
+        )
 
     def merge(self, mean: torch.Tensor, var: torch.Tensor) -> Pair:
         return merge(mean, var, self._weights, self.mesh, self.mesh_dims)

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from ... import _torch
 from ...geometry import Interval
+from ...kernels.normalization import Pair, input_gradient, moments_of_groups, normalised, sums_by_set
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
@@ -22,7 +23,6 @@ from ...sharding.registry import Behaviour, made_of_others, rule
 from .._core.cached_tensors import Numbers
 from ..reductions.plan import absent, counts, cutting, wide, wrap_dense
 from .common import Named, Spread, all_absent, arrange, new, parameter_gradient, place_parameters, rows  # fmt: skip
-from .local import Pair, input_gradient, moments_of_groups, normalised, sums_by_set
 
 aten = torch.ops.aten
 

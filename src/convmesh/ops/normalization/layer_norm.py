@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from ... import _torch
+from ...kernels.normalization import Pair, input_gradient, moments_of_sets, normalised, sums_by_set
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
@@ -19,7 +20,6 @@ from ...sharding.redistribute import check_placed, move, move_beside
 from ...sharding.registry import Behaviour, made_of_others, rule
 from ..reductions.plan import absent, wide, wrap_dense
 from .common import Named, Spread, all_absent, arrange, new, parameter_gradient, place_parameters, rows
-from .local import Pair, input_gradient, moments_of_sets, normalised, sums_by_set
 
 aten = torch.ops.aten
 

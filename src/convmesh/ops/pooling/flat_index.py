@@ -7,6 +7,8 @@ from math import prod
 
 import torch
 
+from ...kernels.pooling import quotient
+
 
 def coordinates(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """The index along each dimension of positions in a volume of these sizes."""
@@ -36,14 +38,7 @@ def shifted(flat: torch.Tensor, sizes: Sequence[int], by: Sequence[int], new_siz
         step += shift * behind
         if axis and size != new_size:
             # One more of this dimension for each index of those before it.
-            result = result.add(_quotient(flat, prod(sizes[axis:])), alpha=(new_size - size) * behind)
+            result = result.add(quotient(flat, prod(sizes[axis:])), alpha=(new_size - size) * behind)
     if not step:
         return result
     return flat + step if result is flat else result.add_(step)
-
-
-def _quotient(flat: torch.Tensor, by: int) -> torch.Tensor:
-    """Rounded down. CPUs divide float64 much faster than integers, and positions are small enough to be exact in it."""
-    if flat.device.type == "cpu":
-        return flat.double().div_(by).long()
-    return flat.div(by, rounding_mode="trunc")

@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...geometry import Interval, Pooling
+from ...kernels.pooling import max_pool as local_max_pool
 from ...sharding.layout import Layout
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
 from .flat_index import shifted
-from .max_pool_channels_last import max_pool_of
 from .window_plan import LocalPooling, plan_pool, plan_pool_backward
 
 aten = torch.ops.aten
@@ -82,7 +82,7 @@ def _max_pool(
     lowest = -inf if x.is_floating_point() else torch.iinfo(x.dtype).min
     block = fetch.held.read(tuple(box), fill=lowest)
     geometry = (local.kernel, local.stride, paddings, local.dilation, local.pooling.ceil)
-    values, indices = max_pool_of(operator, block, *geometry)
+    values, indices = local_max_pool(block, operator, *geometry)
     for axis in range(len(local.kernel)):
         count = shape[local.first + axis]
         values, indices = (t.narrow(local.first + axis, 0, count) for t in (values, indices))

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ... import _torch
 from ...comm import Held, all_reduce
 from ...geometry import Box, Interval
+from ...kernels.mt19937 import advanced, can_advance, is_generator_of
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
-from .mt19937_jump import advanced, can_advance
 from .partitioned_draw import Share, plan_share
 
 BITS = 53
@@ -35,7 +35,7 @@ def zeros_and_ones(
 
     None, and nothing done, where that is not known to be made of one number for each element, in the order of memory.
     """
-    if device.type != "cpu" or not 0 <= p <= 1 or _torch.tracing() or not _fills_memory(layout):
+    if not is_generator_of(device) or not 0 <= p <= 1 or _torch.tracing() or not _fills_memory(layout):
         return None
     share = plan_share(layout.spec)
     together = share is not None and share.pays() and _all_can_share(layout.mesh)

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
+from ...kernels.mt19937 import is_generator_of
 from ...sharding.layout import Layout, dense_stride
 from ...sharding.redistribute import check_placed
 from ...sharding.registry import made_of_others, rule, unlisted
@@ -25,7 +26,7 @@ def dropout(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     """Whole in inference mode only. Torch would make `native_dropout` of it, as it does when it compiles and on GPUs,
     but a CPU draws in the order of memory then."""
     input, p, train = _torch.arguments(operator, args, kwargs)
-    if not 0 < p < 1 or not train or input.device.type != "cpu" or _torch.tracing():
+    if not 0 < p < 1 or not train or not is_generator_of(input.device) or _torch.tracing():
         return _torch.composite(operator, args, kwargs)
     noise = aten.bernoulli_.float(aten.empty_like.default(input), 1 - p)
     return aten.mul.Tensor(input, aten.div_.Scalar(noise, 1 - p))

@@ -9,6 +9,7 @@ import torch
 
 from ... import _torch
 from ...geometry import Box, Interval, Taps, slabs, taps
+from ...kernels.resampling import cubic_copies_equal_sizes, nearest_is_general, nearest_rounds_scales
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
@@ -133,7 +134,7 @@ def _all_taps(given: Layout, resampling: Resampling) -> list[Taps]:
     if "nearest" in mode:
         general = _nearest_is_general(given, resampling)
         double = double and general
-        if mode == "nearest" and (general or given.mesh.device_type != "cpu"):
+        if mode == "nearest" and nearest_rounds_scales(given.mesh.device_type, general):
             mode = "nearest_scaled"
     elif _copies(given, resampling, resampling.sources, resampling.targets):
         mode = "linear"  # of which equal sizes are a copy
@@ -145,17 +146,13 @@ def _all_taps(given: Layout, resampling: Resampling) -> list[Taps]:
 
 
 def _nearest_is_general(given: Layout, resampling: Resampling) -> bool:
-    """Of torch's kernels for nearest neighbours, one on CPU is for any number of dimensions, and only forward."""
-    if resampling.backward or given.mesh.device_type != "cpu":
-        return False
-    if given.memory_format != torch.contiguous_format and given.shape[1] > 3:
-        return False
-    return len(resampling.targets) != 2 or sum(resampling.targets) > 128
+    channels_last = given.memory_format != torch.contiguous_format and given.shape[1] > 3
+    return not resampling.backward and nearest_is_general(given.mesh.device_type, resampling.targets, channels_last)
 
 
 def _copies(given: Layout, resampling: Resampling, sources: Sequence[int], targets: Sequence[int]) -> bool:
     """Whether torch copies all for equal sizes, whatever the scale: so do some kernels for cubic interpolation."""
-    copying = resampling.backward or given.mesh.device_type != "cpu"
+    copying = cubic_copies_equal_sizes(given.mesh.device_type, resampling.backward)
     return resampling.mode == "cubic" and copying and tuple(sources) == tuple(targets)
 
 

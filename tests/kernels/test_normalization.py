@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from convmesh import kernels as compiled
-from convmesh.ops.normalization import local as kernels
+from convmesh.kernels import library, normalization, normalization_cpu
 from tests.compare import assert_close
 from tests.harness import Pool
 from tests.ops.agreement import Sample, agree
@@ -25,15 +24,15 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def without_compiled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(compiled, "takes", lambda _: False)
+    patch.setattr(library, "takes", lambda _: False)
 
 
 def pieces(patch: pytest.MonkeyPatch, in_cache: int, row: int) -> None:
     """Have moments taken, by torch's kernels, of rows of about so many values, some of them at a time."""
     without_compiled(patch)
-    patch.setattr(kernels, "IN_CACHE", in_cache)
-    patch.setattr(kernels, "ROW", row)
-    patch.setattr(kernels, "LONG", 1)
+    patch.setattr(normalization_cpu, "IN_CACHE", in_cache)
+    patch.setattr(normalization_cpu, "ROW", row)
+    patch.setattr(normalization_cpu, "LONG", 1)
 
 
 def assert_moments(found: tuple[torch.Tensor, ...], of: torch.Tensor) -> None:
@@ -52,9 +51,9 @@ def test_moments_are_those_of_all_values(
     for mean in (0, 1, 1000):  # nothing may be lost of the variance beside the mean
         x = numbers(*shape) + mean
         for groups in (1, 3, 6):
-            assert_moments(kernels.moments_of_groups(x, groups), x.reshape(shape[0], groups, -1))
-        assert_moments(kernels.moments_of_channels(x), x.transpose(0, 1).reshape(6, -1))
-        assert_moments(kernels.moments_of_sets(x, shape[0] * 6), x.flatten(2))
+            assert_moments(normalization.moments_of_groups(x, groups), x.reshape(shape[0], groups, -1))
+        assert_moments(normalization.moments_of_channels(x), x.transpose(0, 1).reshape(6, -1))
+        assert_moments(normalization.moments_of_sets(x, shape[0] * 6), x.flatten(2))
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.5, 30.0, 1e4])
@@ -66,7 +65,7 @@ def test_many_values_lose_little_to_rounding(mean: float, by_torch: bool, monkey
     x = numbers(3, 1 << 17)
     x[1] += mean
     x = x.float()
-    found, expected = kernels.moments_of_sets(x, 3), torch.var_mean(x.double(), 1, correction=0)
+    found, expected = normalization.moments_of_sets(x, 3), torch.var_mean(x.double(), 1, correction=0)
     assert_close(found[0], expected[1], scale=max(mean, 1))
     # Both are rounded some times, and what a mean has lost goes into the variance squared.
     rounding = 4 * torch.finfo(torch.float32).eps
@@ -77,13 +76,13 @@ def test_many_values_lose_little_to_rounding(mean: float, by_torch: bool, monkey
 def test_values_that_are_no_numbers_reach_the_moments_of_their_set_alone(value: float) -> None:
     x = numbers(3, 1 << 17)
     x[1, 7] = value
-    mean, var = kernels.moments_of_sets(x, 3)
+    mean, var = normalization.moments_of_sets(x, 3)
     assert mean.isfinite().tolist() == var.isfinite().tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_that_do_not_vary_have_no_variance(dtype: torch.dtype) -> None:
-    mean, var = kernels.moments_of_groups(torch.full((2, 4, 8), 0.5, dtype=dtype), 2)
+    mean, var = normalization.moments_of_groups(torch.full((2, 4, 8), 0.5, dtype=dtype), 2)
     assert_close(mean, torch.full_like(mean, 0.5))
     assert (var >= 0).all()
     assert_close(var, torch.zeros_like(var), scale=1e-20)
@@ -95,9 +94,9 @@ def test_moments_are_applied_in_any_memory_format(memory_format: torch.memory_fo
     mean, var = numbers(2, 6, 1, 1, seed=1), numbers(2, 6, 1, 1, seed=2).square()
     weight, bias = numbers(6, 1, 1, seed=3), numbers(6, 1, 1, seed=4)
     plain = (x - mean) / (var + 1e-3).sqrt()
-    assert_close(kernels.normalised(x, (mean, var), 1e-3), plain)
-    assert_close(kernels.normalised(x, (mean, var), 1e-3, weight), plain * weight)
-    assert_close(kernels.normalised(x, (mean, var), 1e-3, weight, bias), plain * weight + bias)
+    assert_close(normalization.normalised(x, (mean, var), 1e-3), plain)
+    assert_close(normalization.normalised(x, (mean, var), 1e-3, weight), plain * weight)
+    assert_close(normalization.normalised(x, (mean, var), 1e-3, weight, bias), plain * weight + bias)
 
 
 NORMS: dict[str, Callable[..., Any]] = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from convmesh.ops.random import mt19937_jump
-from convmesh.ops.random.mt19937_jump import advanced, can_advance
+from convmesh.kernels import mt19937
+from convmesh.kernels.mt19937 import advanced, can_advance
 
-BLOCK = mt19937_jump.WORDS
+BLOCK = mt19937.WORDS
 
 
 def after(words: int, state: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,10 +55,10 @@ def test_a_generator_of_another_kind_is_found_out(monkeypatch: pytest.MonkeyPatc
     assert can_advance()
     for name, value in (("SIZE", 5000), ("LEFT", 3), ("NEXT", 0), ("BLOCK", slice(2, 2 + BLOCK)), ("MIDDLE", 396)):
         with monkeypatch.context() as patch:
-            for kept in (mt19937_jump._characteristic, mt19937_jump._multiples, mt19937_jump._power):
+            for kept in (mt19937._characteristic, mt19937._multiples, mt19937._power):
                 kept.cache_clear()
-            patch.setattr(mt19937_jump, name, value)
+            patch.setattr(mt19937, name, value)
             assert not can_advance.__wrapped__(), name
-    for kept in (mt19937_jump._characteristic, mt19937_jump._multiples, mt19937_jump._power):
+    for kept in (mt19937._characteristic, mt19937._multiples, mt19937._power):
         kept.cache_clear()
     assert can_advance.__wrapped__()

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from convmesh.ops.pooling import max_pool_channels_last
-from convmesh.ops.pooling.max_pool_channels_last import max_pool_of
+from convmesh.kernels import pooling
 
 aten = torch.ops.aten
 PLANE, VOLUME = aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default
@@ -28,14 +27,14 @@ PLANE, VOLUME = aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indic
 def test_values_and_indices_are_those_of_torch(
     operator: Any, shape: tuple[int, ...], window: tuple[Any, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(max_pool_channels_last, "ELEMENTS", 1)
+    monkeypatch.setattr(pooling, "ELEMENTS", 1)
     x = torch.randint(-2, 3, shape).to(dtype)  # with many equal ones, of which the first is taken
     x.view(-1)[::13], x.view(-1)[5::17], x.view(-1)[3::29] = nan, -inf, inf
     expected = operator(x, *window)
     turned = []
-    turn = max_pool_channels_last._channels_last
-    monkeypatch.setattr(max_pool_channels_last, "_channels_last", lambda sample: turned.append(sample) or turn(sample))
-    for actual, wanted in zip(max_pool_of(operator, x, *window), expected, strict=True):
+    turn = pooling._channels_last
+    monkeypatch.setattr(pooling, "_channels_last", lambda sample: turned.append(sample) or turn(sample))
+    for actual, wanted in zip(pooling.max_pool(x, operator, *window), expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
         assert actual.is_contiguous()
     assert len(turned) == shape[0]
@@ -43,8 +42,8 @@ def test_values_and_indices_are_those_of_torch(
 
 @pytest.mark.parametrize("shape", [(9, 12, 11), (0, 9, 12, 11), (2, 3, 12, 11)])
 def test_what_turning_does_not_serve_goes_to_torch(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(max_pool_channels_last, "ELEMENTS", 1)
-    monkeypatch.setattr(max_pool_channels_last, "_channels_last", None)
+    monkeypatch.setattr(pooling, "ELEMENTS", 1)
+    monkeypatch.setattr(pooling, "_channels_last", None)
     x = torch.randn(shape)
-    for actual, wanted in zip(max_pool_of(PLANE, x, [2, 2]), PLANE(x, [2, 2]), strict=True):
+    for actual, wanted in zip(pooling.max_pool(x, PLANE, [2, 2]), PLANE(x, [2, 2]), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0)

@@ -21,6 +21,11 @@ BITS = 6  # of a polynomial that are looked up in a table at once
 SIZE, LEFT, NEXT, BLOCK = 5056, 2, 2, slice(3, 3 + WORDS)
 
 
+def is_generator_of(device: torch.device) -> bool:
+    """Whether its numbers come from this generator, one after the other."""
+    return device.type == "cpu"
+
+
 def advanced(state: torch.Tensor, words: int) -> torch.Tensor:
     """A generator's state, byte for byte, after so many more words."""
     result = state.clone()

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from convmesh.geometry import Convolution
-from convmesh.ops.convolution import weight_gradient
+from convmesh.kernels import weight_gradient
 from tests.cases import Case, check, random_case
 from tests.compare import assert_close
 from tests.harness import Pool

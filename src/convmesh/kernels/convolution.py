@@ -1,0 +1,129 @@
+"""A convolution on one rank, and its gradients: the operator, or what is faster and computes the same.
+
+One whose kernel has a single index is a product of matrices, if the tensors are channels_last. Linear layers come here
+as such convolutions. As products they are what one device computes, by the same kernels, and without the zeros that a
+convolution's own kernels write first.
+
+With a stride it skips most of its input. Taking what it reads before, and putting gradients back in their places after,
+is faster on CPUs than kernels that skip: those take two times as long for the gradient of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from ..geometry import Convolution
+from ..strides import memory_format
+from .backend import Kernel
+from .weight_gradient import weight_gradient
+
+aten = torch.ops.aten
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+@Kernel
+def convolution(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conv: Convolution
+) -> torch.Tensor:
+    """Of tensors that are not empty."""
+    if _is_pointwise(weight, conv) and _channels_innermost(input):
+        return F.linear(input.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
+    result: torch.Tensor = aten.convolution.default(input, weight, bias, *conv.arguments)
+    return result
+
+
+@Kernel
+def convolution_backward(
+    gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, conv: Convolution, mask: Sequence[bool]
+) -> Gradients:
+    """Of input, weight and bias, where `mask` asks for them."""
+    # In whatever order the gradient comes: often that is the one of what was made of a linear layer's result.
+    if _is_pointwise(weight, conv) and _channels_innermost(input):
+        return _product_gradients(gradient, input, weight, mask)
+    fine, coarse = (gradient, input) if conv.transposed else (input, gradient)
+    faster = weight_gradient.faster(fine, coarse, weight, conv) if mask[1] else None
+    operands = gradient, input, weight, [gradient.shape[1]], *conv.arguments
+    if faster is None and mask[1]:
+        results = aten.convolution_backward.default(*operands, mask)
+        gx, gw, gb = (result if wanted else None for result, wanted in zip(results, mask, strict=True))
+        return gx, gw, gb
+    # Asked for the bias, the operator computes the weight's gradient all the same.
+    return (
+        aten.convolution_backward.default(*operands, [True, False, False])[0] if mask[0] else None,
+        None if faster is None else faster(fine, coarse, weight, conv),
+        bias_gradient(gradient) if mask[2] else None,
+    )
+
+
+def bias_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.sum([0, *range(2, gradient.dim())])
+
+
+def _is_pointwise(weight: torch.Tensor, conv: Convolution) -> bool:
+    if max(weight.shape[2:]) > 1 or conv.transposed or conv.groups > 1:
+        return False
+    return max(conv.stride) == max(conv.dilation) == 1 and not any(conv.padding)
+
+
+def _channels_innermost(tensor: torch.Tensor) -> bool:
+    return tensor.movedim(1, -1).is_contiguous()
+
+
+def _product_gradients(
+    gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]
+) -> Gradients:
+    matrix = weight.flatten(1)
+    gy = gradient.movedim(1, -1)
+    rows = gy.flatten(0, -2)  # a copy, for all three, where the gradient is not channels_last
+    gx = (rows @ matrix).view(*gy.shape[:-1], matrix.shape[1]).movedim(-1, 1) if mask[0] else None
+    gw = (rows.t() @ input.movedim(1, -1).flatten(0, -2)).view(weight.shape) if mask[1] else None
+    return gx, gw, rows.sum(0) if mask[2] else None
+
+
+def _skips(weight: torch.Tensor, conv: Convolution) -> bool:
+    """Whether it reads indices one by one and not all of them, beginning with the first."""
+    if max(weight.shape[2:]) > 1 or conv.transposed:
+        return False
+    return max(conv.stride) > 1 and not any(conv.padding)
+
+
+@convolution.on("cpu", when=lambda input, weight, bias, conv: _skips(weight, conv))
+def _of_what_is_read(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conv: Convolution
+) -> torch.Tensor:
+    return convolution(_thinned(input, conv), weight, bias, _unskipping(conv))
+
+
+@convolution_backward.on("cpu", when=lambda gradient, input, weight, conv, mask: _skips(weight, conv))
+def _to_what_was_read(
+    gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, conv: Convolution, mask: Sequence[bool]
+) -> Gradients:
+    gx, gw, gb = convolution_backward(gradient, _thinned(input, conv), weight, _unskipping(conv), mask)
+    if gx is None:
+        return None, gw, gb
+    result = torch.zeros_like(input, dtype=gx.dtype)
+    _read(result, conv).copy_(gx)
+    return result, gw, gb
+
+
+def _read(tensor: torch.Tensor, conv: Convolution) -> torch.Tensor:
+    everything = slice(None)
+    return tensor[(everything, everything, *(slice(None, None, step) for step in conv.stride))]
+
+
+def _thinned(input: torch.Tensor, conv: Convolution) -> torch.Tensor:
+    """What is read of an input, in its memory format."""
+    return _read(input, conv).clone(memory_format=memory_format(input))
+
+
+@lru_cache(maxsize=256)
+def _unskipping(conv: Convolution) -> Convolution:
+    """The convolution of what this one reads."""
+    ones = (1,) * len(conv.stride)
+    return replace(conv, stride=ones, dilation=ones)
