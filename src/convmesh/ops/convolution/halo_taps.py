@@ -1,6 +1,6 @@
 """What the halos add to the border of a tile's convolution, tap by tap.
 
-Convolution is linear, so what a rank makes of its own values alone lacks only what the halos add. Along a split
+Convolution is linear, so what a rank computes of its own values alone lacks only what the halos add. Along a sharded
 dimension each tap of the kernel pairs a few planes of the halo with as many of the tile, and one such tap is a
 convolution with a dimension less, of which the planes are samples. That is all the arithmetic the border needs; to
 compute its rows anew, with all taps, is several times as much, and kernels are slow on blocks of few rows.
@@ -39,7 +39,7 @@ class Border:
 
     local: LocalConvolution
     held: Held  # the fetched side, as far as it is there
-    number: int  # of the split dimension
+    number: int  # of the sharded dimension
     halo: Box
     tap: Tap
 
@@ -94,7 +94,7 @@ class Border:
 
 
 def borders(local: LocalConvolution, fetch: Fetch, fetches_fine: bool) -> Iterator[Border]:
-    """All there are, of each split dimension as soon as its halos are there: those of the next one travel meanwhile."""
+    """All there are, of each sharded dimension as soon as its halos are there; the next one's are under way then."""
     for meetings in local.tiling.met_by_fine_halos if fetches_fine else local.tiling.met_by_coarse_halos:
         fetch.advance()
         for meeting in meetings:
@@ -127,26 +127,26 @@ def add_gradients(
 def _add_coarse(border: Border, result: torch.Tensor, weight: torch.Tensor) -> None:
     """What the fine halo adds to the tile's coarse side."""
     tiling = border.local.tiling
-    halo = border.fine_planes(border.held.read(border.at_fine(tiling.reads(tiling.coarse))))
-    place = Held.own(result, tiling.dims, tiling.coarse).read(border.at_coarse(tiling.coarse))
+    halo = border.fine_planes(border.held.read(border.at_fine(tiling.sources_read)))
+    place = Held.own(result, tiling.dims, tiling.targets).read(border.at_coarse(tiling.targets))
     border.add_to_coarse(place, border.others.down(halo, border.kernel(weight), None))
 
 
 def _add_fine(border: Border, result: torch.Tensor, weight: torch.Tensor) -> None:
     """What the coarse halo adds to the tile's fine side."""
     tiling = border.local.tiling
-    halo = border.coarse_planes(border.held.read(border.at_coarse(tiling.coarse_for(tiling.fine))))
-    place = Held.own(result, tiling.dims, tiling.fine).read(border.at_fine(tiling.fine))
-    box = border.without(tiling.fine)
+    halo = border.coarse_planes(border.held.read(border.at_coarse(tiling.readers)))
+    place = Held.own(result, tiling.dims, tiling.sources).read(border.at_fine(tiling.sources))
+    box = border.without(tiling.sources)
     border.add_to_fine(place, border.others.up(halo, border.kernel(weight), None, box))
 
 
 def _met_by_fine(border: Border, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The planes of the fine halo and those of the tile's own coarse side with which they make weight gradients."""
     tiling = border.local.tiling
-    reading = tuple(a & b for a, b in zip(tiling.coarse_for(border.halo), tiling.coarse, strict=True))
+    reading = tuple(a & b for a, b in zip(tiling.read_by(border.halo), tiling.targets, strict=True))
     halo = border.held.read(border.at_fine(tiling.reads(reading)), within=border.halo)
-    beside = Held.own(own, tiling.dims, tiling.coarse).read(border.at_coarse(reading))
+    beside = Held.own(own, tiling.dims, tiling.targets).read(border.at_coarse(reading))
     return border.fine_planes(halo), border.coarse_planes(beside)
 
 
@@ -154,5 +154,5 @@ def _met_by_coarse(border: Border, own: torch.Tensor) -> tuple[torch.Tensor, tor
     """The planes of the tile's own fine side and those of the coarse halo."""
     tiling = border.local.tiling
     halo = border.held.read(border.at_coarse(border.halo))
-    beside = Held.own(own, tiling.dims, tiling.fine).read(border.at_fine(tiling.reads(border.halo)))
+    beside = Held.own(own, tiling.dims, tiling.sources).read(border.at_fine(tiling.reads(border.halo)))
     return border.fine_planes(beside), border.coarse_planes(halo)

@@ -1,62 +1,68 @@
 """Planning an adaptive pooling: each rank pools the parts of windows that it owns, and the owners of the targets
-put them together. So a few numbers travel, however large a window is."""
+combine them. So a few numbers are sent, however large a window is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+
+import torch
 
 from ... import _torch
-from ...geometry import Bundle, HaloPlan, Interval, Runs, Slots, adaptive_bundles
+from ...geometry import AdaptiveWindows, Interval, PaddedWindows, StridedWindows, strided_windows
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from .._core.cached_tensors import Numbers
-from .._core.reach import Reach, ReachPlan, ask_for_memory, plan_sources, plan_targets
+from .._core.tile_plan import TiledPlan, ask_for_memory, plan_sources, plan_targets
+from .._core.tiles import Tiling
 
-PARTS = "for each window that lies on several ranks, one number a channel and rank"
+PARTS = "for each window that spans several ranks, one number a channel and rank"
 
 
 @dataclass(frozen=True)
 class Side:
-    """One spatial dimension: this rank's sources, the targets that it has something to say about, and their windows."""
+    """One spatial dimension: this rank's sources, and the targets whose windows have any of them."""
 
     dim: int
+    windows: AdaptiveWindows
     sources: Interval
-    touched: Interval
-    source_size: int
-    target_size: int
+    readers: Interval
 
     @staticmethod
-    def of(dim: int, source_size: int, target_size: int, reach: Reach) -> Side:
-        sources = reach.side(reach.sources, dim, source_size)
-        touched = reach.side(reach.touched, dim, target_size)
-        return Side(dim, sources, touched, source_size, target_size)
+    def of(dim: int, source_size: int, target_size: int, tiling: Tiling) -> Side:
+        sources = tiling.side(tiling.sources, dim, source_size)
+        readers = tiling.side(tiling.readers, dim, target_size)
+        return Side(dim, AdaptiveWindows(source_size, target_size), sources, readers)
 
     @cached_property
-    def slots(self) -> Slots:
-        return Slots.of(Runs.adaptive(self.source_size, self.target_size), self.sources, self.touched)
+    def padded_windows(self) -> PaddedWindows:
+        return PaddedWindows.of(self.windows, self.sources, self.readers)
 
     @cached_property
     def positions(self) -> Numbers:
-        return Numbers(self.slots.positions)
+        return Numbers(self.padded_windows.positions)
 
     @cached_property
-    def bundles(self) -> tuple[Bundle, ...]:
-        return adaptive_bundles(self.source_size, self.target_size, self.sources, self.touched)
+    def strided_windows(self) -> tuple[StridedWindows, ...]:
+        return strided_windows(self.windows, self.sources, self.readers)
 
 
 @dataclass(frozen=True)
 class AdaptivePlan:
-    layouts: ReachPlan
+    layouts: TiledPlan
     sides: tuple[Side, ...]  # none on a rank outside of the mesh
     target_sizes: tuple[int, ...]
 
     @property
     def first(self) -> int:
+        """The number of the first spatial dimension."""
         return len(self.layouts.computed.shape) - len(self.target_sizes)
+
+    def readers_shape(self, x: torch.Tensor) -> list[int]:
+        """Of what this rank has for the targets that read its sources."""
+        return [*x.shape[: self.first], *(len(side.readers) for side in self.sides)]
 
 
 @planned
@@ -65,8 +71,8 @@ def plan_adaptive(operator: str, input_spec: _torch.Spec, sizes: tuple[int, ...]
     _check(operator, (("input", source),), source, sizes)
     shape = (*source.shape[: len(source.shape) - len(sizes)], *sizes)
     ask_for_memory(source, shape)
-    layouts = plan_targets(source, shape, _readings(source, sizes), linear)
-    return AdaptivePlan(layouts, _sides(layouts.reach, source, sizes), sizes)
+    layouts = plan_targets(source, shape, _dependences(source, sizes), linear)
+    return AdaptivePlan(layouts, _sides(layouts.tiling, source, sizes), sizes)
 
 
 @planned
@@ -86,20 +92,20 @@ def plan_adaptive_backward(
     if any(layout.shape != (*source.shape[:-spatial], *sizes) for _, layout in named):
         raise refuse(operator, "the shapes do not belong together", [*named, ("input", source)],
                      "give gradients and indices of the output's shape")  # fmt: skip
-    layouts = plan_sources(operator, named, source, _readings(source, sizes))
-    return AdaptivePlan(layouts, _sides(layouts.reach, source, sizes), sizes)
+    layouts = plan_sources(operator, named, source, _dependences(source, sizes))
+    return AdaptivePlan(layouts, _sides(layouts.tiling, source, sizes), sizes)
 
 
-def _readings(source: Layout, sizes: tuple[int, ...]) -> dict[int, Runs]:
+def _dependences(source: Layout, sizes: tuple[int, ...]) -> dict[int, AdaptiveWindows]:
     first = len(source.shape) - len(sizes)
-    return {first + axis: Runs.adaptive(source.shape[first + axis], size) for axis, size in enumerate(sizes)}
+    return {first + axis: AdaptiveWindows(source.shape[first + axis], size) for axis, size in enumerate(sizes)}
 
 
-def _sides(reach: Reach | None, source: Layout, sizes: tuple[int, ...]) -> tuple[Side, ...]:
-    if reach is None:
+def _sides(tiling: Tiling | None, source: Layout, sizes: tuple[int, ...]) -> tuple[Side, ...]:
+    if tiling is None:
         return ()
     first = len(source.shape) - len(sizes)
-    return tuple(Side.of(first + axis, source.shape[first + axis], size, reach) for axis, size in enumerate(sizes))
+    return tuple(Side.of(first + axis, source.shape[first + axis], size, tiling) for axis, size in enumerate(sizes))
 
 
 def _check(operator: str, tensors: Sequence[tuple[str, Layout]], source: Layout, sizes: tuple[int, ...]) -> None:
@@ -110,24 +116,3 @@ def _check(operator: str, tensors: Sequence[tuple[str, Layout]], source: Layout,
     if min(sizes) < 0 or min(source.shape[-spatial:]) < 1:
         raise refuse(operator, f"an output of size {sizes} of an input of size {source.shape[-spatial:]}", tensors,
                      "use an input that has spatial indices, and a size that is not negative")  # fmt: skip
-
-
-def contributions(plan: HaloPlan) -> tuple[HaloPlan, list[int]]:
-    """What the ranks have for targets, numbered one rank after the other, all of it needed by who owns the target.
-
-    `plan` is of targets: owned, and touched by each rank. Also returns the number of each rank's first contribution.
-    """
-    touched = [parts[0] for parts in plan.needed]
-    starts = [0]
-    for part in touched:
-        starts.append(starts[-1] + len(part))
-    needed = tuple(
-        tuple(
-            common.shift(start - part.start)
-            for part, start in zip(touched, starts, strict=False)
-            if (common := part & own)
-        )
-        for own in plan.owned
-    )
-    owned = tuple(Interval(a, b) for a, b in pairwise(starts))
-    return HaloPlan(starts[-1], owned, needed), starts

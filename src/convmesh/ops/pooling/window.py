@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from ... import _torch
 from ...geometry import Interval, Pooling
 from ...kernels.pooling import max_pool as local_max_pool
-from ...sharding.layout import Layout
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
 from .flat_index import shifted
@@ -44,19 +43,18 @@ def spatial_of(operator: _torch.Operator) -> int:
 @rule(
     aten.max_pool2d_with_indices.default,
     aten.max_pool3d_with_indices.default,
-    behaviour=Behaviour(STAYS, f"{HALO}; pending sums are reduced first"),
+    behaviour=Behaviour(STAYS, f"{HALO}; Partial is reduced first"),
 )
 def max_pool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
     input, kernel, stride, padding, dilation, ceil = _torch.arguments(operator, args, kwargs)
     check_placed(name_of(operator), (("input", input),))
     pooling = Pooling.of(spatial_of(operator), kernel, stride, _each(padding), _each(dilation), ceil)
     plan = plan_pool(name_of(operator), _torch.spec_of(input), pooling, False)
-    target = plan.layouts.wanted
-    at = Layout(target.mesh, target.placements, target.shape, target.stride, torch.int64)
+    layouts = plan.layouts
     if plan.local is None:
-        return plan.layouts.outside(input), _torch.wrap(_torch.local_of(input).new_empty(0, dtype=torch.int64), at.spec)
-    values, indices = _max_pool(operator, plan.local, move(input, plan.layouts.operands[0]), target.local_shape)
-    return plan.layouts.finish(values), _torch.wrap(indices.contiguous(memory_format=at.memory_format), at.spec)
+        return layouts.outside(input), layouts.of_indices.outside(input)
+    values, indices = _max_pool(operator, plan.local, move(input, layouts.operands[0]), layouts.wanted.local_shape)
+    return layouts.finish(values), layouts.of_indices.finish(indices)
 
 
 def _each(value: int | list[int]) -> list[int]:
@@ -66,21 +64,21 @@ def _each(value: int | list[int]) -> list[int]:
 def _max_pool(
     operator: _torch.Operator, local: LocalPooling, x: torch.Tensor, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    fetch = local.reach.fetch(x)
+    fetch = local.tiling.fetch_sources(x)
     if not prod(shape):
         return fetch.tie(x.new_empty(shape)), x.new_empty(shape, dtype=torch.int64)
     # The operator pads in front, so that a window without any number points at its first index as it does on one
     # device; behind, padding is a fill that no window prefers to what comes before it.
     starts, paddings, box = [0] * len(local.kernel), local.padding, []
     for axis, window in enumerate(local.pooling.windows):
-        if local.is_split(axis):
+        if local.is_sharded(axis):
             read, size = local.read(axis), local.source_sizes[axis]
             starts[axis] = max(0, read.start)
             paddings[axis] = starts[axis] - read.start
             assert paddings[axis] <= window.padding
             box.append(Interval(starts[axis], max(min(read.stop, size), read.stop - paddings[axis])))
     lowest = -inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    block = fetch.held.read(tuple(box), fill=lowest)
+    block = fetch.complete().read(tuple(box), fill=lowest)
     geometry = (local.kernel, local.stride, paddings, local.dilation, local.pooling.ceil)
     values, indices = local_max_pool(block, operator, *geometry)
     for axis in range(len(local.kernel)):
@@ -92,7 +90,7 @@ def _max_pool(
 @rule(
     aten.max_pool2d_with_indices_backward.default,
     aten.max_pool3d_with_indices_backward.default,
-    behaviour=Behaviour(f"{STAYS}, pending sums", GRADIENTS),
+    behaviour=Behaviour(f"{STAYS}, Partial(sum)", GRADIENTS),
 )
 def max_pool_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     gradient, input, kernel, stride, padding, dilation, ceil, indices = _torch.arguments(operator, args, kwargs)
@@ -111,7 +109,7 @@ def max_pool_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: 
         block = operator(gy, block, local.kernel, *rest, at)
     else:
         block.zero_()
-    return plan.layouts.finish(local.reach.return_read(block))
+    return plan.layouts.finish(local.tiling.sum_sources(block))
 
 
 def _source_block(local: LocalPooling, gy: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
@@ -123,7 +121,7 @@ def _source_block(local: LocalPooling, gy: torch.Tensor) -> tuple[torch.Tensor, 
 @rule(
     aten.avg_pool2d.default,
     aten.avg_pool3d.default,
-    behaviour=Behaviour(f"{STAYS}, pending sums", HALO),
+    behaviour=Behaviour(f"{STAYS}, Partial(sum)", HALO),
 )
 def avg_pool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, kernel, stride, padding, ceil, with_padding, divisor = _torch.arguments(operator, args, kwargs)
@@ -133,14 +131,14 @@ def avg_pool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     if plan.local is None:
         return plan.layouts.outside(input)
     local, x = plan.local, move(input, plan.layouts.operands[0])
-    fetch = local.reach.fetch(x)
+    fetch = local.tiling.fetch_sources(x)
     shape = plan.layouts.computed.local_shape
     if not prod(shape):
         return plan.layouts.finish(fetch.tie(x.new_empty(shape)))
-    if not local.reach.dims:
+    if not local.tiling.dims:
         y = operator(x, local.kernel, local.stride, local.padding, ceil, with_padding, divisor)
         return plan.layouts.finish(y)
-    block = fetch.held.read(local.reach.read)
+    block = fetch.complete().read(local.tiling.sources_read)
     y = operator(block, local.kernel, local.stride, local.padding, ceil, True, divisor or prod(local.kernel))
     return plan.layouts.finish(fetch.tie(y if divisor else _reweighted(y, local, with_padding)))
 
@@ -148,7 +146,7 @@ def avg_pool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
 @rule(
     aten.avg_pool2d_backward.default,
     aten.avg_pool3d_backward.default,
-    behaviour=Behaviour(f"{STAYS}, pending sums", GRADIENTS),
+    behaviour=Behaviour(f"{STAYS}, Partial(sum)", GRADIENTS),
 )
 def avg_pool_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     gradient, input, kernel, stride, padding, ceil, with_padding, divisor = _torch.arguments(operator, args, kwargs)
@@ -161,13 +159,13 @@ def avg_pool_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: 
     local, gy = plan.local, move(gradient, plan.layouts.operands[0])
     block, _ = _source_block(local, gy)
     if not gy.numel():
-        return plan.layouts.finish(local.reach.return_read(block.zero_()))
-    if not local.reach.dims:
+        return plan.layouts.finish(local.tiling.sum_sources(block.zero_()))
+    if not local.tiling.dims:
         gx = operator(gy, block, local.kernel, local.stride, local.padding, ceil, with_padding, divisor)
         return plan.layouts.finish(gx)
     gy = gy if divisor else _reweighted(gy, local, with_padding)
     rest = (local.stride, local.padding, ceil, True, divisor or prod(local.kernel))
-    return plan.layouts.finish(local.reach.return_read(operator(gy, block, local.kernel, *rest)))
+    return plan.layouts.finish(local.tiling.sum_sources(operator(gy, block, local.kernel, *rest)))
 
 
 def _reweighted(targets: torch.Tensor, local: LocalPooling, with_padding: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Planning a pooling with a fixed window: checks, layouts, and what each rank reads."""
+"""Planning a pooling with a fixed window: checks, layouts, and this rank's tile."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from ...geometry import Interval, Pooling, Window
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
-from .._core.reach import Reach, ReachPlan, plan_sources, plan_targets
+from .._core.tile_plan import TiledPlan, plan_sources, plan_targets
+from .._core.tiles import Tiling
 
 
 @dataclass(frozen=True)
 class LocalPooling:
-    """A pooling of one rank's part. Along split dimensions a block brings its padding along; the operator does the
-    others'."""
+    """A pooling of one rank's tile. Along sharded dimensions a block has its padding with it; along others the operator
+    pads."""
 
     pooling: Pooling
     source_sizes: tuple[int, ...]
     target_sizes: tuple[int, ...]
     first: int  # the number of the first spatial dimension
-    reach: Reach
+    tiling: Tiling
 
-    def is_split(self, axis: int) -> bool:
-        return axis + self.first in self.reach.dims
+    def is_sharded(self, axis: int) -> bool:
+        return axis + self.first in self.tiling.dims
 
     def targets(self, axis: int) -> Interval:
-        return self.reach.side(self.reach.targets, axis + self.first, self.target_sizes[axis])
+        return self.tiling.side(self.tiling.targets, axis + self.first, self.target_sizes[axis])
 
     def read(self, axis: int) -> Interval:
-        """The sources in the block that this rank's targets are made of; overhangs where it is padded."""
-        return self.reach.side(self.reach.read, axis + self.first, self.source_sizes[axis])
+        """The sources that this rank's targets read; overhangs where it is padded."""
+        return self.tiling.side(self.tiling.sources_read, axis + self.first, self.source_sizes[axis])
 
     @property
     def kernel(self) -> list[int]:
@@ -49,12 +50,12 @@ class LocalPooling:
     @property
     def padding(self) -> list[int]:
         """What is left to the operator."""
-        return [0 if self.is_split(axis) else window.padding for axis, window in enumerate(self.pooling.windows)]
+        return [0 if self.is_sharded(axis) else window.padding for axis, window in enumerate(self.pooling.windows)]
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    layouts: ReachPlan
+    layouts: TiledPlan
     local: LocalPooling | None  # None on a rank outside of the mesh
 
 
@@ -63,7 +64,7 @@ def plan_pool(operator: str, input_spec: _torch.Spec, pooling: Pooling, linear: 
     source = Layout.of(input_spec)
     sizes = _check(operator, (("input", source),), source, pooling)
     first = len(source.shape) - len(pooling.windows)
-    layouts = plan_targets(source, (*source.shape[:first], *sizes), _readings(first, pooling), linear)
+    layouts = plan_targets(source, (*source.shape[:first], *sizes), _dependences(first, pooling), linear)
     return _localized(layouts, source, pooling)
 
 
@@ -86,19 +87,19 @@ def plan_pool_backward(
         if layout.shape != shape:
             raise refuse(operator, f"the output has shape {shape}, and {name} {layout.shape}",
                          [*named, ("input", source)], "give it the output's shape")  # fmt: skip
-    return _localized(plan_sources(operator, named, source, _readings(first, pooling)), source, pooling)
+    return _localized(plan_sources(operator, named, source, _dependences(first, pooling)), source, pooling)
 
 
-def _readings(first: int, pooling: Pooling) -> dict[int, Window]:
+def _dependences(first: int, pooling: Pooling) -> dict[int, Window]:
     return {first + axis: window for axis, window in enumerate(pooling.windows)}
 
 
-def _localized(layouts: ReachPlan, source: Layout, pooling: Pooling) -> PoolPlan:
+def _localized(layouts: TiledPlan, source: Layout, pooling: Pooling) -> PoolPlan:
     first = len(source.shape) - len(pooling.windows)
     sizes = source.shape[first:]
-    if layouts.reach is None:
+    if layouts.tiling is None:
         return PoolPlan(layouts, None)
-    return PoolPlan(layouts, LocalPooling(pooling, sizes, pooling.target_size(sizes), first, layouts.reach))
+    return PoolPlan(layouts, LocalPooling(pooling, sizes, pooling.target_size(sizes), first, layouts.tiling))
 
 
 def _check(operator: str, tensors: Sequence[tuple[str, Layout]], source: Layout, pooling: Pooling) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Grids of affine maps: made where the maps are, so that they are cut as these are, or whole."""
+"""Grids of affine maps: sharded over the batch as the maps are, or replicated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @rule(
     aten.affine_grid_generator.default,
-    behaviour=Behaviour("batch, pending sums", "nothing; maps that are cut in themselves are made whole"),
+    behaviour=Behaviour("batch, Partial(sum)", "nothing; maps that are sharded otherwise are all-gathered"),
 )
 def affine_grid(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     theta, size, align_corners = _torch.arguments(operator, args, kwargs)
@@ -63,6 +63,6 @@ def affine_grid_backward(gradient: torch.Tensor, size: Sequence[int], align_corn
     places = torch.affine_grid_generator(same[None], [1, 1, *size[2:]], align_corners)
     places = torch.cat([places, torch.ones_like(places[..., :1])], -1).unsqueeze(-2)
     mesh = gradient.device_mesh
-    # torch's bmm of flattened space would gather what is cut along it; a product and a sum do not.
+    # torch's bmm of flattened space would gather what is sharded along it; a product and a sum do not.
     coordinates = DTensor.from_local(places, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return (gradient.unsqueeze(-1) * coordinates).sum(list(range(1, spatial + 1)))

@@ -1,7 +1,7 @@
 """Sampling at the places that a grid gives, and grids of affine maps.
 
-A grid may point anywhere, and only its numbers say where. So its input must be whole in space wherever the output is
-cut; batch and channels of it may be sharded, and the grid along any dimension.
+A grid may point anywhere, and only its values say where. So the input is replicated in space wherever the output is
+sharded; batch and channels of it may be sharded, and the grid along any dimension.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ R, P = Replicate(), Partial()
 made_of_others(aten.grid_sampler.default)
 
 STAYS = "batch, channels, space of the grid and so of the output"
-GATHERED = "an input that is sharded in space is made whole, because a grid may point anywhere"
+GATHERED = "an input that is sharded in space is all-gathered, because a grid may point anywhere"
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """Where operands have to be, and where results are and should go."""
+    """The layouts of operands, and of results as computed and as returned."""
 
     operands: tuple[Layout, ...]
     computed: tuple[Layout | None, ...]
@@ -44,7 +44,7 @@ class SamplingPlan:
 @rule(
     aten.grid_sampler_2d.default,
     aten.grid_sampler_3d.default,
-    behaviour=Behaviour(f"{STAYS}, pending sums of the input", f"nothing; {GATHERED}"),
+    behaviour=Behaviour(f"{STAYS}, Partial(sum) of the input", f"nothing; {GATHERED}"),
 )
 def grid_sample(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, grid, *rest = _torch.arguments(operator, args, kwargs)
@@ -92,7 +92,7 @@ def _check(operator: str, named: Any, input: Layout, grid: Layout, spatial: int)
 @rule(
     aten.grid_sampler_2d_backward.default,
     aten.grid_sampler_3d_backward.default,
-    behaviour=Behaviour(f"{STAYS}, pending sums of gradients", f"nothing; {GATHERED}"),
+    behaviour=Behaviour(f"{STAYS}, Partial(sum) of gradients", f"nothing; {GATHERED}"),
 )
 def grid_sample_backward(
     operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
