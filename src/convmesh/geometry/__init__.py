@@ -20,6 +20,7 @@ from .interval import shards as shards
 from .interval import slabs as slabs
 from .interval import volume as volume
 from .padded_windows import PaddedWindows as PaddedWindows
+from .pooling import AdaptivePooling as AdaptivePooling
 from .pooling import Pooling as Pooling
 from .resample import Taps as Taps
 from .resample import TransposedTaps as TransposedTaps

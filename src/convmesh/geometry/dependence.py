@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -84,20 +85,15 @@ class ShardedDependence:
 
     def inner_targets(self, rank: int) -> Interval:
         """The part of a rank's targets that reads nothing of other ranks."""
-        own, source = self.targets[rank], self.sources[rank]
-        start, stop = own.start, own.stop
-        if source.start > 0:
-            start = self.dependence.read_by(Interval(source.start - 1, source.start)).stop
-        if source.stop < self.source_size:
-            stop = self.dependence.read_by(Interval(source.stop, source.stop + 1)).start
-        return own & Interval(start, stop)
+        return _between(self.targets[rank], self.sources[rank], self.source_size, self.dependence.read_by)
 
     def inner_sources(self, rank: int) -> Interval:
         """The part of a rank's sources that no target of other ranks reads."""
-        own, target = self.sources[rank], self.targets[rank]
-        start, stop = own.start, own.stop
-        if target.start > 0:
-            start = self.dependence.reads(Interval(target.start - 1, target.start)).stop
-        if target.stop < self.target_size:
-            stop = self.dependence.reads(Interval(target.stop, target.stop + 1)).start
-        return own & Interval(start, stop)
+        return _between(self.sources[rank], self.targets[rank], self.target_size, self.dependence.reads)
+
+
+def _between(own: Interval, others: Interval, size: int, touches: Callable[[Interval], Interval]) -> Interval:
+    """`own` without what the indices before and behind `others`, of a dimension of `size`, touch of it."""
+    start = touches(Interval(others.start - 1, others.start)).stop if others.start > 0 else own.start
+    stop = touches(Interval(others.stop, others.stop + 1)).start if others.stop < size else own.stop
+    return own & Interval(start, stop)

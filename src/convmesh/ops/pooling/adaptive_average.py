@@ -13,12 +13,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...geometry import StridedWindows
+from ...geometry import AdaptivePooling, StridedWindows
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, composite, rule
 from ..reductions.plan import wide
-from .adaptive_plan import PARTS, AdaptivePlan, Side, plan_adaptive, plan_adaptive_backward
-from .window import STAYS, name_of, spatial_of
+from .plan import PoolPlan, Side, plan_pool, plan_pool_backward
+from .window import PARTS, STAYS, name_of, spatial_of
 
 aten = torch.ops.aten
 
@@ -30,12 +30,11 @@ AVERAGE = Behaviour(f"{STAYS}, Partial(sum)", PARTS)
 @rule(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, behaviour=AVERAGE)
 def adaptive_average(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, sizes = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("input", input),))
-    plan = plan_adaptive(name_of(operator), _torch.spec_of(input), tuple(map(int, sizes)), True)
-    layouts = plan.layouts
-    if layouts.tiling is None:
-        return layouts.outside(input)
-    x = move(input, layouts.operands[0])
+    specs = check_placed(name_of(operator), (("input", input),))
+    plan = plan_pool(name_of(operator), AdaptivePooling(tuple(map(int, sizes))), True, *specs)
+    if plan.tiling is None:
+        return plan.outside(input)
+    x = move(input, plan.operands[0])
     shape = plan.readers_shape(x)
     if not prod(shape) or not x.numel():
         parts = x.new_zeros(shape)
@@ -44,24 +43,23 @@ def adaptive_average(operator: _torch.Operator, args: tuple[Any, ...], kwargs: d
         for side in _by_hand(plan):
             parts = _share_of_means(parts, side)
         parts = operator(parts, shape[plan.first :]).to(x.dtype)
-    return layouts.finish(layouts.tiling.sum_targets(parts))
+    return plan.finish(plan.tiling.sum_targets(parts))
 
 
 @rule(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default, behaviour=AVERAGE)
 def adaptive_average_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     gradient, input = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("grad_output", gradient), ("input", input)))
-    specs = (_torch.spec_of(gradient), _torch.spec_of(input))
-    plan = plan_adaptive_backward(name_of(operator), *specs, None, spatial_of(operator))
-    layouts = plan.layouts
-    if layouts.tiling is None:
-        return layouts.outside(gradient)
-    gy = move(gradient, layouts.operands[0])
-    fetch = layouts.tiling.fetch_targets(gy)
-    gx = fetch.complete().read(layouts.tiling.readers)
+    specs = check_placed(name_of(operator), (("grad_output", gradient), ("input", input)))
+    pooling = AdaptivePooling(tuple(gradient.shape[-spatial_of(operator) :]))
+    plan = plan_pool_backward(name_of(operator), pooling, *specs)
+    if plan.tiling is None:
+        return plan.outside(gradient)
+    gy = move(gradient, plan.operands[0])
+    fetch = plan.tiling.fetch_targets(gy)
+    gx = fetch.complete().read(plan.tiling.readers)
     own = [*gy.shape[: plan.first], *(len(side.sources) for side in plan.sides)]
     if not prod(own) or not gx.numel():
-        return layouts.finish(fetch.tie(gy.new_zeros(own)))
+        return plan.finish(fetch.tie(gy.new_zeros(own)))
     by_hand = _by_hand(plan)
     if len(by_hand) < len(plan.sides):
         shape = own.copy()
@@ -70,7 +68,7 @@ def adaptive_average_backward(operator: _torch.Operator, args: tuple[Any, ...], 
         gx = operator(gx, gx.new_empty(shape))
     for side in reversed(by_hand):
         gx = _share_of_gradients(gx, side)
-    return layouts.finish(fetch.tie(gx))
+    return plan.finish(fetch.tie(gx))
 
 
 @composite("adaptive_avg_pool2d")
@@ -97,9 +95,10 @@ def _pooled(operator: _torch.Operator, input: torch.Tensor, output_size: list[in
     return result
 
 
-def _by_hand(plan: AdaptivePlan) -> list[Side]:
-    sharded = plan.layouts.tiling.dims if plan.layouts.tiling is not None else ()
-    return [side for side in plan.sides if sharded and (side.dim in sharded or len(side.strided_windows) <= FEW)]
+def _by_hand(plan: PoolPlan) -> list[Side]:
+    if not any(side.sharded for side in plan.sides):
+        return []
+    return [side for side in plan.sides if side.sharded or len(side.strided_windows) <= FEW]
 
 
 def _share_of_means(x: torch.Tensor, side: Side) -> torch.Tensor:

@@ -10,11 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
+from ...geometry import AdaptivePooling
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
-from .adaptive_plan import PARTS, Side, plan_adaptive, plan_adaptive_backward
 from .flat_index import coordinates, flatten
-from .window import STAYS, name_of, spatial_of
+from .plan import Side, plan_pool, plan_pool_backward
+from .window import PARTS, STAYS, name_of, spatial_of
 
 aten = torch.ops.aten
 
@@ -28,13 +29,12 @@ MAXIMUM = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indi
 )
 def adaptive_max(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
     input, sizes = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("input", input),))
-    sizes = tuple(map(int, sizes)) * (spatial_of(operator) // len(sizes))
-    plan = plan_adaptive(name_of(operator), _torch.spec_of(input), sizes, False)
-    layouts = plan.layouts
-    if layouts.tiling is None:
-        return layouts.outside(input), layouts.of_indices.outside(input)
-    x = move(input, layouts.operands[0])
+    specs = check_placed(name_of(operator), (("input", input),))
+    pooling = AdaptivePooling(tuple(map(int, sizes)) * (spatial_of(operator) // len(sizes)))
+    plan = plan_pool(name_of(operator), pooling, False, *specs)
+    if plan.tiling is None:
+        return plan.outside(input), plan.of_indices.outside(input)
+    x = move(input, plan.operands[0])
     shape = plan.readers_shape(x)
     values, indices = x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
     if values.numel():
@@ -44,9 +44,9 @@ def adaptive_max(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
         values, indices = MAXIMUM[len(width)](padded, width, width)
         along = coordinates(indices, padded.shape[plan.first :])
         along = [_source_of(index, side) for index, side in zip(along, plan.sides, strict=True)]
-        indices = flatten(along, [side.windows.source_size for side in plan.sides])
-    values, indices = layouts.tiling.combine_targets([values, indices], (0, -1), _keep_better)
-    return layouts.finish(values), layouts.of_indices.finish(indices)
+        indices = flatten(along, plan.source_sizes)
+    values, indices = plan.tiling.combine_targets([values, indices], (0, -1), _keep_better)
+    return plan.finish(values), plan.of_indices.finish(indices)
 
 
 @rule(
@@ -56,20 +56,19 @@ def adaptive_max(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
 )
 def adaptive_max_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     gradient, input, indices = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("grad_output", gradient), ("input", input), ("indices", indices)))
-    specs = (_torch.spec_of(tensor) for tensor in (gradient, input, indices))
-    plan = plan_adaptive_backward(name_of(operator), *specs, spatial_of(operator))
-    layouts = plan.layouts
-    if layouts.tiling is None:
-        return layouts.outside(gradient)
-    tiling = layouts.tiling
-    gy, at = (move(tensor, layout) for tensor, layout in zip((gradient, indices), layouts.operands, strict=True))
+    specs = check_placed(name_of(operator), (("grad_output", gradient), ("input", input), ("indices", indices)))
+    pooling = AdaptivePooling(tuple(gradient.shape[-spatial_of(operator) :]))
+    plan = plan_pool_backward(name_of(operator), pooling, *specs)
+    if plan.tiling is None:
+        return plan.outside(gradient)
+    tiling = plan.tiling
+    gy, at = map(move, (gradient, indices), plan.operands)
     # What needs no gradient the compiler may run with the forward pass, on some ranks only: so the indices need it.
     fetches = [tiling.fetch_targets(gy), tiling.fetch_targets(_torch.tie(at, gy))]
     gy, at = (fetch.complete().read(tiling.readers) for fetch in fetches)
-    along = coordinates(at, [side.windows.source_size for side in plan.sides])
+    along = coordinates(at, plan.source_sizes)
     for side, index in zip(plan.sides, along, strict=True):
-        if side.dim in tiling.dims:  # a maximum on another rank is that rank's to add
+        if side.sharded:  # a maximum on another rank is that rank's to add
             mine = (index >= side.sources.start) & (index < side.sources.stop)
             gy = torch.where(mine, gy, 0)
     own = [len(side.sources) for side in plan.sides]
@@ -82,7 +81,7 @@ def adaptive_max_backward(operator: _torch.Operator, args: tuple[Any, ...], kwar
         gx.scatter_add_(-1, flatten(local, own).flatten(plan.first), gy.flatten(plan.first))
     for fetch in fetches:
         gx = fetch.tie(gx)
-    return layouts.finish(gx.view(*gy.shape[: plan.first], *own))
+    return plan.finish(gx.view(*gy.shape[: plan.first], *own))
 
 
 def _padded_windows(x: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
