@@ -32,6 +32,11 @@ class TiledPlan:
     wanted: Layout
     tiling: Tiling | None  # None on a rank outside of the mesh
 
+    @property
+    def fields(self) -> tuple[tuple[Layout, ...], Layout, Layout, Tiling | None]:
+        """For a plan that has more."""
+        return self.operands, self.computed, self.wanted, self.tiling
+
     @cached_property
     def of_indices(self) -> TiledPlan:
         """The same for the indices that an operator returns beside its values."""

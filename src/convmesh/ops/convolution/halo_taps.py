@@ -52,23 +52,9 @@ class Border:
         chosen = weight.select(self.dim, self.tap.index)
         return chosen if weight.dim() > 3 else chosen.unsqueeze(2)
 
-    def at_coarse(self, box: Box) -> Box:
-        return (*box[: self.number], self.tap.coarse, *box[self.number + 1 :])
-
-    def at_fine(self, box: Box) -> Box:
-        return (*box[: self.number], self.tap.fine, *box[self.number + 1 :])
-
-    def fine_planes(self, block: torch.Tensor) -> torch.Tensor:
-        return self._planes(self._spaced(block))
-
-    def coarse_planes(self, block: torch.Tensor) -> torch.Tensor:
-        return self._planes(block)
-
-    def add_to_fine(self, place: torch.Tensor, planes: torch.Tensor) -> None:
-        self._add(self._spaced(place), planes)
-
-    def add_to_coarse(self, place: torch.Tensor, planes: torch.Tensor) -> None:
-        self._add(place, planes)
+    def at(self, box: Box, fine: bool) -> Box:
+        """A box of the fine or the coarse side, where the tap reads or is read."""
+        return (*box[: self.number], self.tap.fine if fine else self.tap.coarse, *box[self.number + 1 :])
 
     @property
     def others(self) -> LocalConvolution:
@@ -78,24 +64,26 @@ class Border:
     def without(self, box: Box) -> Box:
         return (*box[: self.number], *box[self.number + 1 :])
 
-    def _spaced(self, block: torch.Tensor) -> torch.Tensor:
-        """Of consecutive fine planes those that the tap reads."""
-        step = self.tap.step
-        return block if step == 1 else block[(*[slice(None)] * self.dim, slice(None, None, step))]
-
-    def _planes(self, block: torch.Tensor) -> torch.Tensor:
+    def planes(self, block: torch.Tensor, fine: bool) -> torch.Tensor:
         """[N C .. n ..] -> [N*n C .. ..], wide; a sole spatial dimension is left with size 1."""
-        planes = block.to(wide(block.dtype)).movedim(self.dim, 1).flatten(0, 1)
+        planes = self._spaced(block, fine).to(wide(block.dtype)).movedim(self.dim, 1).flatten(0, 1)
         return planes if planes.dim() > 2 else planes.unsqueeze(2)
 
-    def _add(self, place: torch.Tensor, planes: torch.Tensor) -> None:
+    def add(self, place: torch.Tensor, planes: torch.Tensor, fine: bool) -> None:
+        """The inverse of `planes`, added in place."""
+        place = self._spaced(place, fine)
         planes = planes if place.dim() > 3 else planes.squeeze(2)
         place.add_(planes.unflatten(0, (place.shape[0], place.shape[self.dim])).movedim(1, self.dim))
+
+    def _spaced(self, block: torch.Tensor, fine: bool) -> torch.Tensor:
+        """Of consecutive fine planes those that the tap reads."""
+        step = self.tap.step if fine else 1
+        return block if step == 1 else block[(*[slice(None)] * self.dim, slice(None, None, step))]
 
 
 def borders(local: LocalConvolution, fetch: Fetch, fetches_fine: bool) -> Iterator[Border]:
     """All there are, of each sharded dimension as soon as its halos are there; the next one's are under way then."""
-    for meetings in local.tiling.met_by_fine_halos if fetches_fine else local.tiling.met_by_coarse_halos:
+    for meetings in local.tiling.meetings(fetches_fine):
         fetch.advance()
         for meeting in meetings:
             yield Border(local, fetch.held, *meeting)
@@ -104,10 +92,7 @@ def borders(local: LocalConvolution, fetch: Fetch, fetches_fine: bool) -> Iterat
 def add_output(local: LocalConvolution, result: torch.Tensor, fetch: Fetch, weight: torch.Tensor) -> torch.Tensor:
     """Complete, in place, what was computed of the tile alone: from coarse to fine if it is transposed."""
     for border in borders(local, fetch, fetches_fine=not local.conv.transposed):
-        if local.conv.transposed:
-            _add_fine(border, result, weight)
-        else:
-            _add_coarse(border, result, weight)
+        _add(border, result, weight, to_fine=local.conv.transposed)
     return result
 
 
@@ -118,41 +103,30 @@ def add_gradients(
     """The same for the gradients of input and weight; `own` is the tile's side that is not fetched."""
     for border in borders(local, fetch, fetches_fine):
         if gx is not None:
-            (_add_coarse if fetches_fine else _add_fine)(border, gx, weight)
+            _add(border, gx, weight, to_fine=not fetches_fine)
         if gw is not None:
-            blocks = _met_by_fine(border, own) if fetches_fine else _met_by_coarse(border, own)
+            blocks = _pair(border, own, fetches_fine)
             border.kernel(gw).add_(border.others.weight_gradient(*blocks, border.kernel(weight)))
 
 
-def _add_coarse(border: Border, result: torch.Tensor, weight: torch.Tensor) -> None:
-    """What the fine halo adds to the tile's coarse side."""
-    tiling = border.local.tiling
-    halo = border.fine_planes(border.held.read(border.at_fine(tiling.sources_read)))
-    place = Held.own(result, tiling.dims, tiling.targets).read(border.at_coarse(tiling.targets))
-    border.add_to_coarse(place, border.others.down(halo, border.kernel(weight), None))
+def _add(border: Border, result: torch.Tensor, weight: torch.Tensor, to_fine: bool) -> None:
+    """What the halo of the other side adds to the tile's fine or coarse side."""
+    tiling, kernel = border.local.tiling, border.kernel(weight)
+    box, read = (tiling.sources, tiling.readers) if to_fine else (tiling.targets, tiling.sources_read)
+    halo = border.planes(border.held.read(border.at(read, not to_fine)), not to_fine)
+    others = border.others
+    planes = others.up(halo, kernel, None, border.without(box)) if to_fine else others.down(halo, kernel, None)
+    border.add(Held.own(result, tiling.dims, box).read(border.at(box, to_fine)), planes, to_fine)
 
 
-def _add_fine(border: Border, result: torch.Tensor, weight: torch.Tensor) -> None:
-    """What the coarse halo adds to the tile's fine side."""
-    tiling = border.local.tiling
-    halo = border.coarse_planes(border.held.read(border.at_coarse(tiling.readers)))
-    place = Held.own(result, tiling.dims, tiling.sources).read(border.at_fine(tiling.sources))
-    box = border.without(tiling.sources)
-    border.add_to_fine(place, border.others.up(halo, border.kernel(weight), None, box))
-
-
-def _met_by_fine(border: Border, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The planes of the fine halo and those of the tile's own coarse side with which they make weight gradients."""
-    tiling = border.local.tiling
-    reading = tuple(a & b for a, b in zip(tiling.read_by(border.halo), tiling.targets, strict=True))
-    halo = border.held.read(border.at_fine(tiling.reads(reading)), within=border.halo)
-    beside = Held.own(own, tiling.dims, tiling.targets).read(border.at_coarse(reading))
-    return border.fine_planes(halo), border.coarse_planes(beside)
-
-
-def _met_by_coarse(border: Border, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The planes of the tile's own fine side and those of the coarse halo."""
-    tiling = border.local.tiling
-    halo = border.held.read(border.at_coarse(border.halo))
-    beside = Held.own(own, tiling.dims, tiling.sources).read(border.at_fine(tiling.reads(border.halo)))
-    return border.fine_planes(beside), border.coarse_planes(halo)
+def _pair(border: Border, own: torch.Tensor, fetches_fine: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fine and the coarse planes, of the halo and of the tile's own other side, that make weight gradients."""
+    tiling, halo = border.local.tiling, border.halo
+    if fetches_fine:
+        reading = tuple(a & b for a, b in zip(tiling.read_by(halo), tiling.targets, strict=True))
+        fine = border.held.read(border.at(tiling.reads(reading), True), within=halo)
+        coarse = Held.own(own, tiling.dims, tiling.targets).read(border.at(reading, False))
+    else:
+        fine = Held.own(own, tiling.dims, tiling.sources).read(border.at(tiling.reads(halo), True))
+        coarse = border.held.read(border.at(halo, False))
+    return border.planes(fine, True), border.planes(coarse, False)

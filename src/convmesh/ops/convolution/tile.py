@@ -22,6 +22,9 @@ class Meeting(NamedTuple):
     tap: Tap
 
 
+Meetings = tuple[tuple[Meeting, ...], ...]
+
+
 class ConvolutionTiling(Tiling):
     """The sharded dimensions of a convolution."""
 
@@ -65,30 +68,28 @@ class ConvolutionTiling(Tiling):
         """Along each dimension, how many fine indices are read by all that read the tile's, and the tile's."""
         return [(len(read), len(own)) for read, own in zip(self.reads(self.readers), self.sources, strict=True)]
 
-    @cached_property
-    def met_by_fine_halos(self) -> tuple[tuple[Meeting, ...], ...]:
-        """For each sharded dimension, how its halos of the fine side meet the tile's own coarse side."""
-        halos = self._halos(self.source_plans, self.sources)
-        return self._meetings(halos, lambda halo, number: (halo[number], self.targets[number]))
+    def meetings(self, fetches_fine: bool) -> Meetings:
+        """For each sharded dimension, how halos of the fetched side meet what the tile owns of the other one."""
+        return self._met_by_fine_halos if fetches_fine else self._met_by_coarse_halos
 
     @cached_property
-    def met_by_coarse_halos(self) -> tuple[tuple[Meeting, ...], ...]:
-        """The same of the coarse side's halos and the tile's own fine side."""
-        halos = self._halos(self.target_plans, self.targets)
-        return self._meetings(halos, lambda halo, number: (self.sources[number], halo[number]))
+    def _met_by_fine_halos(self) -> Meetings:
+        return self._met(self.source_plans, self.sources, lambda halo, number: (halo, self.targets[number]))
 
-    def _halos(self, plans: Sequence[HaloPlan], own_box: Box) -> list[list[Box]]:
+    @cached_property
+    def _met_by_coarse_halos(self) -> Meetings:
+        return self._met(self.target_plans, self.targets, lambda halo, number: (self.sources[number], halo))
+
+    def _met(
+        self, plans: Sequence[HaloPlan], own: Box, sides: Callable[[Interval, int], tuple[Interval, Interval]]
+    ) -> Meetings:
         needed = needed_here(plans, self.lines)
-        return slabs(needed, tuple(own & side for own, side in zip(own_box, needed, strict=True)))
-
-    def _meetings(
-        self, halos: list[list[Box]], sides: Callable[[Box, int], tuple[Interval, Interval]]
-    ) -> tuple[tuple[Meeting, ...], ...]:
+        halos = slabs(needed, tuple(a & b for a, b in zip(own, needed, strict=True)))
         return tuple(
             tuple(
                 Meeting(number, halo, piece)
                 for halo in around
-                for tap in window.taps(*sides(halo, number))
+                for tap in window.taps(*sides(halo[number], number))
                 for piece in tap.pieces(self._most_planes(number))
             )
             for number, (window, around) in enumerate(zip(self.windows, halos, strict=True))

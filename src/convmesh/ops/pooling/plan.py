@@ -133,7 +133,7 @@ def _localized(plan: TiledPlan, source: Layout, shape: Sequence[int], pooling: A
     sides = [] if tiling is None else [
         Side(dim, along, source.shape[dim], shape[dim], tiling) for dim, along in dependences.items()
     ]  # fmt: skip
-    return PoolPlan(plan.operands, plan.computed, plan.wanted, tiling, tuple(sides), min(dependences))
+    return PoolPlan(*plan.fields, tuple(sides), min(dependences))
 
 
 def _target_shape(operator: str, tensors: Named, source: Layout, pooling: AnyPooling) -> tuple[int, ...]:

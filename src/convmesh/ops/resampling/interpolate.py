@@ -98,18 +98,18 @@ def _run(
     operator: _torch.Operator, tensor: DTensor, spec: _torch.Spec, resampling: Resampling, rest: list[Any]
 ) -> DTensor:
     plan = plan_resample(name_of(operator), spec, resampling)
-    layouts, tiling = plan.layouts, plan.layouts.tiling
+    tiling = plan.tiling
     if tiling is None:
-        return layouts.outside(tensor)
-    x = move(tensor, layouts.operands[0])
-    shape = layouts.computed.local_shape
+        return plan.outside(tensor)
+    x = move(tensor, plan.operands[0])
+    shape = plan.computed.local_shape
     # Going forward torch's operator is told the size of its result, and going backward that of its operand too.
     ends = [list(x.shape[2:]), list(shape)] if resampling.backward else [list(shape[2:])]
     if not tiling.dims and 0 not in shape:
-        return layouts.finish(operator(x, *ends, *rest))
+        return plan.finish(operator(x, *ends, *rest))
     fetch = tiling.fetch_sources(x)
     if 0 in shape:
-        return layouts.finish(fetch.tie(x.new_empty(shape)))
+        return plan.finish(fetch.tie(x.new_empty(shape)))
 
     def strip(held: Held, box: Box) -> torch.Tensor:
         read, sums = plan.sums[box]
@@ -119,7 +119,7 @@ def _run(
         y = patch(operator(x, *ends, *rest), fetch, tiling.targets, plan.inner, strip)
     else:
         y = strip(fetch.complete(), tiling.targets).to(x.dtype)
-    return layouts.finish(fetch.tie(y))
+    return plan.finish(fetch.tie(y))
 
 
 def _weighted(x: torch.Tensor, sums: WeightedSums) -> torch.Tensor:

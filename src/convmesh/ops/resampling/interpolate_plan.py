@@ -34,11 +34,10 @@ class Resampling:
 
 
 @dataclass(frozen=True)
-class ResamplePlan:
+class ResamplePlan(TiledPlan):
     """Either all of a rank's targets are weighted sums, or torch's own operator on its local tensor is right for the
     `inner` ones, and `sums` has those of the strips around these."""
 
-    layouts: TiledPlan
     inner: Box | None
     sums: dict[Box, tuple[Box, WeightedSums]]  # by box of targets: what it reads, and how that is summed
 
@@ -53,7 +52,7 @@ def plan_resample(operator: str, input_spec: _torch.Spec, resampling: Resampling
     layouts = plan_targets(given, shape, mapped, True)
     tiling = layouts.tiling
     if tiling is None or not tiling.dims:
-        return ResamplePlan(layouts, None, {})
+        return ResamplePlan(*layouts.fields, None, {})
     if not given.dtype.is_floating_point and "nearest" not in resampling.mode:
         raise refuse(operator, f"dtype {given.dtype} along sharded dimensions", (("input", given),),
                      "cast to a floating point dtype first")  # fmt: skip
@@ -76,7 +75,7 @@ def plan_resample(operator: str, input_spec: _torch.Spec, resampling: Resampling
 
     inner = _inner(layouts, tiling, mapped, resampling)
     boxes = [tiling.targets] if inner is None else [box for side in slabs(tiling.targets, inner) for box in side]
-    return ResamplePlan(layouts, inner, {box: sums(box) for box in boxes})
+    return ResamplePlan(*layouts.fields, inner, {box: sums(box) for box in boxes})
 
 
 def _inner(layouts: TiledPlan, tiling: Tiling, mapped: Mapping[int, AnyTaps], resampling: Resampling) -> Box | None:
