@@ -129,10 +129,11 @@ def _results(conv: Convolution, input: Layout, weight: Layout) -> tuple[Layout, 
     """The gradients of input, weight and bias, dense, and placed as these are (the bias as it goes with the weight)."""
     sharded = (Shard(1),) if conv.transposed and conv.groups == 1 else (Shard(0),)
     bias: tuple[Placement, ...] = tuple(Shard(0) if p in sharded else Replicate() for p in weight.placements)
-    dense = [
-        Layout(t.mesh, t.placements, t.shape, dense_stride(t.shape, t.memory_format), t.dtype) for t in (input, weight)
-    ]
-    return (*dense, Layout(weight.mesh, bias, (conv.output_channels(weight.shape),), (1,), weight.dtype))
+    return (
+        input.dense,
+        weight.dense,
+        Layout(weight.mesh, bias, (conv.output_channels(weight.shape),), (1,), weight.dtype),
+    )
 
 
 def _fits(conv: Convolution, input: Layout, weight: Layout) -> Callable[[Assignment], bool]:
