@@ -37,19 +37,13 @@ def gradients(
     fetches_fine = fetches_output == local.conv.transposed
     fetch = tiling.fetch_sources(fine) if fetches_fine else tiling.fetch_targets(coarse)
 
+    own_side = coarse if fetches_fine else fine
+
     def input_gradient(held: Held, box: Box) -> torch.Tensor:
-        if local.conv.transposed:
-            return local.down(held.read(tiling.reads(box)), w, None)
-        return local.up(held.read(tiling.read_by(box)), w, None, box)
+        return local.part(held, box, w, None, to_fine=not local.conv.transposed)
 
     def weight_gradient(held: Held, halo: Box) -> torch.Tensor:
-        """What the fetched values in `halo` give with the other side's own values."""
-        if fetches_fine:
-            reading = tuple(a & b for a, b in zip(tiling.read_by(halo), tiling.targets, strict=True))
-            own = Held.own(coarse, tiling.dims, tiling.targets)
-            return local.weight_gradient(held.read(tiling.reads(reading), within=halo), own.read(reading), w)
-        own = Held.own(fine, tiling.dims, tiling.sources)
-        return local.weight_gradient(own.read(tiling.reads(halo)), held.read(halo), w)
+        return local.weight_gradient(*tiling.pair(held, own_side, halo, fetches_fine), w)
 
     produced, inner = tiling.produced_by(not local.conv.transposed)
     if tiling.reaches_far:
@@ -68,7 +62,7 @@ def gradients(
         )
     gx, gw, gb = local.own_gradients(gy, x, w, mask)
     if halo_taps.pays(w):
-        halo_taps.add_gradients(local, coarse if fetches_fine else fine, gx, gw, fetch, fetches_fine, w)
+        halo_taps.add_gradients(local, own_side, gx, gw, fetch, fetches_fine, w)
     else:
         if gx is not None:
             patch(gx, fetch, produced, inner, input_gradient)

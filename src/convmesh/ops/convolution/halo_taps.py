@@ -105,8 +105,9 @@ def add_gradients(
         if gx is not None:
             _add(border, gx, weight, to_fine=not fetches_fine)
         if gw is not None:
-            blocks = _pair(border, own, fetches_fine)
-            border.kernel(gw).add_(border.others.weight_gradient(*blocks, border.kernel(weight)))
+            fine, coarse = local.tiling.pair(border.held, own, border.halo, fetches_fine, border.at)
+            planes = border.planes(fine, True), border.planes(coarse, False)
+            border.kernel(gw).add_(border.others.weight_gradient(*planes, border.kernel(weight)))
 
 
 def _add(border: Border, result: torch.Tensor, weight: torch.Tensor, to_fine: bool) -> None:
@@ -117,16 +118,3 @@ def _add(border: Border, result: torch.Tensor, weight: torch.Tensor, to_fine: bo
     others = border.others
     planes = others.up(halo, kernel, None, border.without(box)) if to_fine else others.down(halo, kernel, None)
     border.add(Held.own(result, tiling.dims, box).read(border.at(box, to_fine)), planes, to_fine)
-
-
-def _pair(border: Border, own: torch.Tensor, fetches_fine: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fine and the coarse planes, of the halo and of the tile's own other side, that make weight gradients."""
-    tiling, halo = border.local.tiling, border.halo
-    if fetches_fine:
-        reading = tuple(a & b for a, b in zip(tiling.read_by(halo), tiling.targets, strict=True))
-        fine = border.held.read(border.at(tiling.reads(reading), True), within=halo)
-        coarse = Held.own(own, tiling.dims, tiling.targets).read(border.at(reading, False))
-    else:
-        fine = Held.own(own, tiling.dims, tiling.sources).read(border.at(tiling.reads(halo), True))
-        coarse = border.held.read(border.at(halo, False))
-    return border.planes(fine, True), border.planes(coarse, False)

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from ...comm import Held
 from ...geometry import Box, Convolution, Window
 from ...kernels.convolution import bias_gradient, convolution, convolution_backward
 from ...kernels.turn import Turn
@@ -50,6 +51,14 @@ class LocalConvolution:
             zeros = [torch.zeros_like(t) if wanted else None for t, wanted in zip((input, weight), mask, strict=False)]
             return zeros[0], zeros[1], bias_gradient(gradient) if mask[2] else None
         return convolution_backward(gradient, input, weight, self._own, mask)
+
+    def part(
+        self, held: Held, box: Box, weight: torch.Tensor, bias: torch.Tensor | None, to_fine: bool
+    ) -> torch.Tensor:
+        """A box of the fine or of the coarse side, of what is held of the other one."""
+        if to_fine:
+            return self.up(held.read(self.tiling.read_by(box)), weight, bias, box)
+        return self.down(held.read(self.tiling.reads(box)), weight, bias)
 
     def down(self, fine: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The coarse values of a fine block that is exactly what they read."""

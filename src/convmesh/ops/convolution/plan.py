@@ -129,11 +129,8 @@ def _results(conv: Convolution, input: Layout, weight: Layout) -> tuple[Layout, 
     """The gradients of input, weight and bias, dense, and placed as these are (the bias as it goes with the weight)."""
     sharded = (Shard(1),) if conv.transposed and conv.groups == 1 else (Shard(0),)
     bias: tuple[Placement, ...] = tuple(Shard(0) if p in sharded else Replicate() for p in weight.placements)
-    return (
-        input.dense,
-        weight.dense,
-        Layout(weight.mesh, bias, (conv.output_channels(weight.shape),), (1,), weight.dtype),
-    )
+    channels = conv.output_channels(weight.shape)
+    return input.dense, weight.dense, Layout(weight.mesh, bias, (channels,), (1,), weight.dtype)
 
 
 def _fits(conv: Convolution, input: Layout, weight: Layout) -> Callable[[Assignment], bool]:

@@ -52,9 +52,7 @@ def _forward(local: LocalConvolution, x: torch.Tensor, w: torch.Tensor, b: torch
         return local.own(x, w, b)
 
     def part(held: Held, box: Box) -> torch.Tensor:
-        if local.conv.transposed:
-            return local.up(held.read(tiling.read_by(box)), w, b, box)
-        return local.down(held.read(tiling.reads(box)), w, b)
+        return local.part(held, box, w, b, to_fine=local.conv.transposed)
 
     fetch = tiling.fetch_targets(x) if local.conv.transposed else tiling.fetch_sources(x)
     produced, inner = tiling.produced_by(local.conv.transposed)

@@ -10,6 +10,9 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple, cast
 
+import torch
+
+from ...comm import Held
 from ...geometry import Box, HaloPlan, Interval, Tap, Window, slabs, volume
 from .._core.tiles import LARGEST_BORDER, Tiling, needed_here
 
@@ -37,6 +40,19 @@ class ConvolutionTiling(Tiling):
         if transposed:
             return self.sources, self.inner_sources
         return self.targets, self.inner_targets
+
+    def pair(
+        self, held: Held, own: torch.Tensor, halo: Box, fetches_fine: bool,
+        at: Callable[[Box, bool], Box] = lambda box, fine: box,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """The fine and the coarse block that make the weight gradient of a halo of the fetched side with what the tile
+        owns of the other one. `at(box, fine)` narrows a box of either side."""
+        if not fetches_fine:
+            fine = Held.own(own, self.dims, self.sources).read(at(self.reads(halo), True))
+            return fine, held.read(at(halo, False))
+        reading = tuple(a & b for a, b in zip(self.read_by(halo), self.targets, strict=True))
+        coarse = Held.own(own, self.dims, self.targets).read(at(reading, False))
+        return held.read(at(self.reads(reading), True), within=halo), coarse
 
     @cached_property
     def own_padding(self) -> dict[int, int] | None:
