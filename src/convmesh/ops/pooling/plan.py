@@ -34,35 +34,24 @@ AnyPooling = Pooling | AdaptivePooling
 
 @dataclass(frozen=True)
 class Side:
-    """One spatial dimension: what this rank owns of it, and what that reads or is read by."""
+    """One spatial dimension: what this rank owns of it, what its targets read, and which targets read its sources."""
 
     dim: int
     dependence: Dependence
+    sharded: bool
     source_size: int
     target_size: int
-    tiling: Tiling
+    sources: Interval
+    read: Interval  # overhangs where a sharded dimension is padded
+    targets: Interval
+    readers: Interval
 
-    @cached_property
-    def sharded(self) -> bool:
-        return self.dim in self.tiling.dims
-
-    @cached_property
-    def sources(self) -> Interval:
-        return self.tiling.side(self.tiling.sources, self.dim, self.source_size)
-
-    @cached_property
-    def targets(self) -> Interval:
-        return self.tiling.side(self.tiling.targets, self.dim, self.target_size)
-
-    @cached_property
-    def read(self) -> Interval:
-        """The sources that this rank's targets read; overhangs where a sharded dimension is padded."""
-        return self.tiling.side(self.tiling.sources_read, self.dim, self.source_size)
-
-    @cached_property
-    def readers(self) -> Interval:
-        """The targets that read this rank's sources."""
-        return self.tiling.side(self.tiling.readers, self.dim, self.target_size)
+    @staticmethod
+    def of(dim: int, dependence: Dependence, source_size: int, target_size: int, tiling: Tiling) -> Side:
+        sources, read = (tiling.side(box, dim, source_size) for box in (tiling.sources, tiling.sources_read))
+        targets, readers = (tiling.side(box, dim, target_size) for box in (tiling.targets, tiling.readers))
+        sizes = source_size, target_size
+        return Side(dim, dependence, dim in tiling.dims, *sizes, sources, read, targets, readers)
 
     @cached_property
     def padding(self) -> int:
@@ -132,7 +121,7 @@ def _dependences(source: Layout, pooling: AnyPooling) -> dict[int, Dependence]:
 def _localized(plan: TiledPlan, source: Layout, shape: Sequence[int], pooling: AnyPooling) -> PoolPlan:
     tiling, dependences = plan.tiling, _dependences(source, pooling)
     sides = [] if tiling is None else [
-        Side(dim, along, source.shape[dim], shape[dim], tiling) for dim, along in dependences.items()
+        Side.of(dim, along, source.shape[dim], shape[dim], tiling) for dim, along in dependences.items()
     ]  # fmt: skip
     return PoolPlan(*plan.fields, tuple(sides), min(dependences))
 
