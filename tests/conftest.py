@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-# Before torch is loaded. Threads that spin while they wait for each other take the cores from ranks and other runs: on a
-# busy machine tests of a second took minutes.
+# Before torch is loaded. Threads that spin while they wait for each other take the cores from ranks and other runs: on
+# a busy machine tests of a second took minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from tests.harness import Pool  # noqa: E402
+from tests.harness import Pool
 
 # Compiled code of earlier runs may be of earlier code: none is taken from other runs.
 COMPILED = tempfile.mkdtemp(prefix="convmesh-compiled-")
