@@ -74,6 +74,7 @@ from .symbols import meta_tensors as meta_tensors
 from .symbols import named as named
 from .symbols import settle as settle
 from .symbols import settles_symbols as settles_symbols
+from .tensors import before_local_tensors as before_local_tensors
 from .tensors import deep_copy as deep_copy
 from .tensors import eager_spec_of as eager_spec_of
 from .tensors import give_attributes as give_attributes
@@ -82,12 +83,14 @@ from .tensors import is_one_rank as is_one_rank
 from .tensors import local_of as local_of
 from .tensors import make_spec as make_spec
 from .tensors import noted as noted
+from .tensors import notes_of as notes_of
 from .tensors import opened as opened
 from .tensors import plain as plain
 from .tensors import plain_order as plain_order
 from .tensors import redistribute as redistribute
 from .tensors import relocate as relocate
 from .tensors import shares_memory as shares_memory
+from .tensors import slot_of as slot_of
 from .tensors import spec_of as spec_of
 from .tensors import takes_notes as takes_notes
 from .tensors import version_of as version_of

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
+from ...sharding.assign import assign
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
 from ...sharding.partial import put_back, reduce_once
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
-from ...sharding.view_writeback import assign
 
 
 class Lists:
