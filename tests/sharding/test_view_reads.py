@@ -98,7 +98,7 @@ def as_numbers(y: torch.Tensor) -> list[Any]:
     v = y[..., 2]
     one = v[0, 0, 0]
     y.add_(0.5)
-    return [torch.tensor(one.item(), dtype=y.dtype), torch.tensor(bool(one > 2)), torch.tensor(float(f"{one:.4f}"))]
+    return [torch.tensor(number, dtype=y.dtype) for number in (one.item(), bool(one > 2), one.tolist())]
 
 
 READS: list[Steps] = [
@@ -125,7 +125,9 @@ def read(mesh: DeviceMesh, case: tuple[Steps, tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize(("mesh", "places"), PLACES)
 def test_operators_read_what_was_written(pool: Pool, mesh: tuple[int, ...], places: list[Any]) -> None:
-    pool.run_cases(read, [(steps, at) for steps in READS for at in places], mesh=mesh)
+    # tolist() wants what every rank has all of.
+    cases = [(steps, at) for steps in READS for at in places if steps is not as_numbers or "P" not in at]
+    pool.run_cases(read, cases, mesh=mesh)
 
 
 def read_otherwise(mesh: DeviceMesh, name: str) -> None:

@@ -98,6 +98,7 @@ from .tensors import whole_data as whole_data
 from .tensors import wrap as wrap
 from .tracing import compile_for_any_rank as compile_for_any_rank
 from .tracing import compiles_call_of as compiles_call_of
+from .tracing import in_a_trace as in_a_trace
 from .tracing import keep_whole as keep_whole
 from .tracing import kept as kept
 from .tracing import never_alone as never_alone
@@ -105,3 +106,4 @@ from .tracing import no_modes as no_modes
 from .tracing import tie as tie
 from .tracing import tracing as tracing
 from .zero_tensors import give_zeros_memory as give_zeros_memory
+from .zero_tensors import is_lazy as is_lazy

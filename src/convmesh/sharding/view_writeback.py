@@ -196,7 +196,9 @@ def refresh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 def refresh_memory(local: Any) -> None:
     notes: Notes | None = _torch.notes_of(local, _NOTES)
-    if notes is not None and notes.origin is not None and _is_stale(notes.origin):
+    if notes is None or notes.origin is None or not _is_stale(notes.origin):
+        return
+    if type(local) is not torch.Tensor or not _torch.in_a_trace():  # compiled code will read it, its compiler does not
         _refresh(local.untyped_storage(), notes.origin)
 
 
