@@ -1,6 +1,10 @@
-"""Writing values into a DTensor's memory, also into a Partial one."""
+"""Where in memory a DTensor is, and writing values there, also into a Partial one."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,6 +14,33 @@ from .. import _torch
 from .layout import Layout, is_sum
 from .plan_cache import planned
 from .redistribute import move
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in its memory a DTensor is, so that it can be made again."""
+
+    spec: _torch.Spec
+    dtype: torch.dtype
+    geometry: tuple[int, tuple[int, ...], tuple[int, ...]] = (0, (), ())
+    traced: ref[torch.Tensor] | None = None  # a compiler's tensor itself, which cannot be made again
+
+    @staticmethod
+    def of(tensor: DTensor) -> Place:
+        local = _torch.local_of(tensor)
+        if type(local) is not torch.Tensor:
+            return Place(_torch.spec_of(tensor), local.dtype, traced=_torch.kept(local))
+        geometry = int(local.storage_offset()), tuple(local.shape), tuple(local.stride())
+        return Place(_torch.spec_of(tensor), local.dtype, geometry)
+
+    def tensor(self, memory: torch.UntypedStorage) -> DTensor:
+        if self.traced is not None:
+            return _torch.wrap(cast(torch.Tensor, self.traced()), self.spec)
+        local = torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.geometry)
+        return _torch.wrap(local, self.spec)
+
+    def write(self, memory: torch.UntypedStorage, values: DTensor) -> None:
+        assign(self.tensor(memory), values)
 
 
 def assign(tensor: DTensor, values: DTensor) -> None:

@@ -16,15 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, cast
-from weakref import ref
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
 from .. import _torch
-from .assign import assign
+from .assign import Place
 from .errors import refuse
 
 Take = Callable[[DTensor], DTensor]
@@ -43,33 +42,7 @@ class Notes:
     writes: int = 0
     origin: Origin | None = None
     copies: int = 0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in its memory a DTensor is, so that it can be made again."""
-
-    spec: _torch.Spec
-    dtype: torch.dtype
-    geometry: tuple[int, tuple[int, ...], tuple[int, ...]] = (0, (), ())
-    traced: ref[torch.Tensor] | None = None  # a compiler's tensor itself, which cannot be made again
-
-    @staticmethod
-    def of(tensor: DTensor) -> Place:
-        local = _torch.local_of(tensor)
-        if type(local) is not torch.Tensor:
-            return Place(_torch.spec_of(tensor), local.dtype, traced=_torch.kept(local))
-        geometry = int(local.storage_offset()), tuple(local.shape), tuple(local.stride())
-        return Place(_torch.spec_of(tensor), local.dtype, geometry)
-
-    def tensor(self, memory: torch.UntypedStorage) -> DTensor:
-        if self.traced is not None:
-            return _torch.wrap(cast(torch.Tensor, self.traced()), self.spec)
-        local = torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.geometry)
-        return _torch.wrap(local, self.spec)
-
-    def write(self, memory: torch.UntypedStorage, values: DTensor) -> None:
-        assign(self.tensor(memory), values)
+    compiled: bool = False  # a copy that compiled code has returned: nobody knows of what
 
 
 @dataclass
@@ -101,6 +74,16 @@ def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack, read_by_u
             memory, Place.of(whole), Place.of(part), take, put_back, above.writes, read_by_users
         )
     return noted
+
+
+def is_copy(local: torch.Tensor) -> bool:
+    notes = _torch.notes_of(local, _NOTES)
+    return notes is not None and notes.origin is not None
+
+
+def mark_compiled(local: torch.Tensor) -> None:
+    """Note that compiled code has returned a copy, and that a write into it would reach nothing else."""
+    _made(local.untyped_storage()).compiled = True
 
 
 def hand_on(before: DTensor, after: DTensor) -> None:
@@ -177,6 +160,10 @@ def _writes(target: Any) -> int:
 
 def _before(target: Any) -> None:
     notes = _torch.noted(target, _NOTES)
+    if notes is not None and notes.compiled:
+        raise refuse("an operator that writes in place", "would write into a copy that compiled code has returned, and "
+                     "not into what that is a part of", (("target", target),),
+                     "return a clone of the part from the compiled function, or write within it")  # fmt: skip
     if notes is not None and notes.origin is not None:
         _refresh(_torch.local_of(target).untyped_storage(), notes.origin)
     elif isinstance(target, DTensor) and target._is_view() and target.numel():
