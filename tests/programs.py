@@ -275,7 +275,7 @@ def reading(w: Writer) -> str:
         names.append(f"p{number}")
         lines.append(f"p{number} = {names[at]}{step}")
     for _ in range(w.random.randint(1, 3)):
-        write = w.random.choice(["mul_(2)", "add_(1)", "neg_()", "relu_()", "sub_(0.5)"])
+        write = w.random.choice(["mul_(2)", "add_(1)", "neg_()", "sub_(0.5)"])  # none of which saves what it writes
         lines.append(f"{w.random.choice(names)}.{write}")
     return "; ".join([*lines, f"@ = torch.cat([{', '.join(f'{name}.flatten()' for name in names)}])"])
 
