@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from ... import _torch
 from ...geometry import IndexMap
-from ...sharding.layout import Layout, dense_stride, is_plain
+from ...sharding.layout import Layout, dense_stride, is_plain, is_sum
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from .index_copy import Fill, Remap
@@ -32,23 +32,26 @@ class CopyPlan:
     output: Layout
     remap: Remap | None  # None where no dimension that is cut is mapped: then the stock operator does it
     here: bool  # whether this rank is part of the mesh
-    fills: bool  # of a pending sum's ranks, one only has the fill value: they are added up
+    fills: bool  # of a Partial(sum)'s ranks, one only has the fill value: they are added up
 
 
 @planned
 def plan_copy(spec: _torch.Spec, recipe: Recipe, *numbers: Hashable) -> CopyPlan:
     layout = Layout.of(spec)
-    return copy_plan(layout, recipe(layout, *numbers))
+    return copy_plan(layout, recipe(layout, *numbers), ("sum", "avg", "max", "min"))
 
 
-def copy_plan(layout: Layout, maps: Maps) -> CopyPlan:
-    source = layout.placed(tuple(settled(placement) for placement in layout.placements))
+def copy_plan(layout: Layout, maps: Maps, partial: tuple[str, ...] = ("sum",)) -> CopyPlan:
+    """What is copied may be Partial in any way. Its adjoint, which adds, wants a sum."""
+    source = layout.placed(
+        tuple(p if type(p) is Partial and p.reduce_op in partial else settled(p) for p in layout.placements)
+    )
     shape = tuple(maps[dim].size if dim in maps else size for dim, size in enumerate(layout.shape))
     stride = dense_stride(shape, layout.memory_format)
     output = Layout(layout.mesh, source.placements, shape, stride, layout.dtype)
     here = layout.mesh.get_coordinate()
     fills = here is not None and not any(
-        here[mesh_dim] for mesh_dim, placement in enumerate(source.placements) if isinstance(placement, Partial)
+        here[mesh_dim] for mesh_dim, placement in enumerate(source.placements) if is_sum(placement)
     )
     travels = any(layout.mesh.size(m) > 1 for dim in maps for m in source.cuts.get(dim, ()))
     remap = Remap.of(source, maps) if here is not None and travels else None

@@ -40,7 +40,7 @@ PRODUCT = Behaviour(
 class ProductPlan:
     operands: tuple[Layout, ...]
     output: Layout
-    adds: bool  # of a pending sum's ranks one adds it
+    adds: bool  # where the product is Partial one rank adds it, or all add their terms of it
     here: bool
 
 
@@ -84,7 +84,7 @@ def plan_product(
         return not any(idle(layout, input_placements(assignment, number)) for number, layout in enumerate(given))
 
     wanted = [] if like is None else [Wanted(like, prod(shape))]
-    rows = [_with_added(row, added, shape) for row in ROWS[len(shape) == 3]]
+    rows = [new for row in ROWS[len(shape) == 3] for new in _with_added(row, added, shape)]
     chosen = choose(operator, rows, layouts, wanted, fits=fits, extra=price)
     operands = tuple(layout.placed(input_placements(chosen, number)) for number, layout in enumerate(given))
     output = Layout(
@@ -92,7 +92,8 @@ def plan_product(
     )
     place = first.mesh.get_coordinate()
     here = place is not None
-    adds = place is not None and not any(place[m] for m, p in enumerate(output.placements) if p == P)
+    once = [m for m, row in enumerate(chosen) if row.outputs[0] == P and row.inputs[-1] != P]
+    adds = place is not None and not any(place[m] for m in once)
     return ProductPlan(operands, output, adds, here)
 
 
@@ -110,14 +111,15 @@ def _shape(operator: str, first: Layout, second: Layout, added: Layout | None) -
     return shape
 
 
-def _with_added(row: Row, added: Layout | None, shape: tuple[int, ...]) -> Row:
-    """The same way to run for a third operand, which is added: cut as the product is where it has all of that."""
+def _with_added(row: Row, added: Layout | None, shape: tuple[int, ...]) -> list[Row]:
+    """The same way to run for a third operand, which is added: sharded as the product is where it has all of that, and
+    Partial or replicated where the product is Partial."""
     if added is None:
-        return row
+        return [row]
     new, (output,) = len(shape) - len(added.shape), row.outputs
     alike = isinstance(output, Shard) and output.dim >= new and added.shape[output.dim - new] == shape[output.dim]
     third = Shard(output.dim - new) if alike and isinstance(output, Shard) else R
-    return Row(row.name, (*row.inputs, third), row.outputs)
+    return [Row(row.name, (*row.inputs, one), row.outputs) for one in ((R, P) if output == P else (third,))]
 
 
 _factors = Hints()

@@ -18,7 +18,7 @@ from ... import _torch
 from ...comm import all_reduce
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import remember
-from ...sharding.layout import Layout, dense_stride, is_sum
+from ...sharding.layout import Layout, dense_stride
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import layouts_of, move, specs_of
 from .._core.cached_tensors import Numbers
@@ -77,16 +77,16 @@ class Reduction:
 
 @planned
 def plan_reduction(
-    operator: str, spec: _torch.Spec, dims: tuple[int, ...] | None, keepdim: bool, linear: bool
+    operator: str, spec: _torch.Spec, dims: tuple[int, ...] | None, keepdim: bool, partial: tuple[str, ...]
 ) -> Reduction:
-    """`linear` reductions take a pending sum as it is; before all others it is added up."""
+    """A Partial input stays Partial if the reduction commutes with its `reduce_op`: if that is in `partial`."""
     (given,) = layouts_of(operator, [("input", spec)])
     rank = len(given.shape)
     if dims is not None and any(not -max(rank, 1) <= dim < max(rank, 1) for dim in dims):
         raise refuse(operator, f"the input has no dimensions {dims}", [("input", given)], "give dimensions it has")
     # No dimensions mean all of them, as torch has it.
     reduced = tuple(sorted({dim % rank for dim in dims})) if dims and rank else tuple(range(rank))
-    operand = settled(given, linear)
+    operand = settled(given, partial)
     mesh_dims = cutting(operand, reduced)
     sizes = [1 if dim in reduced else size for dim, size in enumerate(given.shape)]
     shape = tuple(sizes) if keepdim else tuple(size for dim, size in enumerate(sizes) if dim not in reduced)
@@ -95,11 +95,13 @@ def plan_reduction(
     return Reduction(operand, reduced, keepdim, output, mesh_dims, counts(operand, reduced, mesh_dims))
 
 
-def settled(given: Layout, linear: bool = False) -> Layout:
-    """Without pending results, but for a pending sum that a linear operator may take."""
-    return given.placed(
-        tuple(p if type(p) is Shard or (linear and is_sum(p)) else Replicate() for p in given.placements)
-    )
+def settled(given: Layout, partial: tuple[str, ...] = ()) -> Layout:
+    """Without Partial placements, but for those whose `reduce_op` is in `partial`."""
+
+    def stays(placement: Placement) -> bool:
+        return type(placement) is Shard or (type(placement) is Partial and placement.reduce_op in partial)
+
+    return given.placed(tuple(p if stays(p) else Replicate() for p in given.placements))
 
 
 def cutting(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
@@ -125,12 +127,12 @@ def _reduced(placement: Placement, dims: tuple[int, ...], keepdim: bool) -> Plac
 
 
 def begin(
-    operator: str, input: Any, dim: int | Sequence[int] | None, keepdim: bool, linear: bool = False
+    operator: str, input: Any, dim: int | Sequence[int] | None, keepdim: bool, partial: tuple[str, ...] = ()
 ) -> tuple[Reduction, torch.Tensor | None]:
     """The plan of a reduction, and this rank's part of its operand: None on a rank outside of the mesh."""
     (spec,) = specs_of(operator, (("input", input),))
     dims = dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-    plan = plan_reduction(operator, spec, dims, keepdim, linear)
+    plan = plan_reduction(operator, spec, dims, keepdim, partial)
     remember(
         spec
     )  # its gradient is expanded to its shape, or written into zeros; an earlier tensor's place is forgotten
