@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(TORCH)
 
-.PHONY: help demo test lint unit fuzz conformance bench compat clean
+.PHONY: help demo test lint unit docs fuzz conformance bench compat clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -37,6 +37,9 @@ unit: $(READY)
 	$(BIN)/pytest $(HALF:%=--ignore %); rest=$$?; \
 	wait $$half; other=$$?; cat $(VENV)/half.log; exit $$((rest + other))
 
+docs: $(READY)  ## the site, in site/; a warning or a broken link is an error
+	$(BIN)/mkdocs build --quiet --strict
+
 fuzz: $(READY)  ## N=... random convolutions and programs against one process; prints the seed of a failure
 	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED))
 	$(if $(KIND)$(SEED),,$(BIN)/python -m tests.batching.compositions)
@@ -44,7 +47,7 @@ fuzz: $(READY)  ## N=... random convolutions and programs against one process; p
 conformance: $(READY)  ## all of PyTorch's own operator samples, sharded along each dimension in turn
 	$(BIN)/python -m tests.conformance
 
-bench: $(READY)  ## what README claims about speed and memory, measured
+bench: $(READY)  ## the figures of docs/benchmarks.md, measured here
 	$(BIN)/python -m benchmarks
 
 compat:  ## the core tests with newer torch releases, each in an environment of its own (5 GB each)
