@@ -34,9 +34,30 @@ GRADIENT_LIMIT = 256 * 2**20
 def per_sample_gradients(
     model: nn.Module, loss_fn: Loss, *batch: Tensor, chunk_size: int | None = None, randomness: str = "error"
 ) -> Tensors:
-    """The gradient of every sample's loss: for each trainable parameter, by its name, a tensor [B *parameter].
+    """Compute the gradient of each sample's loss with respect to each trainable parameter.
 
-    `randomness` is that of `torch.func.vmap`: say "different" for a model with dropout.
+    Args:
+        model: A module in which the samples of a batch do not interact. With batch norm, only in eval mode.
+        loss_fn: `loss_fn(output, *others)`. It is called with single samples, each as a batch of one, and must return
+            one number.
+        *batch: The input of the model, then what the loss takes beside the output. Dimension 0 of all of them is the
+            batch. Plain tensors or DTensors, sharded over the batch, over space, or both.
+        chunk_size: As in `torch.func.vmap`: how many samples to compute at once.
+        randomness: As in `torch.func.vmap`: use "different" for a model with dropout.
+
+    Returns:
+        A tensor of shape `(B, *parameter.shape)` by parameter name. For a sharded batch these are DTensors.
+
+    Raises:
+        ValueError: A layer mixes the samples, the model has no trainable parameter, the batch sizes differ, or the loss
+            of a sample is not one number.
+
+    Examples:
+        >>> model = nn.Conv2d(1, 2, 3)
+        >>> images, targets = torch.randn(4, 1, 8, 8), torch.randn(4, 2, 6, 6)
+        >>> gradients = convmesh.per_sample_gradients(model, F.mse_loss, images, targets)
+        >>> {name: tuple(gradient.shape) for name, gradient in gradients.items()}
+        {'weight': (4, 2, 1, 3, 3), 'bias': (4, 2)}
     """
     check_samples_are_independent(model)
     batch_size(batch)
@@ -76,10 +97,28 @@ def _gradients(
 
 
 def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Tensor) -> Tensor:
-    """The 2-norm of every sample's gradient over all trainable parameters: [B].
+    """Compute the 2-norm of each sample's gradient over all trainable parameters.
 
-    One backward pass over the batch gives what each layer read and the gradient of what it wrote, from which the
-    norms follow layer by layer. A model with shared parameters, or with layers not known here, takes the long way.
+    One backward pass over the batch gives each layer's input and the gradient of its output. The norms follow from
+    these layer by layer, without the per-sample gradients. Models with shared parameters or unknown layers take the
+    slower way, through `per_sample_gradients`, a limited number of samples at a time.
+
+    Args:
+        model: As in `per_sample_gradients`.
+        loss_fn: As in `per_sample_gradients`.
+        *batch: As in `per_sample_gradients`.
+
+    Returns:
+        A tensor of shape `(B,)`. For a sharded batch, a DTensor.
+
+    Raises:
+        ValueError: As in `per_sample_gradients`.
+
+    Examples:
+        >>> model = nn.Conv2d(1, 2, 3)
+        >>> images, targets = torch.randn(4, 1, 8, 8), torch.randn(4, 2, 6, 6)
+        >>> tuple(convmesh.per_sample_norms(model, F.mse_loss, images, targets).shape)
+        (4,)
     """
     check_samples_are_independent(model)
     batch_size(batch)
@@ -110,9 +149,30 @@ def _total(
 
 
 def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Tensor, max_norm: float) -> Tensors:
-    """The sum over samples of their gradients, each scaled down to `max_norm` if it is longer.
+    """Sum the gradients of all samples, each scaled down to norm `max_norm` if it is longer: the sum of DP-SGD.
 
-    No gradient of a single sample is kept: the norms come first, then one backward of the scaled losses.
+    No per-sample gradient is stored: the norms are computed first, then one backward pass of the scaled losses. Noise
+    is not added; see [Differential privacy](privacy.md).
+
+    Args:
+        model: As in `per_sample_gradients`.
+        loss_fn: As in `per_sample_gradients`.
+        *batch: As in `per_sample_gradients`.
+        max_norm: The greatest norm that one sample may contribute.
+
+    Returns:
+        The sum by parameter name. Divide it by the batch size yourself if you need the mean. For a sharded batch,
+        DTensors summed over all ranks.
+
+    Raises:
+        ValueError: `max_norm` is not positive, or as in `per_sample_gradients`.
+
+    Examples:
+        >>> model = nn.Conv2d(1, 2, 3)
+        >>> images, targets = torch.randn(4, 1, 8, 8), torch.randn(4, 2, 6, 6)
+        >>> total = convmesh.clipped_gradient(model, F.mse_loss, images, targets, max_norm=0.1)
+        >>> sum(gradient.square().sum() for gradient in total.values()).sqrt().item() <= 4 * 0.1
+        True
     """
     if not max_norm > 0:
         raise ValueError(f"`max_norm` (={max_norm}) must be positive")
