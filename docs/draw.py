@@ -1,13 +1,12 @@
-"""Draws the pictures of the site from the library's own intervals: `python docs/draw.py`, or into another folder."""
+"""Draws the pictures of the site from the library's own intervals: `python docs/draw.py`."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from convmesh.geometry import Interval, Window, shards
 
-FOLDER = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parent / "images"
+FOLDER = Path(__file__).parent / "images"
 COLOURS = ("#5b9bd5", "#e39a4f", "#5fb38a", "#a98bd3")  # a rank each; readable on white and on black
 STYLE = """
   text { font: 14px system-ui, sans-serif; fill: #24292f }
@@ -57,7 +56,7 @@ def intervals() -> None:
     """One dimension of a strided convolution with an even kernel on three ranks: owned, read, received."""
     size, ranks, window = 21, 3, Window(kernel=4, stride=2, padding=1)
     owned, produced = shards(size, (ranks,)), shards(window.coarse_size(size), (ranks,))
-    cell, left = 30, 130
+    cell, left = 30, 150
     picture = Picture(left + size * cell + 20, 330, "Which inputs each rank owns, reads and receives")
 
     def row(y: float, parts: tuple[Interval, ...], step: float, label: str) -> None:
@@ -109,13 +108,11 @@ def halo() -> None:
             )
         if step >= 1:
             picture.box(left + 1, top + tile + 1, tile - 2, rim, COLOURS[2], 0.9, dashed=True)
-            picture.line((left + tile / 2, top + tile + 62), (left + tile / 2, top + tile + rim + 6), arrow=True)
+            picture.line((left + tile / 5, top + tile + 66), (left + tile / 5, top + tile + rim + 6), arrow=True)
         if step == 2:
             picture.box(left + tile + 1, top + 1, rim, tile - 2, COLOURS[1], 0.9, dashed=True)
             picture.box(left + tile + 1, top + tile + 1, rim, rim, COLOURS[3], 0.9, dashed=True)
-            picture.line(
-                (left + tile + 72, top + tile / 2 + 22), (left + tile + rim + 6, top + tile / 2 + 22), arrow=True
-            )
+            picture.line((left + tile + 72, top + tile / 5), (left + tile + rim + 6, top + tile / 5), arrow=True)
             picture.line(
                 (left + tile + 72, top + tile + rim / 2), (left + tile + rim + 6, top + tile + rim / 2), arrow=True
             )
@@ -144,7 +141,7 @@ def overlap() -> None:
             picture.text(x + width / 2, y + 21, text, "inside middle")
     picture.line((110, 118), (720, 118), arrow=True)
     picture.text(720, 138, "time", "end small")
-    picture.line((358, 36), (440, 36), (440, 88), (508, 88), arrow=True, kind="faint")
+    picture.line((358, 36), (585, 36), (585, 62), arrow=True, kind="faint")
     picture.save("overlap.svg")
 
 

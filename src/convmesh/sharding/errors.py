@@ -22,6 +22,7 @@ class ShardingError(ValueError):
         Traceback (most recent call last):
         convmesh.sharding.errors.ShardingError: shard: the mesh has no dimension 'width', only ('data', 'h')
           remedy: mesh dimension = tensor dimension, e.g. data=0, h=1
+          at ...
     """
 
     def __init__(self, message: str = ""):
