@@ -149,23 +149,20 @@ def meshes() -> None:
     """Three ways to put a batch of two images on four ranks."""
     picture = Picture(760, 250, "Three meshes of four ranks for a batch of two images")
     side, gap = 100, 14
-    layouts = (
-        ("data=0, h=2  (2 x 2)", lambda image, band, half: 2 * image + band // 2),
-        ("h=2  (4)", lambda image, band, half: band),
-        ("h=2, w=3  (2 x 2)", lambda image, band, half: band // 2 * 2 + half),
-    )
-    for number, (title, owner) in enumerate(layouts):
+    # How many parts there are along height and width, and the rank of the first part of each image.
+    layouts = (("data=0, h=2 (2 x 2)", 2, 1, (0, 2)), ("h=2 (4)", 4, 1, (0, 0)), ("h=2, w=3 (2 x 2)", 2, 2, (0, 0)))
+    for number, (title, rows, columns, first) in enumerate(layouts):
         left = 20 + number * 250
         picture.text(left, 22, title)
         for image in range(2):
-            for band in range(4):
-                for half in range(2):
-                    x, y = left + image * (side + gap) + half * side / 2, 40 + band * side / 4
-                    picture.box(x, y, side / 2 + (1 - half), side / 4, COLOURS[owner(image, band, half)])
+            for part in range(rows * columns):
+                w, h = side / columns, side / rows
+                x, y = left + image * (side + gap) + part % columns * w, 40 + part // columns * h
+                picture.box(x + 1, y + 1, w - 2, h - 2, COLOURS[first[image] + part])
             picture.text(left + image * (side + gap) + side / 2, 40 + side + 20, f"image {image}", "middle small")
     notes = (
-        ("one border in each image", "of 1 row of halo each way"),
-        ("three borders in each image", "the longest halo"),
+        ("one border in each image", "the fewest bytes"),
+        ("three borders in each image", "the most bytes"),
         ("two borders, half as long", "two exchanges a layer"),
     )
     for number, lines in enumerate(notes):
