@@ -163,7 +163,7 @@ def meshes() -> None:
     notes = (
         ("one border in each image", "the fewest bytes"),
         ("three borders in each image", "the most bytes"),
-        ("two borders, half as long", "two exchanges a layer"),
+        ("two borders in each image", "two exchanges a layer"),
     )
     for number, lines in enumerate(notes):
         for line, text in enumerate(lines):
