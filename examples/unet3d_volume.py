@@ -61,7 +61,7 @@ def make_volume(folder: Path) -> tuple[Path, Path]:
 
 
 def batches(slabs: Slabs, mesh: DeviceMesh, workers: int, done: int) -> Iterator[tuple[DTensor, DTensor]]:
-    """Slabs as (1, 1, D, H, W) and labels as (1, D, H, W), both sharded along height and width; read by other processes.
+    """Slabs as (1, 1, D, H, W) and labels as (1, D, H, W), both sharded over height and width; other processes read.
 
     Without end, in a new order every epoch, and without the first ones, which are `done`.
     """
