@@ -37,8 +37,9 @@ unit: $(READY)
 	$(BIN)/pytest $(HALF:%=--ignore %); rest=$$?; \
 	wait $$half; other=$$?; cat $(VENV)/half.log; exit $$((rest + other))
 
+# Not --quiet, which keeps --strict from seeing warnings.
 docs: $(READY)  ## the site, in site/; a warning or a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fuzz: $(READY)  ## N=... random convolutions and programs against one process; prints the seed of a failure
 	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED))
