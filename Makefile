@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready-$(TORCH)
 # Two runs of tests share the work, each with four ranks of its own: ranks mostly wait for each other, and leave room.
 PARALLEL := -n 2 --dist worksteal --durations=15
 
-.PHONY: help demo check test lint unit fuzz conformance bench compat clean
+.PHONY: help demo check test lint unit docs fuzz conformance bench compat clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -26,7 +26,7 @@ demo: $(READY)  ## train a U-Net on one process and on 2 and 4 local ranks, and 
 check: lint  ## for every save: lint, types, import contracts, and tests of every package and operator family
 	$(BIN)/pytest $(PARALLEL) $$($(BIN)/python -m tests.tier)
 
-test: lint unit  ## lint, types, import contracts and all tests
+test: lint docs unit  ## lint, types, import contracts, the site and all tests
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -37,6 +37,10 @@ lint: $(READY)
 unit: $(READY)
 	$(BIN)/pytest $(PARALLEL)
 
+# Not --quiet, which keeps --strict from seeing warnings.
+docs: $(READY)  ## the site, in site/; a warning or a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 fuzz: $(READY)  ## N=... random convolutions and programs against one process; prints the seed of a failure
 	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED))
 	$(if $(KIND)$(SEED),,$(BIN)/python -m tests.batching.compositions)
@@ -44,7 +48,7 @@ fuzz: $(READY)  ## N=... random convolutions and programs against one process; p
 conformance: $(READY)  ## all of PyTorch's own operator samples, sharded along each dimension in turn
 	$(BIN)/python -m tests.conformance
 
-bench: $(READY)  ## what README claims about speed and memory, measured
+bench: $(READY)  ## the figures of docs/benchmarks.md, measured here
 	$(BIN)/python -m benchmarks
 
 compat:  ## the core tests with newer torch releases, each in an environment of its own (5 GB each)
