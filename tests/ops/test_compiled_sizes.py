@@ -35,14 +35,13 @@ HERE: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
     "cat along the batch": (lambda x: torch.cat([x, x * 2]), ()),
     "stack": (lambda x: torch.stack([x, x * 2], 1), ()),
     "rows": (lambda x: x[1:] * 2, ()),
+    "merged": (lambda x: x.flatten(0, 1).flip(0), ()),
 }
 # Of the families, those with a batch of any size: the others have one of 2 in their arguments.
 ALL = [*HERE, *(name for name in FUNCTIONS if name != "grid_sample")]
-# These are compiled anew for every batch: torch's kernels want numbers.
-ANEW = ("bilinear", "bicubic", "sum")
 SAMPLE = (
     "elementwise", "convolution", "linear", "max_pool", "cat along the batch", "rows", "bilinear", "reflect pad",
-    "batch_norm", "group_norm", "cross_entropy", "select", "sum", "view",
+    "batch_norm", "group_norm", "cross_entropy", "select", "sum", "view", "bicubic", "merged",
 )  # fmt: skip
 
 
@@ -91,12 +90,12 @@ def test_a_changing_batch(pool: Pool) -> None:
     """Of a symbol, even and uneven sizes are compiled apart, and the first number before there is a symbol."""
     cases = [(name, 2 * (number % 2), "automatic") for number, name in enumerate(SAMPLE)]
     for case, counts in zip(cases, pool.run_cases(check, cases, mesh=(2,)), strict=True):
-        assert max(counts) <= (len(SIZES) if case[0] in ANEW else 4), (case, counts)
+        assert max(counts) <= 4, (case, counts)
 
 
 def test_a_marked_batch(pool: Pool) -> None:
-    names = [name for name in SAMPLE if name not in ANEW]
-    pool.run_cases(check, [(name, 2 - 2 * (number % 2), "marked") for number, name in enumerate(names[::2])], mesh=(2,))
+    names = (*SAMPLE[::2], "merged")
+    pool.run_cases(check, [(name, 2 - 2 * (number % 2), "marked") for number, name in enumerate(names)], mesh=(2,))
 
 
 def test_everything_dynamic(pool: Pool) -> None:

@@ -53,8 +53,6 @@ STAYS = "batch, channels, space, Partial(sum)"
 def resample(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, sizes, *rest = _torch.arguments(operator, args, kwargs)
     check_placed(name_of(operator), (("input", input),))
-    if FORWARD[operator] in ("linear", "cubic"):
-        _torch.settle(input)  # torch's kernels of their gradients take no symbols
     spec = _torch.spec_of(input)
     resampling = _resampling(FORWARD[operator], tuple(input.shape[2:]), sizes, rest, backward=False)
     return _run(operator, input, spec, resampling, rest)
@@ -105,7 +103,7 @@ def _run(
     shape = plan.computed.local_shape
     # Going forward torch's operator is told the size of its result, and going backward that of its operand too.
     ends = [list(x.shape[2:]), list(shape)] if resampling.backward else [list(shape[2:])]
-    if not tiling.dims and 0 not in shape:
+    if not tiling.dims and not plan.sums and 0 not in shape:
         return plan.finish(operator(x, *ends, *rest))
     fetch = tiling.fetch_sources(x)
     if 0 in shape:

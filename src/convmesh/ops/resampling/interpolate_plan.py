@@ -51,7 +51,8 @@ def plan_resample(operator: str, input_spec: _torch.Spec, resampling: Resampling
     mapped = dict(enumerate(_all_taps(given, resampling), 2))
     layouts = plan_targets(given, shape, mapped, True)
     tiling = layouts.tiling
-    if tiling is None or not tiling.dims:
+    kernel = _takes_symbols(resampling) or not _torch.has_symbols(given.shape)
+    if tiling is None or (kernel and not tiling.dims):
         return ResamplePlan(*layouts.fields, None, {})
     if not given.dtype.is_floating_point and "nearest" not in resampling.mode:
         raise refuse(operator, f"dtype {given.dtype} along sharded dimensions", (("input", given),),
@@ -73,9 +74,14 @@ def plan_resample(operator: str, input_spec: _torch.Spec, resampling: Resampling
         made = (along(d, tiling.side(targets, d, shape[d]), tiling.side(read, d, given.shape[d]).start) for d in order)
         return read, tuple(one for one in made if one is not None)
 
-    inner = _inner(layouts, tiling, mapped, resampling)
+    inner = _inner(layouts, tiling, mapped, resampling) if kernel else None
     boxes = [tiling.targets] if inner is None else [box for side in slabs(tiling.targets, inner) for box in side]
     return ResamplePlan(*layouts.fields, inner, {box: sums(box) for box in boxes})
+
+
+def _takes_symbols(resampling: Resampling) -> bool:
+    """Whether torch's kernel takes batch sizes that are symbols of a compiler."""
+    return not (resampling.backward and resampling.mode in ("linear", "cubic"))
 
 
 def _inner(layouts: TiledPlan, tiling: Tiling, mapped: Mapping[int, AnyTaps], resampling: Resampling) -> Box | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ... import _torch
 from ...geometry import Weighted
 from .._core.cached_tensors import Numbers
 
@@ -39,6 +40,8 @@ class WeightedSum:
                 total = part if total is None else total.add_(part)
             elif total is None:
                 total = part.mul_(weights.along(self.dim, part))
+            elif _torch.has_symbols(tuple(part.shape)):  # torch would expand the weights, which are no fake tensor
+                total.add_(part.mul_(weights.along(self.dim, part)))
             else:
                 total.addcmul_(part, weights.along(self.dim, part))
         if total is None:
