@@ -192,7 +192,7 @@ def _sharded(operands: Operands, shape: tuple[int, ...], dim: int) -> Row:
 
 
 def _linear(operator: _torch.Operator, operands: Operands, kwargs: Mapping[str, Any], count: int) -> list[Row]:
-    """What may stay Partial, where the operator is linear in it. A replicated operand beside it is a term, of an average
+    """What may stay Partial, where the operator is linear in it. A replicated operand beside it is a term, of averages
     on every rank and of a sum on the first, if what is Partial is as large as the result, which is reduced later."""
     name = operator._schema.name.removeprefix("aten::")
     groups = LINEAR.get(name) or LINEAR.get(f"{name}.{operator._overloadname}", ())
