@@ -234,3 +234,20 @@ def unwatched(mesh: DeviceMesh) -> None:
 
 def test_reads_are_watched_after_a_write_only(pool: Pool) -> None:
     pool.run(unwatched, mesh=(2,))
+
+
+def on_ranks_without_elements(mesh: DeviceMesh, at: tuple[Any, ...]) -> None:
+    """Views of local tensors without elements, whose strides say nothing, are views as on the other ranks."""
+    x = torch.arange(4, dtype=torch.float64).view(1, 4, 1, 1)
+    with convmesh.enable():
+        for y in (ours := place(x, mesh, at) * 1.0, dense := x * 1.0):
+            flat, row, kept = y.squeeze(), y.reshape(-1), y.select(3, 0).select(2, 0)
+            y.add_(1)
+            row.mul_(2)
+            y.copy_(torch.cat([y.flatten() + flat, kept.flatten() - row])[:4].view(1, 4, 1, 1))
+        assert_close(ours.full_tensor(), dense)
+
+
+def test_ranks_without_elements(pool: Pool) -> None:
+    pool.run_cases(on_ranks_without_elements, [(2,), (3,), (0,)], mesh=(4,))
+    pool.run_cases(on_ranks_without_elements, [(1, 2), (2, 2)], mesh=(2, 2))

@@ -174,7 +174,9 @@ def _without_overlap(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     meta = spec.tensor_meta
     assert meta is not None, "a DTensor's spec knows its shape"
     given = zip(local.shape, local.stride(), meta.stride, strict=False)
-    return local.clone() if any(size > 1 and not step and whole for size, step, whole in given) else local
+    overlaps = any(size > 1 and not step and whole for size, step, whole in given)
+    # Without elements nothing overlaps, and a view has to stay one on every rank: writes are counted by its memory.
+    return local.clone() if overlaps and local.numel() else local
 
 
 def relocate(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:

@@ -61,7 +61,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Terms(Row):
-    """A row of which the result is Partial(sum), and replicated operands are terms that one rank contributes."""
+    """A row with a Partial result. Of the operands `once` the first rank alone contributes terms."""
 
     once: tuple[int, ...] = ()
 
@@ -192,9 +192,8 @@ def _sharded(operands: Operands, shape: tuple[int, ...], dim: int) -> Row:
 
 
 def _linear(operator: _torch.Operator, operands: Operands, kwargs: Mapping[str, Any], count: int) -> list[Row]:
-    """What may stay Partial: sums and averages, where the operator is linear in what is. Of what is linear together
-    with that, a replicated operand is a term: of an average on every rank, of a sum on the first one. Then an operand
-    that is Partial should have as many elements as the result, which is going to be reduced in its stead."""
+    """What may stay Partial, where the operator is linear in it. A replicated operand beside it is a term, of averages
+    on every rank and of a sum on the first, if what is Partial is as large as the result, which is reduced later."""
     name = operator._schema.name.removeprefix("aten::")
     groups = LINEAR.get(name) or LINEAR.get(f"{name}.{operator._overloadname}", ())
     if name.endswith("_backward"):
@@ -218,8 +217,8 @@ def _linear(operator: _torch.Operator, operands: Operands, kwargs: Mapping[str, 
 
 
 def _plan(operands: Operands, output: Layout, chosen: Assignment, in_place: bool) -> PointwisePlan:
-    here = output.mesh.get_coordinate() or (0,) * output.mesh.ndim
-    zeros = {n for row, at in zip(chosen, here, strict=True) if isinstance(row, Terms) and at for n in row.once}
+    here = output.mesh.get_coordinate() or ()
+    zeros = {n for row, at in zip(chosen, here, strict=False) if isinstance(row, Terms) and at for n in row.once}
     steps = tuple(
         None if layout is None else _step(layout, layout.placed(input_placements(chosen, number)), number in zeros)
         for number, layout in enumerate(operands)
