@@ -27,7 +27,7 @@ TIER: dict[str, tuple[str, ...]] = {
     "models": ("models",),
     "ops": (
         "ops/test_families.py",  # a function of every family: it fails if no rule of one of them has run
-        "ops/test_strides.py", "ops/convolution/test_bad_input.py", "ops/convolution/test_dilated.py",
+        "ops/test_zero_gradients.py", "ops/convolution/test_bad_input.py", "ops/convolution/test_dilated.py",
         "ops/convolution/test_kernels.py", "ops/convolution/test_sweep.py", "ops/indexing/test_index_bounds.py",
         "ops/linalg/test_linear.py", "ops/normalization/test_norms.py", "ops/optimizers/test_foreach.py",
         "ops/pooling/test_max_unpool.py", "ops/random/test_partitioned_draw.py",
