@@ -9,18 +9,33 @@ from __future__ import annotations
 # By package of convmesh, or module; paths below tests/.
 TIER: dict[str, tuple[str, ...]] = {
     "_torch": ("sharding/test_switch.py",),
-    "batching": ("batching/test_rules.py", "batching/test_registration.py", "batching/test_functorch.py"),
+    "batching": (
+        "batching/test_algorithms.py", "batching/test_choice.py", "batching/test_functorch.py",
+        "batching/test_registration.py", "batching/test_rules.py", "batching/test_transforms.py",
+    ),
     "cli": ("test_cli.py", "test_tier.py"),
-    "comm": ("comm/test_exchange.py", "comm/test_reduce.py", "comm/test_waiting.py"),
+    "comm": (
+        "comm/shared_memory", "comm/test_agreed_facts.py", "comm/test_exchange.py", "comm/test_reduce.py",
+        "comm/test_waiting.py",
+    ),
     "demo": ("test_demo.py::test_sizes_have_three_digits", "test_demo.py::test_pictures_lie_inside_the_package"),
     "geometry": ("geometry",),
-    "kernels": ("kernels/test_backend.py", "kernels/test_library.py", "kernels/test_norms.py"),
-    "models": ("models/test_models.py::test_shapes", "models/test_models.py::test_bad_arguments_say_what_is_allowed"),
-    # The first has functions of every family, and says so itself.
-    "ops": ("ops/test_families.py", "ops/test_strides.py", "ops/convolution/test_bad_input.py"),
+    "kernels": (
+        "kernels/test_backend.py", "kernels/test_library.py", "kernels/test_normalization.py", "kernels/test_norms.py",
+        "kernels/test_pooling.py", "kernels/test_products.py", "kernels/test_weight_gradient.py",
+    ),
+    "models": ("models",),
+    "ops": (
+        "ops/test_families.py",  # a function of every family: it fails if no rule of one of them has run
+        "ops/test_zero_gradients.py", "ops/convolution/test_bad_input.py", "ops/convolution/test_dilated.py",
+        "ops/convolution/test_kernels.py", "ops/convolution/test_sweep.py", "ops/indexing/test_index_bounds.py",
+        "ops/linalg/test_linear.py", "ops/normalization/test_norms.py", "ops/optimizers/test_foreach.py",
+        "ops/pooling/test_max_unpool.py", "ops/random/test_partitioned_draw.py",
+        "ops/resampling/test_shuffle_and_grid.py", "ops/shape/test_pad.py", "ops/shape/test_permute.py",
+    ),
     "sharding": ("sharding/test_fallback.py", "sharding/test_partial.py", "sharding/test_redistribute.py"),
     "training": ("training/test_distribute.py", "training/test_mistakes.py"),
-}
+}  # fmt: skip
 
 
 def paths() -> list[str]:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -126,6 +127,7 @@ def run_all(mesh: DeviceMesh, folder: Path, odd: int | None) -> dict[str, Record
     return records
 
 
+@pytest.mark.long("every program that there is runs twice on two ranks")
 def test_one_perturbed_rank_changes_nothing(pool: Pool, tmp_path: Path) -> None:
     alone = pool.run(run_all, tmp_path / "alone", None, mesh=(2,), names=("h",), timeout=300)
     beside = pool.run(run_all, tmp_path / "beside", THE_ODD_ONE, mesh=(2,), names=("h",), timeout=300)

@@ -50,6 +50,7 @@ def train_sharded(mesh: DeviceMesh, layer: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.long("the sizes and steps are those of the two trainings that this system is known by")
 @pytest.mark.parametrize("layer", LAYERS)
 def test_training_ends_with_the_weights_of_one_process(pool: Pool, layer: str) -> None:
     sharded = pool.run(train_sharded, layer, mesh=(2,), timeout=600)

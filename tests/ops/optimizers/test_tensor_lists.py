@@ -76,13 +76,13 @@ def check_pointwise(mesh: DeviceMesh, case: tuple[str, str]) -> None:
                 assert_close(a.full_tensor(), e)
 
 
-def test_every_operator_on_lists(pool: Pool) -> None:
+@pytest.mark.parametrize(("mesh", "step"), [((3,), 1), ((2, 2), 3)])
+def test_every_operator_on_lists(pool: Pool, mesh: tuple[int, ...], step: int) -> None:
     operators = overloads(*(f"_foreach_{name}" for name in (*POINTWISE, "zero")))
     operators = [operator for operator in operators if operator in declared()]
     cases = [(operator._schema.name.removeprefix("aten::"), operator._overloadname) for operator in operators]
     assert len(cases) > 120
-    pool.run_cases(check_pointwise, cases, mesh=(3,))
-    pool.run_cases(check_pointwise, cases[::3], mesh=(2, 2))
+    pool.run_cases(check_pointwise, cases[::step], mesh=mesh)
 
 
 def check_functional(mesh: DeviceMesh, name: str) -> None:

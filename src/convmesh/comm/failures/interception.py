@@ -32,7 +32,7 @@ _known: WeakSet[dist.ProcessGroup] = WeakSet()
 # The last communications: the memory of the result, the collective, and its group or the name of that.
 _started: deque[tuple[int, Operator, dist.ProcessGroup | str]] = deque(maxlen=1024)
 # Files whose frames are not the user's own code; `functools` stands between those of this library.
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), functools.__file__, "<")
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), functools.__file__, "<")
 
 
 class CommunicationError(RuntimeError):

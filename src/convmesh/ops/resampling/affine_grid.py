@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @rule(
     aten.affine_grid_generator.default,
-    behaviour=Behaviour("batch, Partial(sum)", "nothing; maps that are sharded otherwise are all-gathered"),
+    behaviour=Behaviour("batch, Partial(sum)", "nothing; maps that are sharded otherwise are replicated"),
 )
 def affine_grid(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     theta, size, align_corners = _torch.arguments(operator, args, kwargs)
