@@ -7,7 +7,7 @@ from .choice import force as force
 from .choice import forget as forget
 from .choice import tries_all as tries_all
 from .choice import try_all as try_all
-from .explain import explain as explain
+from .explanation import explain as explain
 from .machines import agree as agree
 from .machines import agreed_machine as agreed_machine
 from .machines import machine_of as machine_of
