@@ -11,7 +11,7 @@ from .batching import per_sample_gradients as per_sample_gradients
 from .batching import per_sample_norms as per_sample_norms
 from .comm import CommunicationError as CommunicationError
 from .comm import count_traffic as count_traffic
-from .sharding.buffers import implicit_replication as implicit_replication
+from .sharding.buffer_factories import implicit_replication as implicit_replication
 from .sharding.debug.rendezvous import MismatchError as MismatchError
 from .sharding.errors import ShardingError as ShardingError
 from .training import CheckpointError as CheckpointError

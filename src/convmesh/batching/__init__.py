@@ -3,11 +3,11 @@
 from ._functorch import innermost as innermost
 from .calibration import calibrate as calibrate
 from .choice import Decision as Decision
-from .choice import explain as explain
 from .choice import force as force
 from .choice import forget as forget
 from .choice import tries_all as tries_all
 from .choice import try_all as try_all
+from .explanation import explain as explain
 from .machines import agree as agree
 from .machines import agreed_machine as agreed_machine
 from .machines import machine_of as machine_of

@@ -52,7 +52,7 @@ log = logging.getLogger("convmesh.batching")
 _forced: tuple[str, ...] = ()
 _trying = False
 _found: dict[Hashable, Decision | None] = {}
-_listeners: list[list[Decision]] = []
+listeners: list[list[Decision]] = []
 _when_forgotten: list[Callable[[], None]] = []
 
 
@@ -88,7 +88,7 @@ def choose(task: Task, *operands: Any, ranks: Ranks | None = None) -> Decision:
         decision = _decide(task) if static else _fold(task, "sizes are symbolic")
     if is_watched():
         log.debug("%s", decision)
-        for listener in _listeners:
+        for listener in listeners:
             listener.append(decision)
     return decision
 
@@ -180,7 +180,7 @@ def attend(ranks: Ranks) -> None:
 
 def is_watched() -> bool:
     """Whether choices are to be made in another way than by estimates, or told to somebody."""
-    return bool(_forced) or _trying or bool(_listeners) or log.isEnabledFor(logging.DEBUG)
+    return bool(_forced) or _trying or bool(listeners) or log.isEnabledFor(logging.DEBUG)
 
 
 def tries_all() -> bool:
@@ -244,35 +244,3 @@ def force(*names: str) -> Iterator[None]:
         yield
     finally:
         _forced = previous
-
-
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
-    """Run a function and report how its vmapped convolutions were computed, and why.
-
-    Args:
-        function: The function to run.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments.
-
-    Returns:
-        One decision for each vmapped convolution. `str(decision)` is a line of text: the product, its sizes, the
-        algorithm, and the estimated or measured times.
-
-    Raises:
-        Exception: Whatever `function` raises.
-
-    Examples:
-        >>> images, kernels = torch.randn(8, 4, 3, 16, 16), torch.randn(8, 6, 3, 3, 3)  # 8 networks, 8 inputs
-        >>> with convmesh.enable():
-        ...     decisions = convmesh.explain(torch.func.vmap(F.conv2d), images, kernels)
-        >>> str(decisions[0]).partition(",")[0]
-        'response of [B...] x [B...]'
-    """
-    decisions: list[Decision] = []
-    _listeners.append(decisions)
-    try:
-        function(*args, **kwargs)
-    finally:
-        # By identity: two equal lists of decisions may listen at once.
-        _listeners[:] = [listener for listener in _listeners if listener is not decisions]
-    return decisions

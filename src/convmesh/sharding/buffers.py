@@ -8,11 +8,8 @@ values.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Number
 from typing import Any
 
 import torch
@@ -23,7 +20,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from .. import _torch
 from .errors import refuse
-from .implicit_replication import constants_allowed
 from .layout import Layout, dense_stride
 
 aten = torch.ops.aten
@@ -183,7 +179,7 @@ def _on_plain(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return _torch.as_view(operator, args, kwargs, _views(operator, first, args[1:], kwargs))
         content = first.root().content
         if operator in COPIES and content.values is None and kwargs.get("device") in (None, first.device):
-            meta = operator(_model(first), **{name: value for name, value in kwargs.items() if name != "device"})
+            meta = operator(sizes_of(first), **{name: value for name, value in kwargs.items() if name != "device"})
             return Buffer.make(Content(content.mesh, content.number), meta, first.device)
     plain_args, plain_kwargs = tree_map_only(Buffer, Buffer.plain, (args, kwargs))
     result = operator(*plain_args, **plain_kwargs)
@@ -202,85 +198,10 @@ def _views(operator: Any, whole: Buffer, args: tuple[Any, ...], kwargs: dict[str
         content = Content(whole.content.mesh, origin=whole, origin_shape=tuple(whole.shape), take=take)
         return Buffer.make(content, meta, whole.device)
 
-    metas = operator(_model(whole), *args, **kwargs)
+    metas = operator(sizes_of(whole), *args, **kwargs)
     return view(metas, None) if isinstance(metas, torch.Tensor) else [view(m, n) for n, m in enumerate(metas)]
 
 
-# What makes new tensors, and what they are full of; None where that does not matter, or is an argument.
-FULL_OF: dict[Any, int | None] = {
-    torch.zeros: 0, torch.zeros_like: 0, torch.Tensor.new_zeros: 0,
-    torch.ones: 1, torch.ones_like: 1, torch.Tensor.new_ones: 1,
-    torch.empty: None, torch.empty_like: None, torch.Tensor.new_empty: None,
-    torch.full: None, torch.full_like: None, torch.Tensor.new_full: None,
-}  # fmt: skip
-NUMBER_AT = {torch.full: 1, torch.full_like: 1, torch.Tensor.new_full: 2}
-LIKE = (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
-
-
-class Factories(_torch.DeviceContext):
-    """Within it, new tensors are buffers."""
-
-    def __init__(self, mesh: DeviceMesh):
-        super().__init__()
-        self._mesh = mesh
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = None
-        if function in FULL_OF and not torch.compiler.is_compiling():
-            # torch's own code knows what is on one rank and what on all: the buffers of FSDP are local.
-            package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            made = None if package in ("torch", "convmesh") else self._buffer(function, args, kwargs or {})
-        return self.stock(function, types, args, kwargs or {}) if made is None else made
-
-    def _buffer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buffer | None:
-        """None for a call that is left to torch."""
-        model = args[0] if args and isinstance(args[0], torch.Tensor) else kwargs.get("input")
-        special = any(kwargs.get(name) for name in ("out", "requires_grad", "pin_memory", "names"))
-        if special or kwargs.get("layout") not in (None, torch.strided) or _torch.tracing() or _torch.in_transform():
-            return None
-        if isinstance(model, DTensor) and not isinstance(model, Buffer) and function in LIKE:
-            return None  # it lies as its model does
-        number = FULL_OF.get(function)
-        if function in NUMBER_AT:
-            place = NUMBER_AT[function]
-            number = args[place] if place < len(args) else kwargs.get("fill_value")
-            if not isinstance(number, Number):
-                return None
-        device = torch.device(kwargs.get("device") or (self.device if model is None else model.device))
-        if device.type != self._mesh.device_type:
-            return None
-        with _torch.no_modes():
-            args, kwargs = tree_map_only(torch.Tensor, _model, (args, kwargs))
-            meta = function(*args, **{**kwargs, "device": "meta"})
-        return Buffer.make(Content(self._mesh, number), meta, device) if meta.dim() else None
-
-
-def _model(tensor: torch.Tensor) -> torch.Tensor:
+def sizes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the meta device, in the place of one."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-@contextmanager
-def implicit_replication(mesh: DeviceMesh) -> Iterator[None]:
-    """Treat plain tensors as replicated DTensors within a block of code.
-
-    Plain tensors that meet DTensors are taken as constants, equal on every rank. Tensors that the block creates with
-    `torch.zeros`, `ones`, `full`, `empty` and `new_*`, and then fills with sharded values, become sharded. In the
-    forward pass of a distributed module this is always on; use the context manager for code around it, such as MONAI's
-    `sliding_window_inference`.
-
-    Args:
-        mesh: The mesh of the DTensors.
-
-    Returns:
-        A context manager.
-
-    Examples:
-        >>> x = convmesh.shard(torch.ones(2, 1, 8, 8), mesh, data=0, h=2)
-        >>> with convmesh.enable(), convmesh.implicit_replication(mesh):
-        ...     window = torch.linspace(0, 1, 8)
-        ...     y = x * window
-        >>> y.placements
-        (Shard(dim=0), Shard(dim=2))
-    """
-    with constants_allowed(), Factories(mesh):
-        yield

@@ -18,7 +18,7 @@ from .. import _torch
 from ..api import enable
 from ..batching import innermost
 from ..comm import BUCKET_BYTES
-from ..sharding.buffers import implicit_replication
+from ..sharding.buffer_factories import implicit_replication
 from ..sharding.dtensor_attributes import NO_DDP
 from ..sharding.errors import ShardingError
 from ..sharding.implicit_replication import constants_belong_to
