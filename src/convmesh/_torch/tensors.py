@@ -130,6 +130,34 @@ def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[
     return tuple(specs), values, spec.mesh
 
 
+def opened_with_key(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any], DeviceMesh] | None:
+    """All arguments as a key, with specs for DTensors, and as values, with local tensors. And the mesh of the last
+    DTensor. None as `opened` has it."""
+    key: list[Any] = []
+    values: list[Any] = []
+    for argument in args:
+        kind = type(argument)
+        if kind is DTensor:
+            local = argument._local_tensor
+            if type(local) is not torch.Tensor:
+                return None
+            spec = argument._spec
+            meta: Any = spec.tensor_meta
+            key.append(spec)
+            values.append(usual(local, meta.stride))
+            continue
+        if isinstance(argument, torch.Tensor):
+            return None
+        key.append(tuple(argument) if kind is list else argument)
+        values.append(argument)
+    return tuple(key), values, spec.mesh
+
+
+def key_of(value: Any) -> Any:
+    """An argument that is no tensor, as a part of a key."""
+    return tuple(value) if type(value) is list else value
+
+
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor below autograd, where the public constructor would record itself."""
     if 0 in local.stride():

@@ -155,18 +155,13 @@ for _spatial in (1, 2, 3):
     _border_pad(_spatial, "replication", index_map.replication_pad)
 
 
-@composite("pad")
+@composite("pad", PAD)
 def pad(input: torch.Tensor, pads: list[int], mode: str = "constant", value: float | None = None) -> torch.Tensor:
     """`F.pad`, of which torch makes one operator or another, but writes into views where the padding is circular."""
     if mode == "circular" and isinstance(input, DTensor):
         return _circular(input, pads)
     result: torch.Tensor = _torch.composite(aten.pad.default, (input, pads, mode, value), {})
     return result
-
-
-@rule(aten.pad.default, behaviour=PAD)
-def pad_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return pad(*_torch.arguments(operator, args, kwargs))
 
 
 def _circular(input: DTensor, pads: list[int]) -> torch.Tensor:
