@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from .. import _torch
 from ..geometry import Interval, shards
 from ..strides import dense_stride as dense_stride
-from ..strides import format_of
+from ..strides import format_of, same_stride
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Layout:
 
     def without_partial(self, keep_sums: bool = False) -> Layout:
         """Replicate() in place of Partial; a linear operator may `keep_sums`: it takes Partial(sum) as it is."""
-        return self.placed(p if type(p) is Shard or (keep_sums and is_sum(p)) else Replicate() for p in self.placements)
+        return self.placed(reduced(p, keep_sums) for p in self.placements)
 
     def without(self, dims: Iterable[int], keepdim: bool = False) -> Layout:
         """A contiguous tensor that has lost these dimensions, or has size 1 along them: replicated where they were
@@ -205,14 +205,30 @@ class Layout:
         return tuple(self.memory_order.index(dim) for dim in range(len(self.shape)))
 
     @cached_property
+    def is_contiguous(self) -> bool:
+        return same_stride(self.shape, self.stride, dense_stride(self.shape, torch.contiguous_format))
+
+    @cached_property
     def memory_format(self) -> torch.memory_format:
         """channels_last where the strides say so, else contiguous."""
         return format_of(self.shape, self.stride) or torch.contiguous_format
 
 
+def all_absent(
+    layouts: Iterable[Layout], like: torch.Tensor, asked: Sequence[bool]
+) -> tuple[DTensor | None, ...]:  # fmt: skip
+    """What a rank outside of the mesh returns for several results, None for those that are not asked for."""
+    return tuple(layout.absent(like) if needed else None for layout, needed in zip(layouts, asked, strict=True))
+
+
 def is_plain(placement: Placement) -> bool:
     """Replicate, Shard or Partial(sum): what the rules of this library speak of."""
     return type(placement) in (Replicate, Shard) or is_sum(placement)
+
+
+def reduced(placement: Placement, keep_sums: bool = True) -> Placement:
+    """Replicate() in place of Partial, or of any Partial but a sum."""
+    return placement if type(placement) is Shard or (keep_sums and is_sum(placement)) else Replicate()
 
 
 def is_sum(placement: Placement) -> bool:

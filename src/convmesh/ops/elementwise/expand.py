@@ -81,7 +81,7 @@ def expand(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     if plan is None:
         return _torch.stock(operator, args, kwargs)
     local = move(input, plan.source)
-    if plan.output.mesh.get_coordinate() is not None:
+    if plan.output.present:
         local = local.expand(plan.output.local_shape)
     result = _torch.wrap(local, plan.output.spec)
     return _torch.as_view(operator, args, kwargs, result) if plan.source.placements == input.placements else result

@@ -120,7 +120,7 @@ def _moved(
         return _torch.stock(operator, args, kwargs)
     if plan.reduces or (plan.writes_terms and _sum_is_known(*args)):
         return _reduced(operator, args, kwargs)
-    if plan.output.mesh.get_coordinate() is not None:
+    if plan.output.present:
         values = [_brought(arg, value, step) for arg, value, step in zip(args, values, plan.steps, strict=True)]
     result = operator(*values, **kwargs)
     return args[0] if operator._schema.is_mutable else _torch.wrap(result, plan.spec(result.dtype))

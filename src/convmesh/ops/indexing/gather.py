@@ -59,7 +59,7 @@ def gather(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     plan = _plan(input_spec, index_spec, dim, not _torch.tracing())
     remember(input_spec)
     x, places = move(input, plan.source), move(index, plan.index)
-    if plan.source.mesh.get_coordinate() is None or not prod(plan.index.shape):
+    if not plan.source.present or not prod(plan.index.shape):
         return _torch.wrap(x.new_empty(plan.output.local_shape), plan.output.spec)
     dim %= max(1, input.dim())
     if plan.asks:

@@ -21,7 +21,6 @@ from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import rule
 from .._core.index_bounds import check_within
-from .._core.index_copy_plan import settled
 from .index_select import INDEX, P, local_index, owned
 from .masked_select import index_masked, refuse_compiled
 
@@ -71,7 +70,7 @@ def moved_by(shape: tuple[int, ...], dims: tuple[int, ...], picked: tuple[int, .
 def _plan(spec: _torch.Spec, dims: tuple[int, ...], picked: tuple[int, ...]) -> tuple[Layout, Layout, Moved]:
     layout = Layout.of(spec)
     moved = moved_by(layout.shape, dims, picked)
-    source = layout.placed(tuple(settled(p) for p in layout.placements))
+    source = layout.without_partial(keep_sums=True)
     placements: list[Placement] = list(source.placements)
     for mesh_dim, p in enumerate(placements):
         if isinstance(p, Shard):
@@ -129,7 +128,7 @@ def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     source, output, moved = _plan(_torch.spec_of(input), tuple(picks), picked)
     remember(source.spec)  # its gradient is written into zeros
     x = move(input, source)
-    if source.mesh.get_coordinate() is None:
+    if not source.present:
         return _torch.wrap(x.new_empty(0), output.spec)
     if not x.numel():
         check_picks(picks, source)

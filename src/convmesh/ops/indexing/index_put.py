@@ -48,7 +48,7 @@ def _put(whole: DTensor, picks: Picks, moved: Moved, values: DTensor, adds: bool
     beside = tuple(moved.others.get(dim) for dim in range(whole.dim()))
     placed, given, output = plan_add("index_put", _torch.spec_of(whole), _torch.spec_of(values), beside, adds)
     x, v = move(whole, placed), move(values, given)
-    if output.mesh.get_coordinate() is None:
+    if not output.present:
         return x.clone(), output
     if not x.numel():
         check_picks(picks, output)

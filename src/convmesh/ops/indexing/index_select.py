@@ -22,7 +22,6 @@ from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
 from ...sharding.sharding_table import Assignment, Row, choose, input_placements, output_placements
 from .._core.index_bounds import check_within, raised_alike
-from .._core.index_copy_plan import settled
 from .common import idle, whole_price
 
 aten = torch.ops.aten
@@ -50,7 +49,7 @@ def owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, 
 @planned
 def plan_index(spec: _torch.Spec, dim: int, count: int) -> tuple[Layout, Layout]:
     layout = Layout.of(spec)
-    source = layout.placed(tuple(settled(p) for p in layout.placements))
+    source = layout.without_partial(keep_sums=True)
     placements: tuple[Placement, ...] = tuple(P if p == Shard(dim) else p for p in source.placements)
     shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :])
     stride = dense_stride(shape, torch.contiguous_format)
@@ -72,7 +71,7 @@ def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
     source, output = plan_index(_torch.spec_of(input), dim, at.shape[0])
     remember(source.spec)  # its gradient is written into zeros
     x = move(input, source)
-    if source.mesh.get_coordinate() is None:
+    if not source.present:
         return _torch.wrap(x.new_empty(0), output.spec)
     if not x.numel():
         check_within(at, source.shape[dim])
@@ -115,7 +114,7 @@ def index_add(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     beside = tuple(None if other == dim else other for other in range(whole.dim()))
     placed, given, output = plan_add("index_add", _torch.spec_of(whole), _torch.spec_of(source), beside)
     x, values = move(whole, placed), move(source, given)
-    if output.mesh.get_coordinate() is None:
+    if not output.present:
         return _torch.wrap(x.new_empty(0), output.spec)
     if dim in output.cuts:
         at, mine = owned(at, output.own(dim), output.shape[dim])

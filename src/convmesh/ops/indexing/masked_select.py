@@ -60,7 +60,7 @@ def plan_mask(operator: str, spec: _torch.Spec, mask_spec: _torch.Spec) -> MaskP
     cut = max({p.dim for m in mesh_dims if isinstance(p := given[m], Shard)} or {0}, key=lambda dim: input.shape[dim])
     placements: tuple[Placement, ...] = tuple(Shard(cut) if m in mesh_dims else p for m, p in enumerate(given))
     beside = tuple(p if m in mesh_dims else R for m, p in enumerate(placements))
-    here = input.mesh.get_coordinate() is not None
+    here = input.present
     return MaskPlan(input.placed(placements), mask.placed(beside), cut, mesh_dims, here)
 
 

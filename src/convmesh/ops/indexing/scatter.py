@@ -126,7 +126,7 @@ def _plan(
     given = [layout for layout in (whole, index, source) if layout is not None]
     named = list(zip(names, given, strict=False))
     rank, count = len(whole.shape), len(given)
-    here = whole.mesh.get_coordinate() is not None
+    here = whole.present
     if not prod(index.shape):  # torch takes any index that is empty
         return ScatterPlan(tuple(given), whole.dense, False, here)
     if any(len(layout.shape) != rank for layout in given) or not -max(1, rank) <= dim < max(1, rank):

@@ -1,7 +1,7 @@
 """Determinants, solutions and factors of batches of matrices: a rank has all of each of its matrices.
 
-autograd looks at the strides of the matrices to know which way round they were factorised, so local tensors are in
-memory in the order of the full tensor's strides.
+autograd asks of a matrix whether it is contiguous, to know which way round it was factorised: so local tensors are
+contiguous exactly where full tensors are.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ MATRICES = Behaviour("batch dimensions", "nothing; all-gather of matrices that a
 MOST = 4  # results
 
 
+def _contiguous_alike(layout: Layout, local: torch.Tensor) -> torch.Tensor:
+    if layout.is_contiguous or not (layout.dtype.is_floating_point or layout.dtype.is_complex):
+        return local.contiguous()
+    return local.mT.contiguous().mT
+
+
 @table_rule(
     aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default, aten.linalg_inv_ex.default,
     aten.linalg_cholesky_ex.default, aten.linalg_lu_factor_ex.default, aten.linalg_lu_solve.default,
     aten.linalg_qr.default, aten._linalg_svd.default, aten._linalg_eigh.default, aten.linalg_matrix_exp.default,
-    aten.linalg_solve_triangular.default, behaviour=MATRICES, prepare=Layout.laid,
+    aten.linalg_solve_triangular.default, behaviour=MATRICES, prepare=_contiguous_alike,
 )  # fmt: skip
 def decomposition(matrices: Layout, *rest: object) -> Iterator[Row]:
     operands = [matrices, *(argument for argument in rest if isinstance(argument, Layout))]

@@ -14,7 +14,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from ... import _torch
 from ...comm import all_reduce
 from ...geometry import Interval
 from ...kernels import synchronous

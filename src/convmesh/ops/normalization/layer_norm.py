@@ -14,12 +14,12 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from ... import _torch
 from ...kernels.normalization import Pair, input_gradient, moments_of_sets, normalised, sums_by_set
 from ...sharding.errors import refuse
-from ...sharding.layout import Layout
+from ...sharding.layout import Layout, all_absent
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move, move_beside
 from ...sharding.registry import Behaviour, made_of_others, rule
-from ..reductions.plan import absent, wide, wrap_dense
-from .common import Named, Spread, all_absent, arrange, new, parameter_gradient, place_parameters, rows
+from ..reductions.plan import wide
+from .common import Named, Spread, arrange, parameter_gradient, place_parameters, rows
 
 aten = torch.ops.aten
 
@@ -38,7 +38,6 @@ class LayerNormPlan:
     outer: tuple[int, ...]  # the dimensions that are not normalised over, and those that are
     inner: tuple[int, ...]
     parameters: tuple[tuple[Layout, Layout], ...]  # where the gradients of weight and bias are, and where they go
-    present: bool
 
 
 @planned
@@ -61,12 +60,11 @@ def plan_layer_norm(operator: str, normal_shape: tuple[int, ...], *specs: _torch
         Shard(p.dim - axis) if isinstance(p, Shard) and p.dim >= axis else Replicate() for p in placed.placements
     )
     dtype = next((given.dtype for given in (weight, bias) if given is not None), input.dtype)
-    whole = new(input, normal_shape, beside, dtype)
+    whole = input.new(normal_shape, beside, dtype)
     return LayerNormPlan(
-        operands, placed.dense, new(input, (*input.shape[:axis], *[1] * len(inner)), by_row, wide(input.dtype)),
+        operands, placed.dense, input.new((*input.shape[:axis], *[1] * len(inner)), by_row, wide(input.dtype)),
         Spread.over(placed, inner), outer, inner,
         tuple(parameter_gradient(given or whole, placed, whole, pending=True) for given in (weight, bias)),
-        input.mesh.get_coordinate() is not None,
     )  # fmt: skip
 
 
@@ -77,15 +75,15 @@ def layer_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     check_placed("layer_norm", tuple(zip(("input", "weight", "bias"), tensors, strict=True)))
     specs = (None if t is None else _torch.spec_of(t) for t in tensors)
     plan = plan_layer_norm("layer_norm", tuple(int(size) for size in shape), *specs)
-    if not plan.present:
-        return tuple(absent(input, layout) for layout in (plan.output, plan.statistics, plan.statistics))
+    if not plan.output.present:
+        return tuple(layout.absent(input) for layout in (plan.output, plan.statistics, plan.statistics))
     x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
     if not plan.spread.mesh_dims:
         y, mean, rstd = operator(x, list(shape), w, b, eps)
     else:
         y, mean, rstd = _normalise(plan, x, w, b, eps)
     statistics = plan.statistics.typed(mean.dtype).spec
-    return wrap_dense(y, plan.output), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
+    return plan.output.wrap(y), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
 
 
 def _normalise(plan: LayerNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
@@ -108,8 +106,8 @@ def layer_norm_backward(
     tensors = (input, weight, bias)
     specs = (None if t is None else _torch.spec_of(t) for t in tensors)
     plan = plan_layer_norm("layer_norm_backward", tuple(int(size) for size in shape), *specs)
-    if not plan.present:
-        return all_absent(input, (plan.output, *(wanted for _, wanted in plan.parameters)), mask)
+    if not plan.output.present:
+        return all_absent((plan.output, *(wanted for _, wanted in plan.parameters)), input, mask)
     x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
     gy = move_beside(gradient, plan.output)
     m, r = (move(t, plan.statistics.typed(t.dtype)) for t in (mean, rstd))
@@ -117,7 +115,7 @@ def layer_norm_backward(
         gx, *gradients = operator(gy, x, list(shape), m, r, w, b, mask)
     else:
         gx, *gradients = _gradients(plan, gy, x, m, r, w, mask)
-    for_input = wrap_dense(gx, plan.output) if mask[0] else None
+    for_input = plan.output.wrap(gx) if mask[0] else None
     return for_input, *place_parameters(gradients, plan.parameters, mask[1:])
 
 

@@ -47,7 +47,7 @@ def native_dropout(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dic
 
 def _noise(operator: _torch.Operator, layout: Layout, model: DTensor, p: float) -> torch.Tensor:
     """0 or 1 / (1 - p), drawn exactly as the operator does it on this device."""
-    if layout.mesh.get_coordinate() is not None:
+    if layout.present:
         # A CPU draws them in the order of the dimensions, however the input lies in memory.
         stride = dense_stride(layout.shape, torch.contiguous_format)
         plain = Layout(layout.mesh, layout.placements, layout.shape, stride, layout.dtype)

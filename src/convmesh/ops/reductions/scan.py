@@ -12,7 +12,7 @@ from ...comm import line, side_by_side
 from ...sharding.redistribute import move
 from ...sharding.registry import Behaviour, rule
 from ..sorting.sort_topk import begin_order, run_whole
-from .plan import absent, begin
+from .plan import begin
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ def prod(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     dtype = dtype or (input.dtype if floating else torch.int64)
     plan, local = begin("prod", input, dim, keepdim)
     if local is None:
-        return absent(input, plan.output.typed(dtype))
+        return plan.output.typed(dtype).absent(input)
     own = local.to(dtype)
     for reduced in plan.dims:
         own = own.prod(reduced, keepdim=True)

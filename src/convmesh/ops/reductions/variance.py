@@ -18,7 +18,7 @@ from ...sharding.errors import refuse
 from ...sharding.registry import Behaviour, made_of_others, rule
 from .._core.cached_tensors import Numbers
 from .basic import STAYS
-from .plan import Reduction, absent, begin, wide
+from .plan import Reduction, begin, wide
 
 aten = torch.ops.aten
 
@@ -77,8 +77,8 @@ def variance(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     real = input.dtype.to_real()
     with_mean = name.endswith("_mean")
     if local is None:
-        nothing = absent(input, plan.output.typed(real))
-        return (nothing, absent(input, plan.output)) if with_mean else nothing
+        nothing = plan.output.typed(real).absent(input)
+        return (nothing, plan.output.absent(input)) if with_mean else nothing
     mean, var = moments(plan, local.to(wide(local.dtype)))
     if not plan.count:
         mean, var = mean * nan, var * nan

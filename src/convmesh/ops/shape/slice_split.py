@@ -16,11 +16,11 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ... import _torch
 from ...geometry import index_map
 from ...sharding.errors import refuse
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout, dense_stride, reduced
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
-from .._core.index_copy_plan import Maps, copy, settled
+from .._core.index_copy_plan import Maps, copy
 from .view_copies import copy_of
 
 aten = torch.ops.aten
@@ -192,7 +192,7 @@ def plan_unbind(spec: _torch.Spec, dim: int) -> tuple[Layout, Layout]:
 
 def recut(layout: Layout, dim: int) -> tuple[Placement, ...]:
     """Placements that do not cut `dim`: the mesh dimensions that did cut another one, the largest that is whole."""
-    placements = [settled(placement) for placement in layout.placements]
+    placements = [reduced(placement) for placement in layout.placements]
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard) and placement.dim == dim:
             taken = {other.dim for other in placements if isinstance(other, Shard)}

@@ -87,7 +87,7 @@ def plan_order(operator: str, spec: _torch.Spec, dim: int) -> OrderPlan:
     for mesh_dim in given.cuts.get(dim, ()):
         source = _recut(source, mesh_dim, dim)
     alone = dim in given.cuts and prod(layout.shape) == layout.shape[dim]
-    return OrderPlan(given, source, dim, alone, layout.mesh.get_coordinate() is not None)
+    return OrderPlan(given, source, dim, alone, layout.present)
 
 
 def _recut(layout: Layout, mesh_dim: int, dim: int) -> Layout:
