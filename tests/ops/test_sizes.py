@@ -212,7 +212,7 @@ def arriving_compiled(mesh: DeviceMesh, function: Function) -> float:
 
 
 def test_what_is_gathered_by_decision_is_in_the_table_and_nothing_else(pool: Pool) -> None:
-    said = {operator for operator, behaviour in declared().items() if GATHERS.search(behaviour.travels)}
+    said = {operator for operator, behaviour in declared().items() if GATHERS.search(behaviour.communication)}
     assert {_torch.name_of(operator) for operator in said} == DECIDED.keys() | DECIDED_COMPILED.keys()
     by_rank = pool.run(measure_decided, mesh=(4,))
     stale = {name for name in by_rank[0] if max(seen[name] for seen in by_rank) < LARGEST[2]}

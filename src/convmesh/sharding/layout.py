@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,26 +70,20 @@ class Layout:
         shape = sizes if keepdim else [size for dim, size in enumerate(sizes) if dim not in lost]
         return self.new(shape, map(kept, self.placements))
 
-    def sharded_elsewhere(
-        self, dims: Iterable[int], best: Callable[[Layout, Mapping[int, float]], int | None]
-    ) -> Layout:
-        """Sharded along none of `dims`: each mesh dimension that does shards another dimension instead.
-
-        `best` picks it, or None for Replicate(), from the other dimensions and the indices a rank now has of each.
-        """
-        avoided, layout = frozenset(dims), self
-        for mesh_dim, placement in enumerate(self.placements):
-            if isinstance(placement, Shard) and placement.dim in avoided:
-                layout = layout.replicated((mesh_dim,))
-                share = {
-                    dim: size / prod(self.mesh.size(m) for m in layout.cuts.get(dim, ()))
-                    for dim, size in enumerate(self.shape)
-                    if dim not in avoided
-                }
-                other = best(layout, share)
-                if other is not None:
-                    layout = layout.sharded(mesh_dim, other)
+    def sharded_elsewhere(self, dim: int) -> Layout:
+        """Not sharded along `dim`: each mesh dimension over which it is shards the first other dimension of which most
+        ranks get something, or none."""
+        layout = self
+        for mesh_dim in self.cuts.get(dim, ()):
+            others = (layout.sharded(mesh_dim, other) for other in range(self.ndim) if other != dim)
+            layout = next((one for one in others if not one.mostly_empty(mesh_dim)), layout.replicated((mesh_dim,)))
         return layout
+
+    def mostly_empty(self, mesh_dim: int) -> bool:
+        """Whether half of the ranks or more have nothing of the dimension that is sharded over a mesh dimension."""
+        placement = self.placements[mesh_dim]
+        parts = self.shards(placement.dim) if isinstance(placement, Shard) else ()
+        return 2 * sum(map(bool, parts)) <= len(parts) > 1
 
     def beside(self, other: Layout, dim: int) -> Placement:
         """How this tensor, broadcast against `other`, is placed where that is Shard(dim): sharded alike if it has all

@@ -54,9 +54,8 @@ def idle(layout: Layout, placements: tuple[Placement, ...]) -> bool:
     """Whether a tensor would be moved to a dimension of which half of the ranks or more have nothing."""
     moved = layout.placed(placements)
     return any(
-        2 * sum(map(bool, parts := moved.shards(dim))) <= len(parts) > 1
-        and any(layout.placements[m] != placements[m] and not isinstance(layout.placements[m], Replicate) for m in cut)
-        for dim, cut in moved.cuts.items()
+        before != after and not isinstance(before, Replicate) and moved.mostly_empty(mesh_dim)
+        for mesh_dim, (before, after) in enumerate(zip(layout.placements, placements, strict=True))
     )
 
 

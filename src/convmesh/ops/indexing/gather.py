@@ -20,7 +20,7 @@ from ... import _torch
 from ...comm import Route
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import remember
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
@@ -94,12 +94,8 @@ def _plan(input_spec: _torch.Spec, index_spec: _torch.Spec, dim: int, routes: bo
     input, index = Layout.of(input_spec), Layout.of(index_spec)
     named = (("input", input), ("index", index))
     rank = len(input.shape)
-    stride = dense_stride(index.shape, torch.contiguous_format)
     if not prod(index.shape):  # torch takes any index that is empty
-        whole = (R,) * input.mesh.ndim
-        return GatherPlan(
-            input, index.placed(whole), Layout(input.mesh, whole, index.shape, stride, input.dtype), False
-        )
+        return GatherPlan(input, index.replicated(), input.replicated().new(index.shape), False)
     if rank != len(index.shape) or not -max(1, rank) <= dim < max(1, rank):
         raise refuse("gather", f"dimension {dim} of tensors of {rank} and {len(index.shape)} dimensions", named,
                      "give an index with the input's number of dimensions")  # fmt: skip
@@ -126,7 +122,7 @@ def _plan(input_spec: _torch.Spec, index_spec: _torch.Spec, dim: int, routes: bo
         )
 
     chosen = choose("gather", rows, named, fits=fits, extra=price)
-    output = Layout(input.mesh, output_placements(chosen, 0), index.shape, stride, input.dtype)
+    output = input.new(index.shape, output_placements(chosen, 0))
     asks = any(row.name == "asked" for row in chosen)
     return GatherPlan(
         input.placed(input_placements(chosen, 0)), index.placed(input_placements(chosen, 1)), output, asks

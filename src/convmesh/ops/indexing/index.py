@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ... import _torch
 from ...sharding.gradient_placements import remember
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import rule
@@ -75,8 +75,7 @@ def _plan(spec: _torch.Spec, dims: tuple[int, ...], picked: tuple[int, ...]) -> 
     for mesh_dim, p in enumerate(placements):
         if isinstance(p, Shard):
             placements[mesh_dim] = P if p.dim in dims else Shard(moved.others[p.dim])
-    stride = dense_stride(moved.shape, torch.contiguous_format)
-    return source, Layout(layout.mesh, tuple(placements), moved.shape, stride, layout.dtype), moved
+    return source, layout.new(moved.shape, tuple(placements)), moved
 
 
 def here_of(picks: Picks, layout: Layout) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
@@ -129,7 +128,7 @@ def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     remember(source.spec)  # its gradient is written into zeros
     x = move(input, source)
     if not source.present:
-        return _torch.wrap(x.new_empty(0), output.spec)
+        return output.absent(x)
     if not x.numel():
         check_picks(picks, source)
     if any(dim in source.cuts and not x.shape[dim] for dim in picks):

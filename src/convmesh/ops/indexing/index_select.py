@@ -16,7 +16,7 @@ from ... import _torch
 from ...geometry import Interval
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import remember
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
@@ -52,8 +52,7 @@ def plan_index(spec: _torch.Spec, dim: int, count: int) -> tuple[Layout, Layout]
     source = layout.without_partial(keep_sums=True)
     placements: tuple[Placement, ...] = tuple(P if p == Shard(dim) else p for p in source.placements)
     shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :])
-    stride = dense_stride(shape, torch.contiguous_format)
-    return source, Layout(layout.mesh, placements, shape, stride, layout.dtype)
+    return source, layout.new(shape, placements)
 
 
 @rule(aten.index_select.default, behaviour=INDEX)
@@ -72,7 +71,7 @@ def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
     remember(source.spec)  # its gradient is written into zeros
     x = move(input, source)
     if not source.present:
-        return _torch.wrap(x.new_empty(0), output.spec)
+        return output.absent(x)
     if not x.numel():
         check_within(at, source.shape[dim])
     if dim not in source.cuts:
@@ -102,8 +101,7 @@ def plan_add(
     chosen = choose(operator, rows, (("whole", whole), ("source", source)), fits=fits,
                     extra=lambda row, mesh_dim: whole_price(row, mesh_dim, (whole, source)))  # fmt: skip
     placed = whole.placed(input_placements(chosen, 0)), source.placed(input_placements(chosen, 1))
-    stride = dense_stride(whole.shape, torch.contiguous_format)
-    return *placed, Layout(whole.mesh, output_placements(chosen, 0), whole.shape, stride, whole.dtype)
+    return *placed, whole.new(whole.shape, output_placements(chosen, 0))
 
 
 @rule(aten.index_add.default, behaviour=ADD)
@@ -115,7 +113,7 @@ def index_add(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     placed, given, output = plan_add("index_add", _torch.spec_of(whole), _torch.spec_of(source), beside)
     x, values = move(whole, placed), move(source, given)
     if not output.present:
-        return _torch.wrap(x.new_empty(0), output.spec)
+        return output.absent(x)
     if dim in output.cuts:
         at, mine = owned(at, output.own(dim), output.shape[dim])
         values = values.masked_fill((~mine).view(-1, *[1] * (x.dim() - dim - 1)), 0)

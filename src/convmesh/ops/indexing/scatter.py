@@ -45,7 +45,6 @@ class ScatterPlan:
     operands: tuple[Layout, ...]
     output: Layout
     routes: bool
-    here: bool
 
 
 @rule(
@@ -69,7 +68,7 @@ def scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     x, at, given = (
         move(tensor, layout) for tensor, layout in zip((whole, index, values), (*plan.operands, None), strict=False)
     )
-    if plan.here and 0 not in plan.operands[1].shape:
+    if plan.output.present and 0 not in plan.operands[1].shape:
         write = partial(_written, partial(_functional, operator, how), x, dim, at, source if values is None else given)
         size = plan.operands[0].shape[dim] if whole.dim() else 1
         settled = plan.operands[0].cuts[dim] if plan.routes else ()
@@ -126,9 +125,8 @@ def _plan(
     given = [layout for layout in (whole, index, source) if layout is not None]
     named = list(zip(names, given, strict=False))
     rank, count = len(whole.shape), len(given)
-    here = whole.present
     if not prod(index.shape):  # torch takes any index that is empty
-        return ScatterPlan(tuple(given), whole.dense, False, here)
+        return ScatterPlan(tuple(given), whole.dense, False)
     if any(len(layout.shape) != rank for layout in given) or not -max(1, rank) <= dim < max(1, rank):
         raise refuse(operator, f"dimension {dim} of tensors of {[len(t.shape) for t in given]} dimensions", named,
                      "give all of them the same number of dimensions")  # fmt: skip
@@ -153,10 +151,9 @@ def _plan(
     wanted = [] if wish is None else [Wanted(wish, prod(whole.shape))]
     chosen = choose(operator, rows, named, wanted, fits=fits, extra=price)
     operands = tuple(layout.placed(input_placements(chosen, number)) for number, layout in enumerate(given))
-    stride = dense_stride(whole.shape, torch.contiguous_format)
-    output = Layout(whole.mesh, output_placements(chosen, 0), whole.shape, stride, whole.dtype)
+    output = whole.new(whole.shape, output_placements(chosen, 0))
     sent = any(row.name == "sent" for row in chosen)
-    return ScatterPlan(operands, output, sent, here)
+    return ScatterPlan(operands, output, sent)
 
 
 @rule(aten.new_zeros.default, behaviour=ZEROS)

@@ -14,7 +14,7 @@ from ...sharding.table_rule import table_rule
 
 aten = torch.ops.aten
 
-DISTANCE = Behaviour("batch, the rows of one of the two", "all-gather of the smaller, where rows of both are sharded")
+DISTANCE = Behaviour("batch, the rows of one of the two", "the smaller is replicated where rows of both are sharded")
 
 
 def _batch(*operands: Layout) -> Iterator[Row]:

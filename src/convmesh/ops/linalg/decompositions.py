@@ -17,7 +17,10 @@ from ...sharding.table_rule import table_rule
 
 aten = torch.ops.aten
 
-MATRICES = Behaviour("batch dimensions", "nothing; all-gather of matrices that are sharded themselves")
+MATRICES = Behaviour(
+    "batch dimensions",
+    "nothing; where matrices are sharded an all-to-all to the batch; without a batch they are replicated",
+)
 MOST = 4  # results
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
 
 from ... import _torch
 from ...comm import all_reduce
 from ...sharding.errors import refuse
 from ...sharding.implicit_replication import the_same_everywhere
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.redistribute import check_placed, move, move_beside
 from ...sharding.registry import Behaviour, rule
 from ..indexing.index_select import local_index
@@ -48,9 +47,7 @@ def bincount(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
         counted = aten.bincount.default(local, given, max(minlength, highest + 1))
         counted = all_reduce(counted, layout.mesh, mesh_dims)
         shape = tuple(counted.shape)
-    output = Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim, shape,
-                    dense_stride(shape, torch.contiguous_format), counted.dtype)  # fmt: skip
-    return _torch.wrap(counted, output.spec)
+    return _torch.wrap(counted, layout.replicated().new(shape, dtype=counted.dtype).spec)
 
 
 @rule(aten.histc.default, behaviour=COUNT)
@@ -63,9 +60,9 @@ def histc(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
                      "give min and max")  # fmt: skip
     layout = Layout.of(_torch.spec_of(input)).without_partial()
     local = move(input, layout)
-    output = Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim, (bins,), (1,), input.dtype)
+    output = layout.replicated().new((bins,))
     if not layout.present:
-        return _torch.wrap(local.new_empty(0), output.spec)
+        return output.absent(local)
     mesh_dims = layout.sharded_over()
     if low == high and input.numel():
         low, high = _ends(local, layout, mesh_dims)

@@ -25,7 +25,7 @@ def running(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     input, dim, dtype = _torch.arguments(operator, args, kwargs)
     plan = begin_order(operator, (input, dim, dtype))
     cut = plan.given.cuts.get(plan.dim, ())
-    if not cut or not plan.here:
+    if not cut or not plan.given.present:
         result: DTensor = run_whole(operator, (input, dim, dtype), plan)
         return result
     local = move(input, plan.given)

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
 
 from ... import _torch
 from ...comm import side_by_side
 from ...sharding.errors import refuse
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
 
@@ -64,7 +63,5 @@ def _of_all(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Te
 
 
 def _row(layout: Layout, values: torch.Tensor) -> Layout:
-    """All of it on every rank."""
-    shape = tuple(values.shape)
-    stride = dense_stride(shape, torch.contiguous_format)
-    return Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim, shape, stride, values.dtype)
+    """Replicated."""
+    return layout.replicated().new(values.shape, dtype=values.dtype)
