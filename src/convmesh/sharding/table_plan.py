@@ -19,8 +19,9 @@ from .redistribute import move, relocated
 from .result_strides import OneDevice
 from .sharding_table import Assignment, Wanted, input_placements, output_placements
 
-Local = Callable[["TablePlan"], Callable[..., Any]]
-"""Makes, once for a plan, the function of the arguments that is called in place of the operator, with local tensors."""
+Local = Callable[..., Callable[..., Any]]
+"""Of a plan and the operator's arguments, with the layouts of tensors where they have to be: makes, once for the plan,
+what is called with the same arguments, with local tensors, in place of the operator."""
 Prepare = Callable[[Layout, torch.Tensor], torch.Tensor]
 """Of an operand's layout and its local tensor: the local tensor as a kernel wants it."""
 
@@ -49,6 +50,8 @@ class Result:
         return self.computed.placements != self.wanted.placements
 
     def wrap(self, local: torch.Tensor) -> DTensor:
+        if local.dtype != self.wanted.dtype:
+            local = local.to(self.wanted.dtype)
         if self.moves:
             local = relocated(local, self.computed, self.wanted)
         if self.memory_format is None:
@@ -61,7 +64,8 @@ class TablePlan:
     """A call that is ready to be made: where the tensors have to be, and where the results then are."""
 
     operator: _torch.Operator
-    operands: tuple[tuple[int, Layout], ...]  # by the number of the argument
+    arguments: tuple[Any, ...]  # with the layouts of tensors
+    operands: tuple[tuple[int, Layout], ...]  # those, by the number of the argument
     results: tuple[Result | None, ...]
     local: Local | None
     prepare: Prepare | None
@@ -71,11 +75,12 @@ class TablePlan:
 
     @staticmethod
     def of(
-        operator: _torch.Operator, given: Mapping[int, Layout | None], chosen: Assignment,
+        operator: _torch.Operator, args: Sequence[Any], given: Mapping[int, Layout | None], chosen: Assignment,
         made: Sequence[OneDevice | None], wishes: Sequence[Wanted | None] = (), local: Local | None = None,
         prepare: Prepare | None = None, communicates: bool = False,
     ) -> TablePlan:  # fmt: skip
-        """By number of the argument where the tensors are; of the chosen rows, and of what one device returns."""
+        """Of the arguments, by their numbers where the tensors among them are, the chosen rows for these, and what one
+        device returns."""
         operands = tuple(
             (number, layout.placed(input_placements(chosen, place)))
             for place, (number, layout) in enumerate(given.items())
@@ -88,7 +93,9 @@ class TablePlan:
         )
         moves = any(layout.placements != given[number].placements for number, layout in operands)  # type: ignore[union-attr]
         single = _torch.gives_one_tensor(operator)
-        return TablePlan(operator, operands, results, local, prepare, communicates, single, moves)
+        placed = dict(operands)
+        arguments = tuple(placed.get(number, value) for number, value in enumerate(args))
+        return TablePlan(operator, arguments, operands, results, local, prepare, communicates, single, moves)
 
     def operand(self, number: int = 0) -> Layout:
         return self.operands[number][1]
@@ -131,12 +138,13 @@ class TablePlan:
         found = self._call(*values)
         if self.single:
             return self.results[0].wrap(found)  # type: ignore[union-attr]
-        return tuple([one and one.wrap(made) for one, made in zip(self.results, found, strict=True)])
+        pairs = zip(self.results, found, strict=True)
+        return tuple([None if one is None or made is None else one.wrap(made) for one, made in pairs])
 
     @cached_property
     def _call(self) -> Callable[..., Any]:
         if self.local is not None:
-            return self.local(self)
+            return self.local(self, *self.arguments)
         known = _torch.signature(self.operator)
         return self.operator if known.by_name == len(known.names) else partial(_called, self.operator)
 

@@ -67,7 +67,7 @@ def table_rule(
 
         def make(operator: _torch.Operator, args: tuple[Any, ...], key: Sequence[Any]) -> TablePlan:
             layouts, chosen, made, wishes = _choose(operator, args, key, table, results, one_device)
-            return TablePlan.of(operator, layouts, chosen, made, wishes, local, prepare, communicates)
+            return TablePlan.of(operator, args, layouts, chosen, made, wishes, local, prepare, communicates)
 
         @tolerant
         @wraps(table)

@@ -17,8 +17,7 @@ aten = torch.ops.aten
 TRIANGLE = Behaviour("all dimensions, Partial(sum)", "nothing", "tensors without rows and columns")
 
 
-def _own_triangle(plan: TablePlan) -> Callable[..., torch.Tensor]:
-    input = plan.operand()
+def _own_triangle(plan: TablePlan, input: Layout, diagonal: int) -> Callable[..., torch.Tensor]:
     below = input.own(input.ndim - 2).start - input.own(input.ndim - 1).start
     return lambda local, diagonal: plan.operator(local, diagonal + below)
 

@@ -28,9 +28,8 @@ EMBEDDING = Behaviour(
 )  # fmt: skip
 
 
-def _looked_up(plan: TablePlan) -> Callable[..., torch.Tensor]:
+def _looked_up(plan: TablePlan, weight: Layout, indices: Layout, *_: object) -> Callable[..., torch.Tensor]:
     """Of the local rows; zeros for indices of others. A bad index is raised on all ranks."""
-    weight, indices = plan.operand(0), plan.operand(1)
     count = weight.shape[0]
 
     def rows(local: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

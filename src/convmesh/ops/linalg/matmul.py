@@ -84,10 +84,12 @@ def _plan(
     made = results_of(operator, *_torch.by_name(operator, args))
     local = None if added is None else _added_once
     # An empty product is no special case: also a rank that has nothing to multiply may have to add.
-    return TablePlan.of(operator, dict(zip(numbers, given, strict=True)), chosen, made, local=local, communicates=True)
+    return TablePlan.of(
+        operator, args, dict(zip(numbers, given, strict=True)), chosen, made, local=local, communicates=True
+    )
 
 
-def _added_once(plan: TablePlan) -> Callable[..., torch.Tensor]:
+def _added_once(plan: TablePlan, *_: object) -> Callable[..., torch.Tensor]:
     """Of the ranks of a Partial product one adds what is added."""
     result = plan.results[0]
     adds = result is not None and result.computed.adds_once

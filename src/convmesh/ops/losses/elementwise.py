@@ -40,13 +40,12 @@ def _with_reduction(plan: TablePlan, values: tuple[Any, ...], reduction: int) ->
     return result
 
 
-def _reduced(plan: TablePlan) -> Callable[..., torch.Tensor]:
-    place = _torch.signature(plan.operator).names.index("reduction")
+def _reduced(plan: TablePlan, *arguments: Any) -> Callable[..., torch.Tensor]:
+    reduction = _before_reduction(arguments)[-1]
     mesh, count = plan.operand().mesh, _count(plan)
     mesh_dims = sorted({mesh_dim for _, layout in plan.operands for mesh_dim in layout.sharded_over()})
 
     def loss(*values: Any) -> torch.Tensor:
-        reduction = values[place]
         if not mesh_dims or reduction == NONE:
             return _with_reduction(plan, values, reduction)
         each = _with_reduction(plan, values, NONE)
@@ -73,13 +72,11 @@ def _before_reduction(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return arguments[: end + 1]
 
 
-def _of_all(plan: TablePlan) -> Callable[..., torch.Tensor]:
+def _of_all(plan: TablePlan, *arguments: Any) -> Callable[..., torch.Tensor]:
     """The mean is over all ranks' elements, which the kernel does not know of."""
-    place = _torch.signature(plan.operator).names.index("reduction")
-    count = _count(plan)
+    reduction, count = _before_reduction(arguments)[-1], _count(plan)
 
     def backward(gradient: torch.Tensor, *values: Any) -> torch.Tensor:
-        reduction = values[place - 1]
         gradient = gradient / count if reduction == MEAN else gradient
         return _with_reduction(plan, (gradient, *values), SUM if reduction else NONE)
 

@@ -121,8 +121,8 @@ class Targets:
         self.weight = torch.where(counted, by_class.to(dtype), 0)
 
 
-def _loss(plan: TablePlan) -> Callable[..., Pair]:
-    classes = Classes.of(plan, plan.operand(0), plan.operand(1))
+def _loss(plan: TablePlan, input: Layout, target: Layout, *_: object) -> Callable[..., Pair]:
+    classes = Classes.of(plan, input, target)
 
     def loss(x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int) -> Pair:
         if reduction != NONE and classes.kernel_does(x):
@@ -164,8 +164,10 @@ def nll_loss(input: Layout, target: Layout, weight: Layout | None, reduction: in
         yield Row(name, (at, beside, R), (R if reduction else beside, R))
 
 
-def _gradient(plan: TablePlan) -> Callable[..., torch.Tensor]:
-    classes = Classes.of(plan, plan.operand(1), plan.operand(2))
+def _gradient(
+    plan: TablePlan, grad_output: Layout, input: Layout, target: Layout, *_: object
+) -> Callable[..., torch.Tensor]:
+    classes = Classes.of(plan, input, target)
 
     def gradient(
         gy: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int,

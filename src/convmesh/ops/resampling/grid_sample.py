@@ -68,7 +68,7 @@ def grid_sample_backward(grad_output: Layout, input: Layout, grid: Layout, *_: o
     yield Row("sum", (P, R, R), (P, P))
 
 
-def _own_maps(plan: TablePlan) -> Callable[..., torch.Tensor]:
+def _own_maps(plan: TablePlan, *_: object) -> Callable[..., torch.Tensor]:
     return lambda theta, size, align_corners: plan.operator(theta, [theta.shape[0], *size[1:]], align_corners)
 
 
