@@ -93,7 +93,7 @@ def _gradients(
 ) -> Callable[..., tuple[Any, ...]]:
     spread = spread_of(input, shape)
     outer = tuple(range(input.ndim - len(shape)))
-    if not spread.mesh_dims and prod(input.local_shape):
+    if not spread.mesh_dims and 0 not in input.local_shape:
         return plan.operator
 
     def over_rows(values: torch.Tensor) -> torch.Tensor:
