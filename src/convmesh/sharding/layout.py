@@ -163,10 +163,10 @@ class Layout:
 
     @cached_property
     def adds_once(self) -> bool:
-        """Whether this rank is the first along every mesh dimension over which the tensor is Partial: what is to be
-        added once it adds, and the others add zeros."""
+        """Whether this rank is the first along every mesh dimension over which the tensor is Partial(sum): what is to
+        be added once it adds, and the others add zeros."""
         here = self.mesh.get_coordinate()
-        return here is not None and not any(here[m] for m, p in enumerate(self.placements) if isinstance(p, Partial))
+        return here is not None and not any(here[m] for m, p in enumerate(self.placements) if is_sum(p))
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def local_index(index: Any) -> torch.Tensor:
     if not isinstance(index, DTensor):
         return index  # type: ignore[no-any-return]
     layout = Layout.of(_torch.spec_of(index))
-    return move(index, layout.placed((R,) * layout.mesh.ndim))  # type: ignore[no-any-return]
+    return move(index, layout.replicated())  # type: ignore[no-any-return]
 
 
 def owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, torch.Tensor]:

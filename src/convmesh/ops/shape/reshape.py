@@ -148,7 +148,7 @@ def _choices(placement: Placement, layout: Layout) -> list[Placement]:
 def plan_whole_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
     """Where a view lies of a tensor that no rank has a part of only; None where torch's DTensor knows, or complains."""
     layout = Layout.of(spec)
-    if any(isinstance(p, Shard) or _strange(p) for p in layout.placements) or layout.mesh.get_coordinate() is None:
+    if any(isinstance(p, Shard) or _strange(p) for p in layout.placements) or not layout.present:
         return None
     return _view_of_all(layout, layout.placements, shape)
 
@@ -197,7 +197,7 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     _came_from.remember(went_to, tuple(reduced(placement) for placement in input.placements))
     travels = _travels(input, plan.source)
     local = move(input, plan.source) if travels else _torch.local_of(input)
-    if plan.output.mesh.get_coordinate() is not None:
+    if plan.output.present:
         local = (local if plan.flow is None else plan.flow(local)).reshape(plan.output.local_shape)
     if plan.wanted is plan.output and plan.flow is None and not travels:
         return _torch.as_view(operator, args, kwargs, _torch.wrap(local, plan.output.spec))

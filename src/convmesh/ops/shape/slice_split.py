@@ -79,7 +79,7 @@ def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
 def plan_whole_slice(spec: _torch.Spec, dim: int, start: int | None, stop: int | None, step: int) -> Layout | None:
     """Where a slice of a dimension lies that is not cut; None where only torch's DTensor knows, or complains."""
     layout = Layout.of(spec)
-    if not _torch.plain_order(spec) or layout.mesh.get_coordinate() is None or not layout.shape or step < 1:
+    if not _torch.plain_order(spec) or not layout.present or not layout.shape or step < 1:
         return None
     count, _ = bounds(layout.shape[dim], start, stop, step)
     shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :])
@@ -164,8 +164,8 @@ def unbind(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     check_placed("unbind", (("input", input),))
     target, results = plan_unbind(_torch.spec_of(input), dim)
     x = move(input, target)
-    if results.mesh.get_coordinate() is None:
-        return [_torch.wrap(x.new_empty(0), results.spec) for _ in range(input.shape[dim])]
+    if not results.present:
+        return [results.absent(x) for _ in range(input.shape[dim])]
     return [index_of(input, dim, at, _torch.wrap(_own(one), results.spec)) for at, one in enumerate(x.unbind(dim))]
 
 
