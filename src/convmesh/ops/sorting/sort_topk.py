@@ -57,13 +57,16 @@ class OrderPlan:
 
     def wrap(self, result: torch.Tensor) -> DTensor:
         """A result that has the ordered dimension, perhaps of another length, or has lost it."""
-        dim, source = self.dim, self.source
-        if result.dim() < source.ndim:
-            layout = source.without((dim,))
-        else:
-            layout = source.new((*source.shape[:dim], *result.shape[dim : dim + 1], *source.shape[dim + 1 :]))
-        layout = layout.typed(result.dtype)
+        length = result.shape[self.dim] if self.source.ndim and result.dim() == self.source.ndim else None
+        layout = _result(self.source, self.dim, length, result.dtype)
         return layout.wrap(result) if layout.present else layout.absent(result)
+
+
+@planned
+def _result(source: Layout, dim: int, length: int | None, dtype: torch.dtype) -> Layout:
+    if length is None:
+        return source.without((dim,)).typed(dtype)
+    return source.new((*source.shape[:dim], length, *source.shape[dim + 1 :]), dtype=dtype)
 
 
 @planned
