@@ -48,12 +48,12 @@ BACKWARD = (
 APART = (aten.div.Scalar, aten.mul.Scalar, aten.neg.default)
 
 POINTWISE = Behaviour(
-    "all dimensions; pending sums where the operator is linear in them",
-    "nothing; operands that lie differently, pending sums elsewhere",
+    "all dimensions; Partial where the operator is linear in it",
+    "nothing; operands of other placements, Partial elsewhere",
 )  # fmt: skip
 IN_PLACE = Behaviour(
-    "all dimensions; pending sums where the operator is linear in them",
-    "operands that lie differently; a part of a sharded dimension, back to its owners",
+    "all dimensions; Partial where the operator is linear in it",
+    "operands of other placements; what is written into a part of a sharded dimension, to its owners",
 )  # fmt: skip
 COPIED = ("clone", "_to_copy")
 OPERATORS = [
@@ -114,7 +114,7 @@ def _moved(
     operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any],
     specs: tuple[_torch.Spec | None, ...], values: list[Any],
 ) -> Any:  # fmt: skip
-    """Where operands may have to be moved or cut before they are used."""
+    """Where operands may have to be redistributed or narrowed before they are used."""
     plan = _table.look_up(_key(operator, specs, kwargs), lambda: plan_pointwise(operator, args, kwargs, specs))
     if plan.leaves:
         return _torch.stock(operator, args, kwargs)

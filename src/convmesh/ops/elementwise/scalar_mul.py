@@ -1,7 +1,7 @@
 """Multiplying by a number, for the gradients of means.
 
-The gradient of a mean over everything is one number, expanded to the whole input on every rank: no memory at all, until
-it is divided by the count. Here it stays expanded, and each rank takes its part of it later.
+The gradient of a mean over everything is one number, expanded to the full input on every rank: no memory at all, until
+it is divided by the count. Here it stays expanded, and each rank takes its shard of it later.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ...sharding.registry import Behaviour, rule
 
 aten = torch.ops.aten
 
-BEHAVIOUR = Behaviour("all dimensions, pending sums", "nothing")
+BEHAVIOUR = Behaviour("all dimensions, Partial sums and averages", "nothing")
 
 
 @planned
 def plan_scale(spec: _torch.Spec, dtype: torch.dtype, expanded: tuple[int, ...]) -> Layout:
-    """Where the result lies; along `expanded` dimensions all of its values are one in memory."""
+    """The layout of the result; along `expanded` dimensions all of its values are one in memory."""
     input = Layout.of(spec).typed(dtype)
     if not expanded:
         return input.dense
@@ -36,7 +36,7 @@ def plan_scale(spec: _torch.Spec, dtype: torch.dtype, expanded: tuple[int, ...])
 
 @planned
 def settled_sums(spec: _torch.Spec) -> Layout | None:
-    """Where a tensor must go before it is scaled: only sums and averages may be left pending."""
+    """Where a tensor must go before it is scaled: only sums and averages may stay Partial."""
     placements = tuple(
         Replicate() if isinstance(p, Partial) and (type(p) is not Partial or p.reduce_op not in ("sum", "avg")) else p
         for p in spec.placements

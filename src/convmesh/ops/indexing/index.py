@@ -1,6 +1,6 @@
 """Indexing with tensors of indices, of one dimension or several, and the gradient that torch makes of it.
 
-As in `index_select` every rank takes what it owns, and has nothing to add for the others. The indices are the same on
+As in `index_select` every rank takes what it owns, and contributes zeros for the others. The indices are the same on
 every rank; a mask beside other indices stands for the places where it is true. One alone has a way of its own.
 """
 
@@ -79,7 +79,7 @@ def _plan(spec: _torch.Spec, dims: tuple[int, ...], picked: tuple[int, ...]) -> 
 
 
 def here_of(picks: Picks, layout: Layout) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-    """The indices in this rank's part of a tensor, and which of them it has (None: all of them)."""
+    """The indices in the local tensor, and which of them it has (None: all of them)."""
     local: list[torch.Tensor | None] = [picks.get(dim) for dim in range(len(layout.shape))]
     mine: torch.Tensor | None = None
     for dim in picks:
@@ -114,7 +114,7 @@ def sole_mask(input: Any, indices: Sequence[Any]) -> DTensor | None:
 def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x[:, :, indices]`, `x[rows, columns]`, `x[mask]`"""
     input, indices = _torch.arguments(operator, args, kwargs)
-    if not isinstance(input, DTensor) or input.dtype == torch.bool:  # which cannot be a pending sum
+    if not isinstance(input, DTensor) or input.dtype == torch.bool:  # which cannot be Partial(sum)
         return _torch.stock(operator, args, kwargs)
     check_placed("index", (("input", input),))
     mask = sole_mask(input, indices)

@@ -1,7 +1,8 @@
 """Indexing one dimension with a list of indices: `index_select`, and adding to such indices.
 
-Every rank takes what it owns of the indices, and has nothing to add for the others: along a cut dimension the result is
-a pending sum. No rank has to know the indices' values in advance, so this compiles, and nothing waits for the device.
+Every rank takes what it owns of the indices, and contributes zeros for the others: along a sharded dimension the
+result is Partial(sum). No rank has to know the indices' values in advance, so this compiles, and nothing waits for the
+device.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from .common import idle, whole_price
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
 
-INDEX = Behaviour("all dimensions, pending sums", "nothing: along the indexed dimension a pending sum")
-ADD = Behaviour("all dimensions, pending sums", "operands that lie differently")
+INDEX = Behaviour("all dimensions, Partial(sum)", "nothing: along the indexed dimension Partial(sum)")
+ADD = Behaviour("all dimensions, Partial(sum)", "operands of other placements")
 
 
 def local_index(index: Any) -> torch.Tensor:
@@ -40,7 +41,7 @@ def local_index(index: Any) -> torch.Tensor:
 
 
 def owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the indices are in this rank's part (anything for those that are not), and which of them are."""
+    """Where the indices are in the local tensor (anything for those that are not), and which of them are."""
     check_within(index, size)
     mine = (index >= own.start) & (index < own.stop)
     return (index - own.start).clamp(0, max(0, len(own) - 1)), mine
@@ -90,7 +91,7 @@ def plan_add(
 ) -> tuple[Layout, Layout, Layout]:
     """`beside` has for each dimension of the whole that of the source; None for one that is indexed."""
     whole, source = Layout.of(whole_spec), Layout.of(source_spec)
-    rows = [Row("replicated", (R, R), (R,)), *([Row("pending sums", (P, P), (P,))] if adds else [])]
+    rows = [Row("replicated", (R, R), (R,)), *([Row("sums", (P, P), (P,))] if adds else [])]
     # Along an indexed dimension each rank adds to what it owns.
     rows += [Row("sharded", (Shard(d), R if b is None else Shard(b)), (Shard(d),)) for d, b in enumerate(beside)]
 

@@ -1,9 +1,9 @@
 """What a mask selects of a tensor: how much that is, only the values say.
 
-Every rank counts what it selects, and all counts together tell each selected element its number. The results are cut in
-the order of these numbers, evenly: `x[mask]` of a cut tensor is a cut tensor, and so is the list of true places. Into a
-selection values come the other way: each rank asks for those with its numbers. Compiled code cannot know how many they
-are, and refuses.
+Every rank counts what it selects, and all counts together tell each selected element its number. The results are
+sharded in the order of these numbers, evenly: `x[mask]` of a sharded tensor is a sharded tensor, and so is the list of
+true places. Into a selection values come the other way: each rank asks for those with its numbers. Compiled code cannot
+know how many they are, and refuses.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ aten = torch.ops.aten
 R = Replicate()
 
 SELECTED = Behaviour(
-    "all dimensions; what is selected is cut evenly",
+    "all dimensions; what is selected is sharded evenly",
     "counts, and what changes its owner in the order of what is selected", "compiled code",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """A tensor whose first dimensions are masked, of which at most one is cut, over `mesh_dims`."""
+    """A tensor whose first dimensions are masked, of which at most one is sharded, over `mesh_dims`."""
 
     source: Layout
     mask: Layout
@@ -111,7 +111,7 @@ def spread(values: torch.Tensor, chosen: Selection, plan: MaskPlan) -> torch.Ten
 
 
 def output_of(plan: MaskPlan, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """Where selected rows lie: cut where masked dimensions were, and along those behind them as before."""
+    """The layout of selected rows: sharded where masked dimensions were, and along those behind them as before."""
     behind = len(plan.mask.shape) - 1
     placements = tuple(
         Shard(0) if m in plan.mesh_dims else Shard(p.dim - behind) if isinstance(p, Shard) else p
@@ -145,7 +145,7 @@ def index_masked(input: DTensor, mask: DTensor) -> DTensor:
 
 
 def put_masked(whole: DTensor, mask: DTensor, values: DTensor, adds: bool) -> tuple[torch.Tensor, Layout]:
-    """This rank's part of `whole` with `values` where the mask is true, and where it lies."""
+    """The local tensor of `whole` with `values` where the mask is true, and its layout."""
     plan = begin_mask("index_put with a mask", whole, mask)
     x, truth = move(whole, plan.source).clone(memory_format=torch.contiguous_format), move(mask, plan.mask)
     if not plan.source.present:

@@ -1,7 +1,7 @@
 """`scatter` and its kin: every value of a source goes to a place along a dimension, where an index says.
 
-torch makes the gradients of `gather`, of sorting and of extremes of it. Along a cut dimension each rank writes what it
-owns: values and indices are made whole for that, or travel to who owns their places, whichever is less.
+torch makes the gradients of `gather`, of sorting and of extremes of it. Along a sharded dimension each rank writes what
+it owns: values and indices are replicated for that, or sent to who owns their places, whichever is less.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ R = Replicate()
 
 SCATTER = Behaviour(
     "all dimensions",
-    "nothing, where the indexed dimension is whole; else indices and values, to the owners of their places; on CPUs "
-    "one number, for bad indices, where these are cut",
+    "nothing, where the indexed dimension is not sharded; else indices and values, to the owners of their places; on "
+    "CPUs one number, for bad indices, where these are sharded",
     "an input and an index with different numbers of dimensions, but for 0-d beside 1-d",
 )  # fmt: skip
-ZEROS = Behaviour("in backward cut as the tensor was whose gradient it becomes", "nothing")
+ZEROS = Behaviour("in backward sharded as the tensor was whose gradient it becomes", "nothing")
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _plan(
 
 @rule(aten.new_zeros.default, behaviour=ZEROS)
 def new_zeros(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Zeros that a gradient is written into lie where the tensor does, if that was remembered."""
+    """Zeros that a gradient is written into are placed as the tensor, if that was remembered."""
     like, sizes = args
     shape = tuple(map(_torch.known, sizes))
     placements = placements_of(like.device_mesh, shape) if prod(shape) else None

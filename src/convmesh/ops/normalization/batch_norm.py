@@ -1,4 +1,4 @@
-"""Batch norm: statistics by channel over the whole batch and space, on however many ranks these lie."""
+"""Batch norm: statistics by channel over all of batch and space, however these are sharded."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _check(operator: str, named: Named, input: Layout) -> None:
             raise refuse(operator, f"{name} needs one number for each of the {input.shape[1]} channels", named,
                          f"give it shape ({input.shape[1]},)")  # fmt: skip
         if name.startswith("running") and given is not None and any(isinstance(p, Partial) for p in given.placements):
-            raise refuse(operator, f"{name} is a pending sum", named, f"redistribute {name} to Replicate first")
+            raise refuse(operator, f"{name} is Partial", named, f"redistribute {name} to Replicate first")
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _apply(
 
 
 def _updated(old: Any, value: torch.Tensor, plan: BatchNormPlan, momentum: float, in_place: bool) -> Any:
-    """A running statistic moved towards the new value, where it lies."""
+    """A running statistic moved towards the new value, at its own placements."""
     if old is None:
         return None
     there = Layout.of(_torch.spec_of(old))

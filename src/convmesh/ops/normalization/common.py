@@ -1,4 +1,4 @@
-"""What all normalisations share: moments of a rank's own values, merged over the ranks that cut what they are taken of.
+"""What all normalisations share: moments of a rank's own values, merged over the ranks that share a set.
 
 The merged moments cost one all-reduce of a few numbers, and then every rank normalises what it has. Backward is the
 same with the two sums that its formula needs.
@@ -81,7 +81,7 @@ class Spread:
 
 @lru_cache(maxsize=256)
 def rows(kept: tuple[int, ...], scaled: tuple[tuple[int, int], ...], parameters: int) -> tuple[Row, ...]:
-    """(input, *parameters) -> (): along `kept` dimensions parameters are whole, along `scaled` ones cut like the input.
+    """(input, *parameters) -> (): parameters are replicated along `kept` dimensions, and sharded along `scaled` ones.
 
     `scaled` are pairs of a dimension of the input and the parameters' dimension that goes with it.
     """
@@ -104,7 +104,7 @@ def arrange(
 def parameter_gradient(parameter: Layout, input: Layout, placed: Layout, pending: bool) -> tuple[Layout, Layout]:
     """Where the gradient of a parameter that was `placed` beside the `input` is, and where it goes.
 
-    `pending` if every rank has the sum over its own part of the input only.
+    `pending` if every rank has the sum over its local tensor of the input only.
     """
     sums = tuple(
         Partial() if pending and isinstance(at, Shard) and not isinstance(beside, Shard) else beside

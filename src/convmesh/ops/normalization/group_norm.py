@@ -1,4 +1,4 @@
-"""Group norm: statistics by sample and group, with space cut, and channels cut between groups or inside of them."""
+"""Group norm: statistics by sample and group, with space and channels sharded, between groups or inside of them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ aten = torch.ops.aten
 
 made_of_others(aten.group_norm.default)
 
-TRAVELS = "nothing; all-reduce of 2 numbers a group, sample and rank where space or a group is cut"
-BEHAVIOUR = Behaviour("batch, channels, space", TRAVELS)
+COMMUNICATION = "nothing; all-reduce of 2 numbers a group, sample and rank where space or a group is sharded"
+BEHAVIOUR = Behaviour("batch, channels, space", COMMUNICATION)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _check(operator: str, groups: int, named: Named, input: Layout) -> None:
 
 
 def _spread_groups(placed: Layout, groups: int, per_group: int) -> Spread:
-    """Where channels are cut inside of groups, a rank's share is another for every group."""
+    """Where channels are sharded inside of groups, a rank's share is another for every group."""
     space = range(2, len(placed.shape))
     mesh_dims = placed.sharded_over((1, *space))
     values = per_group * prod(placed.shape[2:])

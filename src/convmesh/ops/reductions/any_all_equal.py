@@ -1,4 +1,4 @@
-"""Whether tensors are equal, and whether any or all values are true: each rank says of its own part."""
+"""Whether tensors are equal, and whether any or all values are true: each rank says of its local tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...sharding.registry import Behaviour, rule
 from .basic import SMALL, extreme_of
 from .plan import begin
 
-EQUAL = Behaviour("all dimensions", "all-reduce of one number; operands that lie differently")
+EQUAL = Behaviour("all dimensions", "all-reduce of one number; operands of other placements")
 
 
 aten = torch.ops.aten

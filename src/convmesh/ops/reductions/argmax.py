@@ -57,7 +57,7 @@ def _extreme_and_place(plan: Reduction, local: torch.Tensor, greatest: bool) -> 
 
 
 def _globally(plan: Reduction, place: torch.Tensor) -> torch.Tensor:
-    """The index in the whole tensor of one in this rank's part. Both count along the reduced dimensions in order."""
+    """The index in the full tensor of one in the local tensor. Both count along the reduced dimensions in order."""
     result = torch.zeros_like(place)
     step = 1
     for dim in reversed(plan.dims):

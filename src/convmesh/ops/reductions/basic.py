@@ -16,9 +16,9 @@ from .plan import Reduction, begin, wide
 
 aten = torch.ops.aten
 
-STAYS = "all dimensions; reduced ones come out whole"
-LINEAR = Behaviour(STAYS + "; pending sums stay pending", "all-reduce of the result")
-SUM = Behaviour(STAYS + "; pending sums stay pending", "all-reduce of the result (later in backward)")
+STAYS = "all dimensions; reduced ones come out replicated"
+LINEAR = Behaviour(STAYS + "; Partial(sum) stays", "all-reduce of the result")
+SUM = Behaviour(STAYS + "; Partial(sum) stays", "all-reduce of the result (later in backward)")
 SMALL = Behaviour(STAYS, "all-reduce of the result")
 TWICE = Behaviour(STAYS, "two all-reduces of the result's size")
 EXTREME = Behaviour(STAYS, "all-reduce of the result", "reducing over nothing")
@@ -42,7 +42,7 @@ def mean(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @rule(aten.sum.default, aten.sum.dim_IntList, behaviour=SUM)
 def total(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Added up at once: of a sum left pending, torch would scatter the parts over another dimension than the input's,
+    """All-reduced at once: of Partial(sum) torch would reduce-scatter over another dimension than the input's,
     and gather activations to bring the two together again. In backward it is mostly the gradient of a parameter, and
     these are added up together."""
     input, *rest = _torch.arguments(operator, args, kwargs)

@@ -1,4 +1,4 @@
-"""Running sums, and products of values, along cut dimensions: each rank's own, and what the ranks before it have."""
+"""Running sums, and products, along sharded dimensions: each rank's own, and what the ranks before it have."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .plan import begin
 
 aten = torch.ops.aten
 
-RUNNING = Behaviour("all dimensions", "nothing; each rank's total, to all others, if the dimension is cut")
-PRODUCT = Behaviour("all dimensions; reduced ones come out whole", "each rank's product to all others")
+RUNNING = Behaviour("all dimensions", "nothing; each rank's total, to all others, if the dimension is sharded")
+PRODUCT = Behaviour("all dimensions; reduced ones come out replicated", "each rank's product to all others")
 
 
 @rule(aten.cumsum.default, aten.cumprod.default, behaviour=RUNNING)

@@ -15,8 +15,8 @@ from .plan import begin, wide
 
 aten = torch.ops.aten
 
-FORWARD = Behaviour("all dimensions", "nothing; two all-reduces of one number a row if it is cut")
-BACKWARD = Behaviour("all dimensions", "nothing; all-reduce of one number a row if it is cut")
+FORWARD = Behaviour("all dimensions", "nothing; two all-reduces of one number a row if it is sharded")
+BACKWARD = Behaviour("all dimensions", "nothing; all-reduce of one number a row if it is sharded")
 
 made_of_others(aten.softmax.int, aten.log_softmax.int)
 

@@ -1,7 +1,7 @@
 """Mean and variance over sharded dimensions.
 
-Each rank has the mean of its own values and their variance about it. Means and variances of all ranks stand side by
-side on every rank and are merged there, about the common mean: nothing large is ever subtracted from something large.
+Each rank has the mean of its own values and their variance about it. Means and variances of all ranks are
+all-gathered and merged on every rank, about the common mean: nothing large is ever subtracted from something large.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.T
         var = mean.abs()
     if not plan.mesh_dims:
         return mean, var
-    if mean.is_complex():  # the spread of a complex number is that of its two parts, which travel apart
+    if mean.is_complex():  # the spread of a complex number is that of its two parts, which are merged apart
         real, imaginary = (
             merge(part, var / 2, plan.shares, plan.mesh, plan.mesh_dims) for part in (mean.real, mean.imag)
         )

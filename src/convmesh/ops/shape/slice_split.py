@@ -34,7 +34,7 @@ made_of_others(
     aten.split.sizes, aten.hsplit.int, aten.vsplit.int, aten.dsplit.int,
 )  # fmt: skip
 
-SPLIT = Behaviour("all dimensions, pending sums", "what changes its owner, for each part")
+SPLIT = Behaviour("all dimensions, Partial(sum)", "what changes its owner, for each part")
 SLICE_BACKWARD = Behaviour("all dimensions, pending sums", "what changes its owner along the dimension")
 
 

@@ -1,7 +1,7 @@
 """Operators that need all of a dimension in its order: sorting, ranks, running products.
 
-Where it is cut, another dimension is cut in its stead: everyone sends everyone a block, and the results stay where
-they are. Of `topk` only each rank's own candidates travel. A row that is all there is to sort is sorted by all ranks.
+Where it is sharded, another dimension is sharded instead, by an all-to-all, and the results stay there. Of `topk` only
+each rank's own candidates are sent. A row that is all there is to sort is sorted by all ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ aten = torch.ops.aten
 R = Replicate()
 
 ORDERED = Behaviour(
-    "all dimensions; another one is cut where the ordered one was",
-    "nothing; an all-to-all if the ordered dimension is cut; a gather if no other has an index for every rank",
+    "all dimensions; another one is sharded in place of the ordered one",
+    "nothing; an all-to-all if the ordered dimension is sharded; a gather if no other has an index for every rank",
     "a dimension that is not there",
 )  # fmt: skip
 SORTED = Behaviour(
-    "all dimensions; another one is cut where the sorted one was, if there is another",
-    "nothing; an all-to-all if the sorted dimension is cut", "compiled code on a cut row without other dimensions",
+    "all dimensions; another one is sharded in place of the sorted one, if there is another",
+    "nothing; an all-to-all if the sorted dimension is sharded",
+    "compiled code on a sharded row without other dimensions",
 )  # fmt: skip
 TOPK = Behaviour(
     "all other dimensions",
-    "nothing; if the dimension is cut, k candidates of every rank, or an all-to-all where these are many",
+    "nothing; if the dimension is sharded, k candidates of every rank, or an all-to-all where these are many",
 )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ class OrderPlan:
 
     @property
     def keeps_cut(self) -> bool:
-        """No mesh dimension loses its cut for the order."""
+        """Nothing that is sharded is replicated for the order."""
         pairs = zip(self.given.placements, self.source.placements, strict=True)
         return all(isinstance(after, Shard) for before, after in pairs if isinstance(before, Shard))
 
