@@ -86,7 +86,6 @@ from .tensors import local_of as local_of
 from .tensors import make_spec as make_spec
 from .tensors import noted as noted
 from .tensors import opened as opened
-from .tensors import opened_with_key as opened_with_key
 from .tensors import plain as plain
 from .tensors import plain_order as plain_order
 from .tensors import redistribute as redistribute

@@ -81,7 +81,7 @@ def table_rule(
 
         @wraps(table)
         def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            opened = _torch.opened_with_key(_torch.arguments(operator, args, kwargs))
+            opened = _torch.opened(_torch.arguments(operator, args, kwargs), numbers=True)
             if opened is not None:
                 key, values, mesh = opened
                 plan: TablePlan | None = known.get((operator, *key))
@@ -98,7 +98,7 @@ def table_rule(
 
 
 def _key(operator: _torch.Operator, args: tuple[Any, ...]) -> list[Any]:
-    """What `opened_with_key` gives, for calls that need a closer look."""
+    """What `_torch.opened` gives, for calls that need a closer look."""
     names = _torch.signature(operator).names
     tensors = [(name, value) for name, value in zip(names, args, strict=True) if isinstance(value, torch.Tensor)]
     specs = iter(specs_of(_torch.name_of(operator), tensors))

@@ -45,8 +45,8 @@ class GatherPlan:
     aten.gather.default,
     behaviour=Behaviour(
         "all dimensions; the indexed one of the input if the indices are replicated (then Partial) or sharded",
-        "nothing, where the indexed dimension is not sharded; else an all-to-all of the input or of indices and results, "
-        "whichever is less; compiled code gathers the input if no other dimension has an index for every rank",
+        "nothing, where the indexed dimension is not sharded; else an all-to-all of the input or of indices and "
+        "results, whichever is less; compiled code gathers the input if no other dimension has an index for every rank",
         "tensors with different numbers of dimensions, but for 0-d beside 1-d",
     ),
 )
