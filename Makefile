@@ -1,4 +1,4 @@
-# Two commands do everything, set-up included: `make demo` and `make test`.
+# Each command does its own set-up: `make demo` shows the library, `make check` is for every save, `make test` for all.
 PYTHON ?= python3
 # torch first and by its exact version, so that pip takes the small CPU build where there is one.
 TORCH  ?= 2.13.0
@@ -6,8 +6,10 @@ N      ?= 2000
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(TORCH)
+# Two runs of tests share the work, each with four ranks of its own: ranks mostly wait for each other, and leave room.
+PARALLEL := -n 2 --dist worksteal --durations=15
 
-.PHONY: help demo test lint unit fuzz conformance bench compat clean
+.PHONY: help demo check test lint unit docs fuzz conformance bench compat clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -21,7 +23,10 @@ $(READY): pyproject.toml
 demo: $(READY)  ## train a U-Net on one process and on 2 and 4 local ranks, and make demo/report.html
 	$(BIN)/python -m convmesh demo
 
-test: lint unit  ## lint, types, import contracts and all tests
+check: lint  ## for every save: lint, types, import contracts, and tests of every package and operator family
+	$(BIN)/pytest $(PARALLEL) $$($(BIN)/python -m tests.tier)
+
+test: lint docs unit  ## lint, types, import contracts, the site and all tests
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -29,13 +34,12 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two halves at a time: ranks mostly wait for each other, and leave room for the other half's.
-HALF := tests/batching tests/comm tests/kernels tests/models tests/sharding tests/training tests/test_conformance.py tests/test_demo.py tests/test_examples.py \
-        tests/test_harness.py tests/test_install.py tests/test_networks.py tests/test_programs.py
 unit: $(READY)
-	@$(BIN)/pytest $(HALF) > $(VENV)/half.log 2>&1 & half=$$!; \
-	$(BIN)/pytest $(HALF:%=--ignore %); rest=$$?; \
-	wait $$half; other=$$?; cat $(VENV)/half.log; exit $$((rest + other))
+	$(BIN)/pytest $(PARALLEL)
+
+# Not --quiet, which keeps --strict from seeing warnings.
+docs: $(READY)  ## the site, in site/; a warning or a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fuzz: $(READY)  ## N=... random convolutions and programs against one process; prints the seed of a failure
 	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED))
@@ -44,7 +48,7 @@ fuzz: $(READY)  ## N=... random convolutions and programs against one process; p
 conformance: $(READY)  ## all of PyTorch's own operator samples, sharded along each dimension in turn
 	$(BIN)/python -m tests.conformance
 
-bench: $(READY)  ## what README claims about speed and memory, measured
+bench: $(READY)  ## the figures of docs/benchmarks.md, measured here
 	$(BIN)/python -m benchmarks
 
 compat:  ## the core tests with newer torch releases, each in an environment of its own (5 GB each)
@@ -53,7 +57,7 @@ compat:  ## the core tests with newer torch releases, each in an environment of 
 	  test -x $$env/bin/python || $(PYTHON) -m venv $$env || exit 1; \
 	  $$env/bin/pip install --quiet --disable-pip-version-check torch==$$version || exit 1; \
 	  $$env/bin/pip install --quiet --disable-pip-version-check --editable '.[core]' || exit 1; \
-	  $$env/bin/python -m pytest -m "not slow" || exit 1; \
+	  $$env/bin/python -m pytest $(PARALLEL) -m "not slow" || exit 1; \
 	done
 
 clean:  ## remove the environments

@@ -1,4 +1,4 @@
-"""`make bench`: what README claims about speed and memory, measured here and now."""
+"""`make bench`: the figures of docs/benchmarks.md, measured here and now."""
 
 from __future__ import annotations
 

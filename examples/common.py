@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,7 +26,7 @@ def mesh_of(sizes: str, *names: str) -> Iterator[DeviceMesh]:
 def say(text: str) -> None:
     """One rank speaks for all."""
     if dist.get_rank() == 0:
-        Console(soft_wrap=True).print(text)
+        print(text, flush=True)
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 4 examples/dp_sgd.py
 
-The samples of a batch are cut over the ranks. No gradient of a single sample is ever stored. Which epsilon the noise
+The batch is sharded over the ranks. No gradient of a single sample is ever stored. Which epsilon the noise
 stands for depends on how batches are drawn: ask an accountant, such as the one of Opacus. Whoever knows the
 seed can subtract the noise: by default it is drawn from the operating system, known to the ranks alone, never printed.
 torch's generators are not made to withstand an attack, though: against one, draw the noise from one that is.

@@ -1,4 +1,4 @@
-"""Image classification with a ConvNeXt: batches are cut over "data", and every image over "h".
+"""Image classification with a ConvNeXt: the batch is sharded over "data", each image over "h".
 
 torchrun --nproc-per-node 4 examples/imagenet_convnext.py --mesh 2x2
 torchrun --nproc-per-node 8 examples/imagenet_convnext.py --mesh 4x2 --data imagenet/train --size 224 --classes 1000 \
@@ -60,9 +60,9 @@ class Pictures:
 
 def batches(samples: Any, mesh: Any, size: int, workers: int) -> Iterator[tuple[DTensor, DTensor]]:
     """Without end, in a new order every epoch. Each rank keeps its rows of the images of its part of the batch."""
-    cut = ({"data": 0, "h": 2}, {"data": 0})
+    dims = ({"data": 0, "h": 2}, {"data": 0})
     loader = convmesh.loader(
-        samples, mesh, batch_size=size, dims=cut, shuffle=True, drop_last=True, num_workers=workers
+        samples, mesh, batch_size=size, dims=dims, shuffle=True, drop_last=True, num_workers=workers
     )
     for epoch in count():
         loader.set_epoch(epoch)

@@ -61,13 +61,13 @@ def make_volume(folder: Path) -> tuple[Path, Path]:
 
 
 def batches(slabs: Slabs, mesh: DeviceMesh, workers: int, done: int) -> Iterator[tuple[DTensor, DTensor]]:
-    """Slabs as (1, 1, D, H, W) and labels as (1, D, H, W), both cut along height and width; read by other processes.
+    """Slabs as (1, 1, D, H, W) and labels as (1, D, H, W), both sharded over height and width; other processes read.
 
     Without end, in a new order every epoch, and without the first ones, which are `done`.
     """
-    cut = ({"h": 3, "w": 4}, {"h": 2, "w": 3})
+    dims = ({"h": 3, "w": 4}, {"h": 2, "w": 3})
     loader = convmesh.loader(
-        slabs, mesh, batch_size=1, dims=cut, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+        slabs, mesh, batch_size=1, dims=dims, shuffle=True, num_workers=workers, persistent_workers=workers > 0
     )
     first, skipped = divmod(done, len(loader))
     for epoch in count(first):

@@ -28,8 +28,8 @@ from tests.worker import pack, unpack
 GROUP_SECONDS = 60.0
 LIMIT_SECONDS = 120.0
 
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["convmesh", "torch._dynamo", "tests.launch"])
+FORK_SERVER = mp.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["convmesh", "torch._dynamo", "tests.launch"])
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def launch(
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_SECONDS), wait_for_workers=False)
     started: list[tuple[Any, Connection]] = []
     for rank in range(world):
-        here, there = _context.Pipe(duplex=False)
+        here, there = FORK_SERVER.Pipe(duplex=False)
         task = (fn, args, tuple(mesh), tuple(names), group_seconds)
-        process = _context.Process(target=_rank, args=(rank, world, store.port, there, task), daemon=True)
+        process = FORK_SERVER.Process(target=_rank, args=(rank, world, store.port, there, task), daemon=True)
         process.start()
         there.close()
         started.append((process, here))

@@ -263,6 +263,23 @@ def aliasing(w: Writer) -> str:
     return f"@ = {x} * 1; p = @{chain}; p.{write}; @ = torch.cat([@.flatten(), p.flatten()])"
 
 
+def reading(w: Writer) -> str:
+    """Take what may be views, or copies, write into one of them or into the origin, and read all of them."""
+    x, tensor = w.any()
+    names, lines = ["@"], [f"@ = {x} * 1"]
+    parts = [tensor.detach() * 1]
+    for number in range(w.random.randint(1, 3)):
+        at = w.random.randrange(len(parts))
+        step = seen(w, parts[at])
+        parts.append(eval(f"part{step}", {"part": parts[at]}))
+        names.append(f"p{number}")
+        lines.append(f"p{number} = {names[at]}{step}")
+    for _ in range(w.random.randint(1, 3)):
+        write = w.random.choice(["mul_(2)", "add_(1)", "neg_()", "sub_(0.5)"])  # none of which saves what it writes
+        lines.append(f"{w.random.choice(names)}.{write}")
+    return "; ".join([*lines, f"@ = torch.cat([{', '.join(f'{name}.flatten()' for name in names)}])"])
+
+
 def drawing(w: Writer) -> str:
     """Random numbers, which are drawn in the order of memory."""
     x, tensor = w.any()
@@ -276,8 +293,8 @@ def drawing(w: Writer) -> str:
 
 OPERATORS: list[Callable[[Writer], str]] = [
     convolution, convolution, pooling, normalisation, resampling, padding, part, joining, turning, viewing, viewing,
-    product, elementwise, elementwise, reduction, reduction, loss, indexing, writing, aliasing, aliasing, drawing,
-    drawing,
+    product, elementwise, elementwise, reduction, reduction, loss, indexing, writing, aliasing, aliasing, reading,
+    reading, drawing, drawing,
 ]  # fmt: skip
 
 

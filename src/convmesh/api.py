@@ -17,7 +17,7 @@ _one_at_a_time = Lock()  # threads may be ranks
 
 
 class Enabled:
-    """What `enable()` returns. As a context manager it puts back, at its end, the state that it found."""
+    """The result of `enable()`. As a context manager it restores, at the end of the block, the state that it found."""
 
     def __init__(self) -> None:
         self._before = registry.installed()
@@ -42,23 +42,40 @@ class Enabled:
 def enable(
     *, check: bool = False, timeout: float | None = None, benchmark: bool = False, mesh: DeviceMesh | None = None
 ) -> Enabled:
-    """Make the operators of convolutional networks exact on sharded DTensors, and `torch.func.vmap` over convolutions
-    fast; from now on, or for a `with` block.
+    """Switch on convmesh's rules for sharded DTensors and for `torch.func.vmap` over convolutions.
 
-    With `check`, ranks compare what they are about to do before each communication, and a `MismatchError` on all of
-    them says where they differ, or which rank did not come within `timeout` seconds (by default, the time-out of the
-    process group). It is for finding errors: every communication waits for a few messages through the store. All
-    ranks have to switch it on at the same point.
+    Convolutions, pooling, norms and the other [operators](operators.md) then give the results of one device on any
+    sharded DTensor. `distribute` calls this function. Call it yourself if you use DTensors without `distribute`.
 
-    With `benchmark` the first vmapped convolution of every shape tries all algorithms by the clock, in place of
-    estimating what they cost: slower once, and right for the machine at hand. Of DTensors the first rank tries, and
-    all do the same; of plain tensors in a job of several processes, nobody does.
+    The rules stay on until `disable()`, or until the end of the `with` block.
 
-    With `mesh`, its ranks agree, now, on how they compute vmapped convolutions of plain tensors: by kernels of our own
-    if all have them, and by the first rank's calibration. All of them make this call. Without it, processes of a job
-    compute plain tensors in ways that every machine has: they get the same bits, and ask nobody.
+    Args:
+        check: Compare, before each communication, what the ranks are about to do. If they differ, all of them raise a
+            `MismatchError`. This is for debugging: every communication then waits for a few messages through the store.
+            All ranks must switch it on at the same point of the program.
+        timeout: With `check`, the number of seconds after which a rank that does not take part is reported. The default
+            is the timeout of the process group.
+        benchmark: Time every algorithm at the first vmapped convolution of each shape, and use the fastest one from
+            then on. Without it, convmesh estimates the times. For DTensors the first rank measures and all ranks
+            follow. For plain tensors in a job of several processes nothing is measured.
+        mesh: Let the ranks of this mesh agree now on how they compute vmapped convolutions of *plain* tensors, so that
+            they may use compiled kernels and the calibration of the first rank. All ranks of the mesh make this call.
+            Without it, the processes of a job use only what every machine has, so that all of them get the same bits.
 
-    Once on, each stays on until `disable()` or the end of the `with` block.
+    Returns:
+        A context manager. Ignore it to leave the rules on.
+
+    Raises:
+        RuntimeError: The installed torch is not supported (2.13 to 2.15 are).
+        MismatchError: With `check`, later on, from the operator that found the difference.
+
+    Examples:
+        >>> x = convmesh.shard(torch.ones(2, 1, 8, 8), mesh, data=0, h=2)
+        >>> w = convmesh.shard(torch.ones(1, 1, 3, 3), mesh)
+        >>> with convmesh.enable():
+        ...     y = F.conv2d(x, w, padding=1)
+        >>> y.full_tensor()[0, 0, 3].tolist()  # row 3 reads row 4, which another rank owns
+        [6.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 6.0]
     """
     with _one_at_a_time:
         state = Enabled()
@@ -74,7 +91,13 @@ def enable(
 
 
 def disable() -> None:
-    """Put back exactly what was there before `enable()`."""
+    """Switch all rules off and restore what torch had before `enable()`.
+
+    It also ends `check` and `benchmark`. It is safe to call it twice.
+
+    Examples:
+        >>> convmesh.disable()
+    """
     agreement.end()
     batching.uninstall()
     batching.try_all(False)

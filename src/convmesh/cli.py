@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from rich.console import Console
-from rich.table import Table
-
 from . import ops as ops  # declares the rules
 from .batching import calibrate
-from .demo import command as demo
+from .demo.options import add_options
 from .sharding.registry import Behaviour, declared
 
 HEADINGS = ("operator", "stays sharded", "communication", "refused")
@@ -68,6 +66,9 @@ def show_operators(options: argparse.Namespace) -> int:
     if options.markdown:
         print(markdown(), end="")
         return 0
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(markup=False)
     for family, rows in families(operator_rows()):
         table = Table(*HEADINGS, title=family.capitalize(), title_justify="left", show_lines=True)
@@ -75,6 +76,12 @@ def show_operators(options: argparse.Namespace) -> int:
             table.add_row(*cells(row))
         console.print(table)
     return 0
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    from .demo.command import run
+
+    return run(options)
 
 
 def run_calibration(options: argparse.Namespace) -> int:
@@ -92,8 +99,8 @@ def parser() -> argparse.ArgumentParser:
     show = commands.add_parser(
         "demo", help="train on local ranks and on one process, and make a page that compares them"
     )
-    demo.add_options(show)
-    show.set_defaults(run=demo.run)
+    add_options(show)
+    show.set_defaults(run=run_demo)
     measure = commands.add_parser("calibrate", help="measure what vmapped convolutions cost here (some minutes)")
     measure.set_defaults(run=run_calibration)
     return main_parser
@@ -101,5 +108,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    status: int = options.run(options)
+    try:
+        status: int = options.run(options)
+    except ModuleNotFoundError as error:
+        if error.name != "rich":
+            raise
+        extra = "demo" if options.run is run_demo else "cli"
+        print(f"This command needs rich: pip install 'convmesh[{extra}]'", file=sys.stderr)
+        return 1
     return status

@@ -1,30 +1,31 @@
-"""Bundles of adaptive windows, and pieces of index maps, against counting one by one."""
+"""Strided groups of adaptive windows, and pieces of index maps, against counting one by one."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convmesh.geometry import Interval, Piece, Runs, adaptive_bundles
+from convmesh.geometry import AdaptiveWindows, Interval, Piece, strided_windows
 
 sizes = st.integers(1, 40)
 
 
 @given(sizes, sizes, st.data())
-def test_bundles_have_every_window_that_touches_the_sources_once(source: int, target: int, data: st.DataObject) -> None:
+def test_groups_have_every_window_that_touches_the_sources_once(source: int, target: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, source - 1))
     sources = Interval(start, data.draw(st.integers(start + 1, source)))
-    runs = Runs.adaptive(source, target)
-    targets = runs.read_by(sources) & Interval(0, target)
+    windows = AdaptiveWindows(source, target)
+    targets = windows.read_by(sources)
+    assert Interval(0, target).covers(targets)
     found: dict[int, tuple[Interval, int]] = {}
-    for bundle in adaptive_bundles(source, target, sources, targets):
-        assert bundle.length <= bundle.step
-        assert bundle.start + bundle.count * bundle.step <= len(sources)
-        for i in range(bundle.count):
-            at = bundle.start + bundle.step * i
-            number = bundle.target + bundle.target_step * i
+    for group in strided_windows(windows, sources, targets):
+        assert group.length <= group.step
+        assert group.start + group.count * group.step <= len(sources)
+        for i in range(group.count):
+            at = group.start + group.step * i
+            number = group.target + group.target_step * i
             assert number not in found
-            found[number] = (Interval(at, at + bundle.length), bundle.whole)
+            found[number] = (Interval(at, at + group.length), group.full_length)
     expected = {
-        t - targets.start: ((runs.reads(Interval(t, t + 1)) & sources).shift(-start), runs.stops[t] - runs.starts[t])
+        t - targets.start: ((windows.window(t) & sources).shift(-start), len(windows.window(t)))
         for t in range(targets.start, targets.stop)
     }
     assert found == expected

@@ -1,4 +1,4 @@
-"""Intervals, windows, splits and plans against brute force over every index."""
+"""Intervals, windows, sharded dependences and plans against brute force over every index."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convmesh.geometry import HaloPlan, Interval, Split, Window, hull, shards, slabs, volume
+from convmesh.geometry import HaloPlan, Interval, ShardedDependence, Window, hull, shards, slabs, volume
 
 settings.register_profile("geometry", max_examples=300, deadline=None)
 settings.load_profile("geometry")
@@ -22,7 +22,7 @@ mesh_sizes = st.lists(st.integers(1, 5), min_size=1, max_size=2).map(tuple)
 
 
 @st.composite
-def splits(draw: st.DrawFn) -> Split:
+def sharded(draw: st.DrawFn) -> tuple[Window, ShardedDependence]:
     window = draw(st.one_of(windows, wide_windows))
     if draw(st.booleans()):  # as a convolution has it
         fine = draw(st.integers(1, 30))
@@ -32,7 +32,7 @@ def splits(draw: st.DrawFn) -> Split:
         fine = window.fine_size(coarse, draw(st.integers(0, max(window.stride, window.dilation) - 1)))
     if coarse <= 0 or fine <= 0:
         fine, coarse, window = 7, 7, Window(3, 1, 1)
-    return Split(window, fine, coarse, draw(mesh_sizes))
+    return window, ShardedDependence(window, fine, coarse, draw(mesh_sizes))
 
 
 def touched(window: Window, coarse: int) -> set[int]:
@@ -132,14 +132,15 @@ def test_sizes_are_those_of_torch(window: Window, size: int) -> None:
         assert 0 <= size - window.fine_size(coarse) < window.stride or window.fine_size(coarse) < 0
 
 
-@given(splits())
-def test_every_rank_can_compute_with_what_it_owns_and_receives(split: Split) -> None:
+@given(sharded())
+def test_every_rank_can_compute_with_what_it_owns_and_receives(case: tuple[Window, ShardedDependence]) -> None:
+    window, sharded = case
     for plan, produced, reads in (
-        (split.fine_plan, split.coarse, lambda o: touched(split.window, o)),
+        (sharded.source_plan, sharded.targets, lambda o: touched(window, o)),
         (
-            split.coarse_plan,
-            split.fine,
-            lambda f: {o for o in range(split.coarse_size) if f in touched(split.window, o)},
+            sharded.target_plan,
+            sharded.sources,
+            lambda f: {o for o in range(sharded.target_size) if f in touched(window, o)},
         ),
     ):
         for rank, target in enumerate(produced):
@@ -152,30 +153,32 @@ def test_every_rank_can_compute_with_what_it_owns_and_receives(split: Split) -> 
             assert needed & set(range(plan.size)) <= has
 
 
-@given(splits())
-def test_the_inner_part_needs_nobody(split: Split) -> None:
-    for rank in range(len(split.fine)):
-        fine, coarse = split.fine[rank], split.coarse[rank]
-        inner = split.inner_coarse(rank)
+@given(sharded())
+def test_the_inner_part_needs_nobody(case: tuple[Window, ShardedDependence]) -> None:
+    window, sharded = case
+    for rank in range(len(sharded.sources)):
+        fine, coarse = sharded.sources[rank], sharded.targets[rank]
+        inner = sharded.inner_targets(rank)
         for o in range(coarse.start, coarse.stop):
-            inside = touched(split.window, o) & set(range(split.fine_size)) <= set(range(fine.start, fine.stop))
+            inside = touched(window, o) & set(range(sharded.source_size)) <= set(range(fine.start, fine.stop))
             assert not (o in inner and not inside)
             # An output that reads padding only may count as border; one that reads inside of the own part may not.
-            assert o in inner or not fine.covers(split.window.reads(Interval(o, o + 1)))
-        inner = split.inner_fine(rank)
+            assert o in inner or not fine.covers(window.reads(Interval(o, o + 1)))
+        inner = sharded.inner_sources(rank)
         for f in range(fine.start, fine.stop):
-            readers = {o for o in range(split.coarse_size) if f in touched(split.window, o)}
+            readers = {o for o in range(sharded.target_size) if f in touched(window, o)}
             assert not (f in inner and not readers <= set(range(coarse.start, coarse.stop)))
 
 
-@given(splits())
-def test_own_padding_maps_the_own_sides_onto_each_other(split: Split) -> None:
-    for rank, (fine, coarse) in enumerate(zip(split.fine, split.coarse, strict=True)):
-        padding = split.own_padding(rank)
+@given(sharded())
+def test_own_padding_maps_the_own_sides_onto_each_other(case: tuple[Window, ShardedDependence]) -> None:
+    window, sharded = case
+    for fine, coarse in zip(sharded.sources, sharded.targets, strict=True):
+        padding = window.own_padding(fine, coarse)
         if padding is not None:
-            local = Window(split.window.kernel, split.window.stride, padding, split.window.dilation)
+            local = Window(window.kernel, window.stride, padding, window.dilation)
             assert local.coarse_size(len(fine)) == len(coarse)
-            assert local.reads(Interval(0, 1)).shift(fine.start) == split.window.reads(
+            assert local.reads(Interval(0, 1)).shift(fine.start) == window.reads(
                 Interval(coarse.start, coarse.start + 1)
             )
 
@@ -200,5 +203,5 @@ def test_a_plan_in_parts_sends_each_part_to_who_needs_it() -> None:
     plan = HaloPlan(10, owned, needed)
     assert plan.receives(0) == [(2, Interval(8, 10))]
     assert plan.sends(2) == [(0, Interval(8, 10))]
-    assert plan.travelling == 2
+    assert plan.sent == 2
     assert not plan.silent

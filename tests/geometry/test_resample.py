@@ -1,4 +1,4 @@
-"""The taps of resampling are those of torch's own operators."""
+"""The taps of resampling are those of torch's own operators, and found without a look at every target."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from convmesh.geometry import Interval, Runs, taps
+from convmesh.geometry import Interval, ShardedDependence, Taps, TransposedTaps, taps
 
 aten = torch.ops.aten
 OPERATORS = {
@@ -35,7 +35,7 @@ def test_weights_are_torchs(mode: str) -> None:
         identity = torch.eye(source, dtype=torch.float32)[:, None, None]
         expected = OPERATORS[mode](identity, [1, target], *align, 1.0, scale)[:, 0, 0].T
         actual = torch.zeros(target, source)
-        for index, some in enumerate(taps(mode, source, target, any(align), scale, False).of):
+        for index, some in enumerate(taps(mode, source, target, any(align), scale, False).of(Interval(0, target))):
             for at, weight in some:
                 actual[index, at] = weight
         # A weight is the fraction of a coordinate up to `source`, which torch rounds to float32, and how depends on the
@@ -43,9 +43,26 @@ def test_weights_are_torchs(mode: str) -> None:
         assert (actual - expected).abs().max() < max(2e-6, source * 2**-24), (source, target, scale, align)
 
 
-@pytest.mark.parametrize(("source", "target"), [(7, 3), (3, 7), (12, 4), (1, 5), (13, 13)])
-def test_adaptive_runs_and_their_readers_agree(source: int, target: int) -> None:
-    runs = Runs.adaptive(source, target)
-    for index in range(source):
-        readers = [t for t in range(target) if index in runs.reads(Interval(t, t + 1))]
-        assert runs.read_by(Interval(index, index + 1)) == Interval(readers[0], readers[-1] + 1)
+@pytest.mark.parametrize("mode", [*OPERATORS, "nearest_scaled"])
+def test_transposed_taps_of_an_interval_are_all_that_read_it(mode: str) -> None:
+    rng = random.Random(mode)
+    for _ in range(60):
+        source, target = rng.randint(1, 40), rng.randint(1, 60)
+        forward = taps(mode, source, target, False, rng.choice([None, target / source]), rng.random() < 0.5)
+        start = rng.randint(0, source - 1)
+        some = Interval(start, rng.randint(start + 1, source))
+        expected = [
+            tuple((t, weight) for t in range(target) for at, weight in forward.at(t) if at == index)
+            for index in range(some.start, some.stop)
+        ]
+        assert TransposedTaps(forward).of(some) == expected
+
+
+def test_halos_of_a_large_image_need_the_taps_of_few_targets() -> None:
+    seen: list[int] = []
+    forward = taps("linear", 2**20, 2**21, False, None, False)
+    counted = Taps(forward.target_size, lambda target: (seen.append(target), forward.at(target))[1])
+    sharded = ShardedDependence(counted, 2**20, 2**21, (8,))
+    assert sharded.source_plan.receives(3) == [(2, Interval(393215, 393216)), (4, Interval(524288, 524289))]
+    assert sharded.target_plan.receives(3) == [(2, Interval(786431, 786432)), (4, Interval(1048576, 1048577))]
+    assert len(seen) < 1000

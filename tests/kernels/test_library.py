@@ -19,6 +19,8 @@ def test_it_takes_plain_numbers_in_memory() -> None:
     assert not library.takes(torch.ones(3).half())
     assert not library.takes(torch.ones(3, device="meta"))
     assert not library.takes(torch.ones(3).as_subclass(type("Other", (torch.Tensor,), {})))
+    assert not library.takes(torch.ones(3, dtype=torch.complex64).conj().imag)  # in memory are the negatives
+    assert not library.takes(torch._efficientzerotensor(3))
 
 
 class Idle:

@@ -115,3 +115,28 @@ def test_parts_of_the_input_are_returned(pool: Pool) -> None:
 
 def test_writes_into_parts(pool: Pool) -> None:
     pool.run_cases(check, [("written", name, number % 2) for number, name in enumerate(WRITES)], mesh=(2,))
+
+
+def write_later(mesh: DeviceMesh, name: str) -> None:
+    """Into what compiled code has returned: it reaches the full tensor, as on one device, or is refused."""
+    torch._dynamo.reset()
+    numbers = torch.linspace(-1, 1, 240, dtype=torch.float64).reshape(SHAPE)
+    for dim in range(3):
+        given, dense = leaf(numbers, mesh, dim).detach(), numbers.clone()
+        with convmesh.enable():
+            results = torch.compile(VIEWS[name], fullgraph=True, backend="aot_eager")(given)
+            found = results if isinstance(results, list | tuple) else [results]
+            wanted = VIEWS[name](dense)
+            for mine, theirs in zip(found, wanted if isinstance(wanted, list | tuple) else [wanted], strict=True):
+                try:
+                    mine.mul_(2)
+                except convmesh.ShardingError:
+                    assert_close(mine.clone().mul_(2).full_tensor(), theirs * 2)
+                else:
+                    theirs.mul_(2)
+                assert_close(mine.full_tensor(), theirs)
+            assert_close(given.full_tensor(), dense)
+
+
+def test_writing_into_what_was_returned(pool: Pool) -> None:
+    pool.run_cases(write_later, [name for name in VIEWS if name != "expand"], mesh=(2,))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +23,6 @@ from convmesh.training.checkpoint import files, folder, shards
 from convmesh.training.checkpoint.manifest import Manifest
 from tests.launch import launch
 from tests.training.test_checkpoint import Training, train, whole
-from tests.worker import loopback
 
 GROUP_SECONDS = 2
 SAVES = {"write": (files, "write"), "manifest": (Manifest, "text"), "rename": (Path, "rename"),
@@ -261,21 +257,6 @@ def save_on_one_rank(mesh: DeviceMesh, place: Path, before: bool) -> None:
 @pytest.mark.parametrize("before", [True, False])
 def test_a_save_on_one_rank_only_says_so(tmp_path: Path, before: bool) -> None:
     check(launch(save_on_one_rank, tmp_path, before, mesh=(1, 2), group_seconds=GROUP_SECONDS))
-
-
-def test_the_scripts_of_the_docs_run_as_they_stand(tmp_path: Path) -> None:
-    """And the first of them ends, and takes the process group down, while its last checkpoint is being written."""
-    root = Path(__file__).parents[2]
-    code = re.findall(r"```python\n(# (\w+\.py)\b.*?)```", (root / "docs" / "reliability.md").read_text(), re.DOTALL)
-    for text, name in code:
-        (tmp_path / name).write_text(text)
-    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-    environment = {"GLOO_SOCKET_IFNAME": loopback(), "OMP_NUM_THREADS": "1", **os.environ}
-    for command in (started, [sys.executable, "look.py"]):
-        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert convmesh.latest_checkpoint(tmp_path / "runs/a") == tmp_path / "runs/a/step-000000020"
-    assert ended.stdout.count("'optimizer/state/model.0.weight/exp_avg': [8, 1, 3, 3]") == 2
 
 
 def test_only_what_was_left_long_ago_is_cleared_away(tmp_path: Path) -> None:

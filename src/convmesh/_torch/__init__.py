@@ -13,6 +13,7 @@ from .collectives import all_to_all as all_to_all
 from .collectives import intercept_collectives as intercept_collectives
 from .collectives import under_way as under_way
 from .collectives import wait as wait
+from .compiled_results import mark_returned_copies as mark_returned_copies
 from .dispatch import accumulating as accumulating
 from .dispatch import as_view as as_view
 from .dispatch import attach_hooks as attach_hooks
@@ -76,6 +77,7 @@ from .symbols import meta_tensors as meta_tensors
 from .symbols import named as named
 from .symbols import settle as settle
 from .symbols import settles_symbols as settles_symbols
+from .tensors import before_local_tensors as before_local_tensors
 from .tensors import deep_copy as deep_copy
 from .tensors import eager_spec_of as eager_spec_of
 from .tensors import give_attributes as give_attributes
@@ -85,12 +87,14 @@ from .tensors import key_of as key_of
 from .tensors import local_of as local_of
 from .tensors import make_spec as make_spec
 from .tensors import noted as noted
+from .tensors import notes_of as notes_of
 from .tensors import opened as opened
 from .tensors import plain as plain
 from .tensors import plain_order as plain_order
 from .tensors import redistribute as redistribute
 from .tensors import relocate as relocate
 from .tensors import shares_memory as shares_memory
+from .tensors import slot_of as slot_of
 from .tensors import spec_of as spec_of
 from .tensors import takes_notes as takes_notes
 from .tensors import version_of as version_of
@@ -98,6 +102,7 @@ from .tensors import whole_data as whole_data
 from .tensors import wrap as wrap
 from .tracing import compile_for_any_rank as compile_for_any_rank
 from .tracing import compiles_call_of as compiles_call_of
+from .tracing import in_a_trace as in_a_trace
 from .tracing import keep_whole as keep_whole
 from .tracing import kept as kept
 from .tracing import never_alone as never_alone
@@ -105,3 +110,4 @@ from .tracing import no_modes as no_modes
 from .tracing import tie as tie
 from .tracing import tracing as tracing
 from .zero_tensors import give_zeros_memory as give_zeros_memory
+from .zero_tensors import is_lazy as is_lazy

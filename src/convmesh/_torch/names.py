@@ -34,6 +34,8 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (DTensor._op_dispatcher, "_custom_op_handlers"),
     (DTensor, "_local_tensor"),
     (DTensor, "_spec"),
+    (DTensor, "__tensor_flatten__"),
+    (DTensor, "__tensor_unflatten__"),
     (torch.Tensor, "_dtensor__new__"),
     (DTensorSpec, "shard_order"),
     (DTensorSpec, "is_default_device_order"),

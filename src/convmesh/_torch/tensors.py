@@ -22,6 +22,8 @@ from .order import in_order
 from .symbols import known
 from .tracing import compile_for_this_rank, in_a_trace, no_modes, tracing
 
+_slot: Any = DTensor.__dict__["_local_tensor"]
+
 
 def local_of(tensor: DTensor) -> torch.Tensor:
     """This rank's part, without recording the access for autograd as `to_local` does; fit for any kernel."""
@@ -37,10 +39,35 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return local
 
 
+def slot_of(tensor: DTensor) -> Any:
+    """The local tensor as it is, whoever watches (`before_local_tensors`)."""
+    return _slot.__get__(tensor)
+
+
 def noted(tensor: Any, name: str) -> Any:
     """What was noted at this rank's memory, None for nothing. None also beside a collective."""
-    local: Any = getattr(tensor, "_local_tensor", None)
+    return notes_of(slot_of(tensor), name) if isinstance(tensor, DTensor) else None
+
+
+def notes_of(local: Any, name: str) -> Any:
     return getattr(local.untyped_storage(), name, None) if takes_notes(local) else None
+
+
+def before_local_tensors(prepare: Callable[[Any], None]) -> Callable[[], None]:
+    """Have `prepare` called with a DTensor's local tensor before anything gets it, be it an operator, `to_local`,
+    `full_tensor`, `redistribute` or compiled code; returns what ends it."""
+
+    def get(tensor: DTensor) -> Any:
+        local = _slot.__get__(tensor)
+        prepare(local)
+        return local
+
+    DTensor._local_tensor = property(get, _slot.__set__)  # type: ignore[assignment]
+
+    def end() -> None:
+        DTensor._local_tensor = _slot
+
+    return end
 
 
 def takes_notes(local: Any) -> bool:

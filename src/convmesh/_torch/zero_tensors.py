@@ -1,4 +1,4 @@
-"""Gradients that autograd knows to be zero, and makes without memory: plain tensors, also beside DTensors."""
+"""Tensors whose memory does not hold their values. Gradients that autograd knows to be zero have none at all."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ from .names import Operator
 _OPERATORS: tuple[Operator, ...] = (
     torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor,
 )  # fmt: skip
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a bit says that its memory is to be negated or conjugated when read, or that there is none: zeros.
+
+    Operators know that, but not those that pass every level of functorch at once, nor a kernel of our own.
+    """
+    return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
 
 
 def give_zeros_memory() -> Callable[[], None]:

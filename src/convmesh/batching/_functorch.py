@@ -14,6 +14,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
+from .._torch import is_lazy
+
 # Tested one by one, so that a torch release that renames one says so by name.
 PRIVATE_NAMES = (
     "torch._C._functorch.maybe_current_level",
@@ -24,7 +26,6 @@ PRIVATE_NAMES = (
     "torch._C._functorch.get_unwrapped",
     "torch._C._ExcludeDispatchKeyGuard",
     "torch._C.DispatchKeySet",
-    "torch.Tensor._is_zerotensor",
     "torch._C.DispatchKey.FuncTorchBatched",
     "torch._C.DispatchKey.FuncTorchDynamicLayerBackMode",
     "torch._subclasses.fake_tensor.FakeTensor",
@@ -137,15 +138,7 @@ def _nature(tensor: Tensor) -> Nature:
         return Nature.TRACED
     if type(tensor) is DTensor:
         return Nature.SHARDED
-    return Nature.PLAIN if _dense(tensor) and not _is_lazy(tensor) else Nature.OPAQUE
-
-
-def _is_lazy(tensor: Tensor) -> bool:
-    """Whether a bit says that its memory is to be negated or conjugated when read, or that there is none: zeros.
-
-    Operators know that, but not those that pass every level of functorch at once, nor a kernel of our own.
-    """
-    return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
+    return Nature.PLAIN if _dense(tensor) and not is_lazy(tensor) else Nature.OPAQUE
 
 
 def _dense(tensor: Tensor) -> bool:

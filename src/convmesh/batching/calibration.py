@@ -50,9 +50,21 @@ ROUNDS = 6
 def calibrate(
     *, device: str = "cpu", dtypes: Sequence[torch.dtype] = (torch.float32,), path: Path | None = None
 ) -> Path:
-    """Measure every algorithm, with as many threads as torch has now, and write the prices to the cache file.
+    """Measure every algorithm for vmapped convolutions on this machine, and store the times for later choices.
 
-    Takes some minutes. Prices of other dtypes, devices and numbers of threads that the file holds are kept.
+    It takes some minutes. `convmesh calibrate` does the same. Times of other dtypes, devices and numbers of threads
+    that the file holds are kept.
+
+    Args:
+        device: The device to measure on.
+        dtypes: The dtypes to measure.
+        path: The file to write. By default `convmesh` in the user's cache folder.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     path = path or cost.cache_file()
     prices = _kept(path)

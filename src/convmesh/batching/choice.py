@@ -247,7 +247,27 @@ def force(*names: str) -> Iterator[None]:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
-    """Run `function` and tell, one line for each, how its mapped convolutions were computed and why."""
+    """Run a function and report how its vmapped convolutions were computed, and why.
+
+    Args:
+        function: The function to run.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        One decision for each vmapped convolution. `str(decision)` is a line of text: the product, its sizes, the
+        algorithm, and the estimated or measured times.
+
+    Raises:
+        Exception: Whatever `function` raises.
+
+    Examples:
+        >>> images, kernels = torch.randn(8, 4, 3, 16, 16), torch.randn(8, 6, 3, 3, 3)  # 8 networks, 8 inputs
+        >>> with convmesh.enable():
+        ...     decisions = convmesh.explain(torch.func.vmap(F.conv2d), images, kernels)
+        >>> str(decisions[0]).partition(",")[0]
+        'response of [B...] x [B...]'
+    """
     decisions: list[Decision] = []
     _listeners.append(decisions)
     try:

@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call, grad, vmap
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils._pytree import tree_map
+from torch.func import functional_call, grad
 
 from .layer_gradients import gradients_by_layer
 from .layer_norms import squared_norms_by_layer
 from .machines import agreed_on
+from .samples import batch_size, check_samples_are_independent, mapped, parameters_of, single_number
 from .spread import Spread, settled
 
 Loss = Callable[..., Tensor]
@@ -34,9 +31,30 @@ GRADIENT_LIMIT = 256 * 2**20
 def per_sample_gradients(
     model: nn.Module, loss_fn: Loss, *batch: Tensor, chunk_size: int | None = None, randomness: str = "error"
 ) -> Tensors:
-    """The gradient of every sample's loss: for each trainable parameter, by its name, a tensor [B *parameter].
+    """Compute the gradient of each sample's loss with respect to each trainable parameter.
 
-    `randomness` is that of `torch.func.vmap`: say "different" for a model with dropout.
+    Args:
+        model: A module in which the samples of a batch do not interact. With batch norm, only in eval mode.
+        loss_fn: `loss_fn(output, *others)`. It is called with single samples, each as a batch of one, and must return
+            one number.
+        *batch: The input of the model, then what the loss takes beside the output. Dimension 0 of all of them is the
+            batch. Plain tensors or DTensors, sharded over the batch, over space, or both.
+        chunk_size: As in `torch.func.vmap`: how many samples to compute at once.
+        randomness: As in `torch.func.vmap`: use "different" for a model with dropout.
+
+    Returns:
+        A tensor of shape `(B, *parameter.shape)` by parameter name. For a sharded batch these are DTensors.
+
+    Raises:
+        ValueError: A layer mixes the samples, the model has no trainable parameter, the batch sizes differ, or the loss
+            of a sample is not one number.
+
+    Examples:
+        >>> model = nn.Conv2d(1, 2, 3)
+        >>> images, targets = torch.randn(4, 1, 8, 8), torch.randn(4, 2, 6, 6)
+        >>> gradients = convmesh.per_sample_gradients(model, F.mse_loss, images, targets)
+        >>> {name: tuple(gradient.shape) for name, gradient in gradients.items()}
+        {'weight': (4, 2, 1, 3, 3), 'bias': (4, 2)}
     """
     check_samples_are_independent(model)
     batch_size(batch)
@@ -67,7 +85,7 @@ def _gradients(
 
     def sample_loss(parameters: Tensors, *sample: Tensor) -> Tensor:
         x, *others = (each.unsqueeze(0) for each in sample)
-        return _single(loss_fn(functional_call(model, {**parameters, **fixed}, (x,)), *others))
+        return single_number(loss_fn(functional_call(model, {**parameters, **fixed}, (x,)), *others))
 
     gradients: Tensors = mapped(
         partial(grad(sample_loss), trainable), *batch, chunk_size=chunk_size, randomness=randomness
@@ -76,10 +94,28 @@ def _gradients(
 
 
 def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Tensor) -> Tensor:
-    """The 2-norm of every sample's gradient over all trainable parameters: [B].
+    """Compute the 2-norm of each sample's gradient over all trainable parameters.
 
-    One backward pass over the batch gives what each layer read and the gradient of what it wrote, from which the
-    norms follow layer by layer. A model with shared parameters, or with layers not known here, takes the long way.
+    One backward pass over the batch gives each layer's input and the gradient of its output. The norms follow from
+    these layer by layer, without the per-sample gradients. Models with shared parameters or unknown layers take the
+    slower way, through `per_sample_gradients`, a limited number of samples at a time.
+
+    Args:
+        model: As in `per_sample_gradients`.
+        loss_fn: As in `per_sample_gradients`.
+        *batch: As in `per_sample_gradients`.
+
+    Returns:
+        A tensor of shape `(B,)`. For a sharded batch, a DTensor.
+
+    Raises:
+        ValueError: As in `per_sample_gradients`.
+
+    Examples:
+        >>> model = nn.Conv2d(1, 2, 3)
+        >>> images, targets = torch.randn(4, 1, 8, 8), torch.randn(4, 2, 6, 6)
+        >>> tuple(convmesh.per_sample_norms(model, F.mse_loss, images, targets).shape)
+        (4,)
     """
     check_samples_are_independent(model)
     batch_size(batch)
@@ -110,9 +146,30 @@ def _total(
 
 
 def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Tensor, max_norm: float) -> Tensors:
-    """The sum over samples of their gradients, each scaled down to `max_norm` if it is longer.
+    """Sum the gradients of all samples, each scaled down to norm `max_norm` if it is longer: the sum of DP-SGD.
 
-    No gradient of a single sample is kept: the norms come first, then one backward of the scaled losses.
+    No per-sample gradient is stored: the norms are computed first, then one backward pass of the scaled losses. Noise
+    is not added; see [Differential privacy](privacy.md).
+
+    Args:
+        model: As in `per_sample_gradients`.
+        loss_fn: As in `per_sample_gradients`.
+        *batch: As in `per_sample_gradients`.
+        max_norm: The greatest norm that one sample may contribute.
+
+    Returns:
+        The sum by parameter name. Divide it by the batch size yourself if you need the mean. For a sharded batch,
+        DTensors summed over all ranks.
+
+    Raises:
+        ValueError: `max_norm` is not positive, or as in `per_sample_gradients`.
+
+    Examples:
+        >>> model = nn.Conv2d(1, 2, 3)
+        >>> images, targets = torch.randn(4, 1, 8, 8), torch.randn(4, 2, 6, 6)
+        >>> total = convmesh.clipped_gradient(model, F.mse_loss, images, targets, max_norm=0.1)
+        >>> sum(gradient.square().sum() for gradient in total.values()).sqrt().item() <= 4 * 0.1
+        True
     """
     if not max_norm > 0:
         raise ValueError(f"`max_norm` (={max_norm}) must be positive")
@@ -145,7 +202,7 @@ def _clipped(
 
 def _placed(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Spread | None, Tensors, Tensors, tuple[Tensor, ...]]:
     """Parameters, all else that the model holds, and the batch: of DTensors, as this rank is to compute with them."""
-    trainable, fixed = _parameters(model)
+    trainable, fixed = parameters_of(model)
     spread = Spread.of(batch)
     if spread is None:
         return None, trainable, fixed, batch
@@ -162,46 +219,11 @@ def _choosing_alike(spread: Spread | None) -> AbstractContextManager[None]:
     return nullcontext() if spread is None else agreed_on(spread.mesh, spread.placements)
 
 
-def check_samples_are_independent(model: nn.Module) -> None:
-    """Refuse layers through which one sample's output depends on the others."""
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-            raise ValueError(
-                f"`{name or type(module).__name__}` is a batch norm that uses the statistics of the batch: every "
-                "output depends on every sample, so no sample has a gradient of its own. Put it into eval mode, or use "
-                "group norm in its place."
-            )
-        if isinstance(module, _InstanceNorm) and module.training and module.running_mean is not None:
-            raise ValueError(
-                f"`{name or type(module).__name__}` tracks running statistics, which all samples would write at once. "
-                "Put it into eval mode, or make it with track_running_stats=False."
-            )
-
-
-def batch_size(batch: tuple[Tensor, ...]) -> int:
-    if not batch:
-        raise ValueError("`batch` is empty: give the input of the model, and what the loss takes beside the output")
-    sizes = [tensor.shape[0] if tensor.ndim else None for tensor in batch]
-    if len(set(sizes)) > 1 or sizes[0] is None:
-        raise ValueError(f"the tensors of the batch must agree in their first size, but have {sizes}")
-    return sizes[0]
-
-
-def _parameters(model: nn.Module) -> tuple[Tensors, Tensors]:
-    """Those to differentiate by, and all else that the model holds."""
-    parameters = dict(model.named_parameters())
-    trainable = {name: value.detach() for name, value in parameters.items() if value.requires_grad}
-    if not trainable:
-        raise ValueError("the model has no trainable parameter")
-    fixed = {name: value.detach() for name, value in parameters.items() if name not in trainable}
-    return trainable, {**fixed, **dict(model.named_buffers())}
-
-
 def _losses(loss_fn: Loss, output: Tensor, others: tuple[Tensor, ...]) -> Tensor:
     """[B], each from a batch of one."""
 
     def one(*sample: Tensor) -> Tensor:
-        return _single(loss_fn(*(each.unsqueeze(0) for each in sample)))
+        return single_number(loss_fn(*(each.unsqueeze(0) for each in sample)))
 
     if isinstance(output, DTensor):
         output = settled(output, others)
@@ -213,27 +235,6 @@ def _losses(loss_fn: Loss, output: Tensor, others: tuple[Tensor, ...]) -> Tensor
         )
     losses: Tensor = mapped(one, output, *others)
     return losses
-
-
-def mapped(function: Callable[..., Any], *batch: Tensor, **options: Any) -> Any:
-    """`vmap(function)(*batch)`; by a loop where torch cannot map what it does.
-
-    That is, as a rule, a loss that makes a tensor of zeros and writes something of the sample into it.
-    """
-    try:
-        return vmap(function, **options)(*batch)
-    except RuntimeError as error:
-        # A loop draws other random numbers for each sample: never unasked, nor where all are to have the same.
-        if not str(error).startswith("vmap:") or "random" in str(error) or options.get("randomness") == "same":
-            raise
-    samples = [function(*sample) for sample in zip(*(each.unbind() for each in batch), strict=True)]
-    return tree_map(lambda *each: torch.stack(each), *samples)
-
-
-def _single(loss: Tensor) -> Tensor:
-    if loss.numel() != 1:
-        raise ValueError(f"the loss of one sample must be one number, but has the shape {list(loss.shape)}")
-    return loss.reshape(())
 
 
 def _squares_of_gradients(

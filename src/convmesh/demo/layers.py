@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..geometry import Box, HaloPlan, Interval, Split, Window, volume
+from ..geometry import Box, HaloPlan, Interval, ShardedDependence, Window, volume
 from .settings import Shape
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -21,7 +21,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class Sides:
     """The two sides of a convolution whose first two spatial dimensions are sharded over the mesh."""
 
-    splits: tuple[Split, Split]  # of height and width
+    along: tuple[ShardedDependence, ShardedDependence]  # of height and width
     transposed: bool
     input: tuple[int, ...]
     output: tuple[int, ...]
@@ -46,7 +46,7 @@ class Sides:
         return (forward + (backward if self.learns_input else min(forward, backward))) * element_size
 
     def _plans(self, coarse: bool) -> list[HaloPlan]:
-        return [split.coarse_plan if coarse else split.fine_plan for split in self.splits]
+        return [side.target_plan if coarse else side.source_plan for side in self.along]
 
 
 def sides_of(module: nn.Module, input: Sequence[int], output: Sequence[int], learns: bool, mesh: Shape) -> Sides | None:
@@ -57,11 +57,11 @@ def sides_of(module: nn.Module, input: Sequence[int], output: Sequence[int], lea
     options: Any = module
     fine, coarse = (output, input) if transposed else (input, output)
 
-    def split(dim: int) -> Split:
+    def along(dim: int) -> ShardedDependence:
         window = Window(options.kernel_size[dim], options.stride[dim], options.padding[dim], options.dilation[dim])
-        return Split(window, fine[2 + dim], coarse[2 + dim], (mesh[dim],))
+        return ShardedDependence(window, fine[2 + dim], coarse[2 + dim], (mesh[dim],))
 
-    return Sides((split(0), split(1)), transposed, tuple(input), tuple(output), learns)
+    return Sides((along(0), along(1)), transposed, tuple(input), tuple(output), learns)
 
 
 def _needed(plans: Sequence[HaloPlan], place: Sequence[int]) -> Box:

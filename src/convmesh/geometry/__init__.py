@@ -1,32 +1,34 @@
-"""Integers only: intervals, windows, splits and halo plans. Nothing here knows torch, and nothing communicates."""
+"""Integers only: intervals, windows and other dependences, halo plans. No torch, no communication."""
 
 from . import index_map as index_map
-from .adaptive_windows import Bundle as Bundle
-from .adaptive_windows import adaptive_bundles as adaptive_bundles
+from .adaptive_windows import AdaptiveWindows as AdaptiveWindows
+from .adaptive_windows import StridedWindows as StridedWindows
+from .adaptive_windows import strided_windows as strided_windows
 from .convolution import Convolution as Convolution
 from .convolution import Shape as Shape
-from .dependence import Cut as Cut
-from .dependence import Reading as Reading
+from .dependence import Dependence as Dependence
 from .dependence import Repeat as Repeat
-from .dependence import Runs as Runs
+from .dependence import ShardedDependence as ShardedDependence
 from .flat_ranges import Stripes as Stripes
 from .halo_plan import HaloPlan as HaloPlan
 from .index_map import IndexMap as IndexMap
 from .index_map import Piece as Piece
+from .interval import Box as Box
 from .interval import Interval as Interval
 from .interval import hull as hull
 from .interval import shards as shards
-from .padded_windows import Slots as Slots
+from .interval import slabs as slabs
+from .interval import volume as volume
+from .padded_windows import PaddedWindows as PaddedWindows
+from .pooling import AdaptivePooling as AdaptivePooling
 from .pooling import Pooling as Pooling
 from .resample import Taps as Taps
+from .resample import TransposedTaps as TransposedTaps
+from .resample import Weighted as Weighted
 from .resample import taps as taps
 from .reshape_groups import Group as Group
 from .reshape_groups import groups as groups
 from .reshape_groups import merged as merged
 from .reshape_groups import where_cut as where_cut
-from .split import Box as Box
-from .split import Split as Split
-from .split import slabs as slabs
-from .split import volume as volume
 from .window import Tap as Tap
 from .window import Window as Window

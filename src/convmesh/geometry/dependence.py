@@ -1,62 +1,42 @@
-"""What the targets of any operator read of its sources along one dimension, and cutting both over a line of ranks.
+"""Which sources the targets of an operator read along one dimension, and both dimensions sharded over the same ranks.
 
-`Window` is one such map. Here are those of adaptive pooling, resampling and pixel shuffling.
+`Window`, `AdaptiveWindows`, `Repeat` and `Taps` (resampling) are dependences; halos follow from them alone.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from .halo_plan import HaloPlan
+from .halo_plan import HaloPlan, Parts
 from .interval import Interval, shards
 
 
-class Reading(Protocol):
-    """A map between a source and a target dimension. Later targets never read earlier sources than others do."""
+class Dependence(Protocol):
+    """What each target reads: a run of sources, whose first and last never fall from one target to the next."""
 
     def reads(self, target: Interval, /) -> Interval:
-        """The sources from the first to the last that `target` reads."""
+        """The sources from the first to the last that `target` reads; overhangs the dimension where it is padded."""
         ...
 
     def read_by(self, source: Interval, /) -> Interval:
         """The targets from the first to the last that read anything of `source`."""
         ...
 
+    def parts_read(self, target: Interval, /) -> Parts:
+        """`reads` in rising parts, without gaps that are worth leaving out."""
+        return (self.reads(target),)
 
-@dataclass(frozen=True)
-class Runs:
-    """Target `t` reads the sources `starts[t] <= s < stops[t]`; neither list ever falls."""
-
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-
-    @staticmethod
-    def adaptive(source_size: int, target_size: int) -> Runs:
-        """Adaptive pooling: as even a cover as integers permit; neighbours overlap where it does not divide."""
-        targets = range(target_size)
-        return Runs(
-            tuple(t * source_size // target_size for t in targets),
-            tuple(-(-(t + 1) * source_size // target_size) for t in targets),
-        )
-
-    def reads(self, target: Interval) -> Interval:
-        if not target:
-            return Interval(0, 0)
-        return Interval(self.starts[target.start], self.stops[target.stop - 1])
-
-    def read_by(self, source: Interval) -> Interval:
-        if not source:
-            return Interval(0, 0)
-        start = bisect_right(self.stops, source.start)
-        return Interval(start, max(start, bisect_left(self.starts, source.stop)))
+    def parts_read_by(self, source: Interval, /) -> Parts:
+        """`read_by`, likewise."""
+        return (self.read_by(source),)
 
 
 @dataclass(frozen=True)
-class Repeat:
-    """Target `t` reads source `t // factor`: the other way round than a window that steps by its own length."""
+class Repeat(Dependence):
+    """Target `t` reads source `t // factor`: the transpose of a window that steps by its own length."""
 
     factor: int
 
@@ -68,32 +48,52 @@ class Repeat:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Sources and targets are cut over the same ranks, each in the layout of its own size."""
+class ShardedDependence:
+    """A source and a target dimension sharded over the same ranks, each in the layout of its own size."""
 
-    reading: Reading
+    dependence: Dependence
     source_size: int
     target_size: int
     mesh_sizes: tuple[int, ...]
 
     @cached_property
     def sources(self) -> tuple[Interval, ...]:
+        """What each rank owns of the sources."""
         return shards(self.source_size, self.mesh_sizes)
 
     @cached_property
     def targets(self) -> tuple[Interval, ...]:
+        """What each rank owns of the targets."""
         return shards(self.target_size, self.mesh_sizes)
 
     @cached_property
     def source_plan(self) -> HaloPlan:
-        """Each rank produces its targets, and needs the sources that they read."""
-        return HaloPlan(self.source_size, self.sources, tuple((self.reading.reads(part),) for part in self.targets))
+        """Each rank needs the sources that its targets read; this overhangs where the operator pads."""
+        return HaloPlan(self.source_size, self.sources, tuple(map(self.dependence.parts_read, self.targets)))
 
     @cached_property
     def target_plan(self) -> HaloPlan:
-        """Each rank has something to say about the targets that read its sources."""
-        return HaloPlan(self.target_size, self.targets, tuple((self.touched(part),) for part in self.sources))
+        """Each rank needs the targets that read its sources."""
+        everything = Interval(0, self.target_size)
+        readers = map(self.dependence.parts_read_by, self.sources)
+        needed = tuple(tuple(part & everything for part in parts) for parts in readers)
+        return HaloPlan(self.target_size, self.targets, needed)
 
-    def touched(self, source: Interval) -> Interval:
+    def read_by(self, source: Interval) -> Interval:
         """The targets that read any of `source`."""
-        return self.reading.read_by(source) & Interval(0, self.target_size)
+        return self.dependence.read_by(source) & Interval(0, self.target_size)
+
+    def inner_targets(self, rank: int) -> Interval:
+        """The part of a rank's targets that reads nothing of other ranks."""
+        return _between(self.targets[rank], self.sources[rank], self.source_size, self.dependence.read_by)
+
+    def inner_sources(self, rank: int) -> Interval:
+        """The part of a rank's sources that no target of other ranks reads."""
+        return _between(self.sources[rank], self.targets[rank], self.target_size, self.dependence.reads)
+
+
+def _between(own: Interval, others: Interval, size: int, touches: Callable[[Interval], Interval]) -> Interval:
+    """`own` without what the indices before and behind `others`, of a dimension of `size`, touch of it."""
+    start = touches(Interval(others.start - 1, others.start)).stop if others.start > 0 else own.start
+    stop = touches(Interval(others.stop, others.stop + 1)).start if others.stop < size else own.stop
+    return own & Interval(start, stop)

@@ -1,4 +1,4 @@
-"""Half-open intervals of indices, and how DTensor cuts a dimension into them."""
+"""Half-open intervals of indices, boxes of them, and how DTensor shards a dimension into them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ class Interval:
         return Interval(self.start + by, self.stop + by)
 
 
+Box = tuple[Interval, ...]
+
+
 def hull(intervals: Sequence[Interval]) -> Interval:
     """The smallest interval that covers all of `intervals`."""
     filled = [i for i in intervals if i]
@@ -51,23 +54,45 @@ def hull(intervals: Sequence[Interval]) -> Interval:
 def _chunk(interval: Interval, parts: int) -> list[Interval]:
     """`torch.chunk`: equal parts, rounded up, so that the last ones may hold less, or nothing."""
     step = -((interval.start - interval.stop) // parts)
-    cuts = [min(interval.start + step * r, interval.stop) for r in range(parts + 1)]
-    return [Interval(a, b) for a, b in pairwise(cuts)]
+    bounds = [min(interval.start + step * r, interval.stop) for r in range(parts + 1)]
+    return [Interval(a, b) for a, b in pairwise(bounds)]
 
 
 def shards(size: int, mesh_sizes: tuple[int, ...]) -> tuple[Interval, ...]:
-    """Who owns what of a dimension that is cut over mesh dimensions of these sizes, the first one outermost.
+    """Who owns what of a dimension that is sharded over mesh dimensions of these sizes, the first one outermost.
 
     The ranks are in row-major order over the mesh dimensions, which is the order of what they own.
     """
-    return _shards(size, mesh_sizes) if type(size) is int else _cut(size, mesh_sizes)
+    return _shards(size, mesh_sizes) if type(size) is int else _chunks(size, mesh_sizes)
 
 
-def _cut(size: int, mesh_sizes: tuple[int, ...]) -> tuple[Interval, ...]:
+def _chunks(size: int, mesh_sizes: tuple[int, ...]) -> tuple[Interval, ...]:
     owned = [Interval(0, size)]
     for parts in mesh_sizes:
-        owned = [piece for whole in owned for piece in _chunk(whole, parts)]
+        owned = [chunk for interval in owned for chunk in _chunk(interval, parts)]
     return tuple(owned)
 
 
-_shards = lru_cache(maxsize=4096)(_cut)
+_shards = lru_cache(maxsize=4096)(_chunks)
+
+
+def slabs(outer: Box, inner: Box) -> list[list[Box]]:
+    """The border of `outer` around `inner` as disjoint boxes, for each dimension those before and behind `inner`.
+
+    A dimension's slabs are as wide as `outer` along the dimensions before it and as `inner` along those after it.
+    So the slabs of a dimension need only the halos of the dimensions up to that one.
+    """
+    border: list[list[Box]] = []
+    for dim, (side, core) in enumerate(zip(outer, inner, strict=True)):
+        ends = [Interval(side.start, core.start), Interval(core.stop, side.stop)]
+        around = [(*outer[:dim], end, *inner[dim + 1 :]) for end in ends]
+        border.append([box for box in around if volume(box)])
+    return border
+
+
+def volume(box: Sequence[Interval]) -> int:
+    """How many points a box has."""
+    result = 1
+    for side in box:
+        result *= side.size
+    return result

@@ -1,10 +1,13 @@
-"""The geometry of a pooling with a fixed window as one value."""
+"""The geometry of a pooling as one value: of fixed windows, or adaptive."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
+from .adaptive_windows import AdaptiveWindows
 from .interval import Interval
 from .window import Window
 
@@ -15,6 +18,12 @@ class Pooling:
 
     windows: tuple[Window, ...]
     ceil: bool
+
+    smallest: ClassVar = 1  # size of targets
+
+    @property
+    def spatial(self) -> int:
+        return len(self.windows)
 
     @staticmethod
     def of(
@@ -33,6 +42,22 @@ class Pooling:
         sizes = zip(each(kernel), each(stride or kernel), each(padding), each(dilation), strict=True)
         return Pooling(tuple(Window(*numbers) for numbers in sizes), bool(ceil))
 
+    @cached_property
+    def kernel(self) -> list[int]:
+        return [window.kernel for window in self.windows]
+
+    @cached_property
+    def stride(self) -> list[int]:
+        return [window.stride for window in self.windows]
+
+    @cached_property
+    def dilation(self) -> list[int]:
+        return [window.dilation for window in self.windows]
+
+    def dependences(self, sizes: Sequence[int]) -> tuple[Window, ...]:
+        """Along each dimension of sources of these sizes."""
+        return self.windows
+
     def target_size(self, sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._targets(window, size) for window, size in zip(self.windows, sizes, strict=True))
 
@@ -48,3 +73,22 @@ class Pooling:
         window = self.windows[axis]
         bounds = Interval(-window.padding, size + window.padding) if with_padding else Interval(0, size)
         return [len(window.reads(Interval(t, t + 1)) & bounds) for t in range(targets.start, targets.stop)]
+
+
+@dataclass(frozen=True)
+class AdaptivePooling:
+    """Windows that cover the sources as evenly as integers permit, for targets of given sizes."""
+
+    sizes: tuple[int, ...]
+
+    smallest: ClassVar = 0
+
+    @property
+    def spatial(self) -> int:
+        return len(self.sizes)
+
+    def dependences(self, sizes: Sequence[int]) -> tuple[AdaptiveWindows, ...]:
+        return tuple(map(AdaptiveWindows, sizes, self.sizes))
+
+    def target_size(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        return self.sizes

@@ -1,53 +1,74 @@
 """Resampling: which sources each target is made of along one dimension, and with which weights.
 
 The numbers are rounded where torch rounds them: single precision for all dtypes but float64, and for nearest always.
-A hair's breadth in a coordinate moves nearest neighbours by a whole index, so this has to be the same arithmetic.
+A rounding error in a coordinate moves a nearest neighbour by one index, so this has to be the same arithmetic.
 """
 
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from math import floor, pi, sin
 
-from .dependence import Runs
+from .dependence import Dependence
+from .interval import Interval
 
 Tap = tuple[int, float]
+Weighted = tuple[Tap, ...]  # consecutive indices in rising order, each with its weight
 
 
 @dataclass(frozen=True)
-class Taps:
-    """For every target the sources that it reads, in rising order, each with its weight."""
+class Taps(Dependence):
+    """Target `t` is the weighted sum of the sources `at(t)`, of which the first and the last never fall as `t` rises.
 
-    of: tuple[tuple[Tap, ...], ...]
+    Nothing is kept for each target: an interval's sources come from its ends, and its readers by bisection.
+    """
 
-    def transposed(self, source_size: int) -> Taps:
-        """For every source the targets that read it: the map of gradients."""
-        readers: list[list[Tap]] = [[] for _ in range(source_size)]
-        for target, taps in enumerate(self.of):
-            for source, weight in taps:
-                readers[source].append((target, weight))
-        return Taps(tuple(tuple(taps) for taps in readers))
+    target_size: int
+    at: Callable[[int], Weighted]
 
-    @property
-    def trivial(self) -> bool:
-        """Every target is its own source. (The caller knows that there are as many of both.)"""
-        return all(taps == ((target, 1.0),) for target, taps in enumerate(self.of))
+    def of(self, targets: Interval) -> list[Weighted]:
+        return list(map(self.at, range(targets.start, targets.stop)))
 
-    @property
-    def runs(self) -> Runs:
-        # A target that reads nothing has an empty run where the one before it ends.
-        stops = tuple(accumulate((taps[-1][0] + 1 if taps else 0 for taps in self.of), max))
-        starts = tuple(taps[0][0] if taps else stop for taps, stop in zip(self.of, stops, strict=True))
-        return Runs(_never_falling(starts), stops)
+    def reads(self, target: Interval) -> Interval:
+        return Interval(self._start(target.start), self._stop(target.stop - 1)) if target else Interval(0, 0)
+
+    def read_by(self, source: Interval) -> Interval:
+        if not source:
+            return Interval(0, 0)
+        start = bisect_right(range(self.target_size), source.start, key=self._stop)
+        return Interval(start, max(start, bisect_left(range(self.target_size), source.stop, key=self._start)))
+
+    def _start(self, target: int) -> int:
+        return self.at(target)[0][0]
+
+    def _stop(self, target: int) -> int:
+        return self.at(target)[-1][0] + 1
 
 
-def _never_falling(starts: tuple[int, ...]) -> tuple[int, ...]:
-    """The lowest start of a target and all that follow it."""
-    return tuple(accumulate(reversed(starts), min))[::-1]
+@dataclass(frozen=True)
+class TransposedTaps(Dependence):
+    """The map of gradients: each source is the weighted sum of the targets that read it, which may be none."""
+
+    forward: Taps
+
+    def of(self, sources: Interval) -> list[Weighted]:
+        readers: list[list[Tap]] = [[] for _ in range(len(sources))]
+        targets = self.forward.read_by(sources)
+        for target in range(targets.start, targets.stop):
+            for source, weight in self.forward.at(target):
+                if source in sources:
+                    readers[source - sources.start].append((target, weight))
+        return list(map(tuple, readers))
+
+    def reads(self, source: Interval) -> Interval:
+        return self.forward.read_by(source)
+
+    def read_by(self, target: Interval) -> Interval:
+        return self.forward.reads(target)
 
 
 def _single(value: float) -> float:
@@ -66,47 +87,52 @@ def taps(mode: str, source: int, target: int, align_corners: bool, scale: float 
     Of torch's kernels for `nearest` some take the same size, and twice the size, for exact whatever the scale is;
     `nearest_scaled` is what the others do.
     """
-    rounded = _double if double else _single
-    if mode.startswith("nearest"):
-        return _nearest(mode, source, target, scale, rounded)
+    made = Taps(target, _taps_at(mode, source, target, align_corners, scale, _double if double else _single))
+    made.at(target - 1)  # numbers that overflow do so for the last target: every rank raises, whichever are its own
+    return made
+
+
+def _taps_at(
+    mode: str, source: int, target: int, align_corners: bool, scale: float | None, rounded: Callable[[float], float]
+) -> Callable[[int], Weighted]:
     if align_corners:
         step = rounded((source - 1) / (target - 1)) if target > 1 else 0.0
     else:
         step = rounded(1 / scale if scale is not None and scale > 0 else source / target)
+    if mode.startswith("nearest"):
+        return _nearest(mode, source, target, step)
     if mode != "cubic" and source == target:
-        return Taps(tuple(((index, 1.0),) for index in range(target)))
+        return lambda index: ((index, 1.0),)
     if mode in FILTERS:
-        return _antialiased(mode, source, target, step, rounded)
+        return _antialiased(mode, source, step, rounded)
+    weights = _linear_weights if mode == "linear" else _cubic_weights
 
-    def place(index: int) -> tuple[int, float]:
-        """Between which sources a target lies, and how far from the first of them."""
+    def between(index: int) -> Weighted:
+        """Of the sources around a target's coordinate, by its distance from the one before it."""
         at = rounded(step * index) if align_corners else rounded(step * (index + 0.5) - 0.5)
         at = at if align_corners or mode == "cubic" else max(0.0, at)
         first = min(floor(_single(at)), source - 1)
-        return first, min(max(rounded(at - first), 0.0), 1.0)
+        return weights(first, min(max(rounded(at - first), 0.0), 1.0), source)
 
-    weights = _linear_weights if mode == "linear" else _cubic_weights
-    return Taps(tuple(weights(*place(index), source) for index in range(target)))
+    return between
 
 
-def _nearest(mode: str, source: int, target: int, scale: float | None, rounded: Callable[[float], float]) -> Taps:
-    step = rounded(1 / scale if scale is not None and scale > 0 else source / target)
-
-    def place(index: int) -> int:
+def _nearest(mode: str, source: int, target: int, step: float) -> Callable[[int], Weighted]:
+    def nearest(index: int) -> Weighted:
         if mode == "nearest_exact":
-            return min(floor(_single((index + 0.5) * step)), source - 1)
+            return ((min(floor(_single((index + 0.5) * step)), source - 1), 1.0),)
         if mode == "nearest" and target in (source, 2 * source):
-            return index * source // target
-        return min(floor(_single(index * step)), source - 1)
+            return ((index * source // target, 1.0),)
+        return ((min(floor(_single(index * step)), source - 1), 1.0),)
 
-    return Taps(tuple(((place(index), 1.0),) for index in range(target)))
+    return nearest
 
 
-def _linear_weights(first: int, rest: float, source: int) -> tuple[Tap, ...]:
+def _linear_weights(first: int, rest: float, source: int) -> Weighted:
     return ((first, 1 - rest), (first + 1, rest)) if first < source - 1 else ((first, 1.0),)
 
 
-def _cubic_weights(first: int, rest: float, source: int) -> tuple[Tap, ...]:
+def _cubic_weights(first: int, rest: float, source: int) -> Weighted:
     """Indices beyond the border are those at the border."""
     found: dict[int, float] = {}
     for tap in range(-1, 3):
@@ -139,16 +165,17 @@ FILTERS: dict[str, tuple[int, Callable[[float], float]]] = {
 }
 
 
-def _antialiased(mode: str, source: int, target: int, step: float, rounded: Callable[[float], float]) -> Taps:
-    """A filter that widens with the distance of the targets, cut off at the border and brought to sum 1."""
+def _antialiased(mode: str, source: int, step: float, rounded: Callable[[float], float]) -> Callable[[int], Weighted]:
+    """A filter that widens with the distance of the targets, clipped at the border and normalised to sum 1."""
     reach, weigh = FILTERS[mode]
     wide = max(step, 1.0)
-    made = []
-    for index in range(target):
+
+    def filtered(index: int) -> Weighted:
         centre = rounded(step * (index + 0.5))
         start = max(int(rounded(centre - reach * wide + 0.5)), 0)
         stop = max(min(int(rounded(centre + reach * wide + 0.5)), source), start + 1)
         weights = [weigh(rounded((at - centre + 0.5) / wide)) for at in range(start, stop)]
         total = sum(weights)
-        made.append(tuple((at, weight / total) for at, weight in zip(range(start, stop), weights, strict=True)))
-    return Taps(tuple(made))
+        return tuple((at, weight / total) for at, weight in zip(range(start, stop), weights, strict=True))
+
+    return filtered

@@ -1,4 +1,7 @@
-"""Sliding windows: which fine indices a coarse index reads, and which coarse indices read a fine one."""
+"""Sliding windows: which fine indices a coarse index reads, and which coarse indices read a fine one.
+
+As a dependence, the fine side has the sources and the coarse side the targets.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +96,17 @@ class Window:
             for shift in shifts
         ]
         return tuple(part for part in parts if part) or (Interval(0, 0),)
+
+    def own_padding(self, fine: Interval, coarse: Interval) -> int | None:
+        """The padding with which the operator takes exactly these fine indices to these coarse ones, if there is one.
+
+        The results then lack what other fine indices add to them.
+        """
+        padding = fine.start + self.padding - coarse.start * self.stride
+        if not fine or not coarse or padding < 0:
+            return None
+        local = Window(self.kernel, self.stride, padding, self.dilation)
+        return padding if local.coarse_size(len(fine)) == len(coarse) else None
 
     def taps(self, fine: Interval, coarse: Interval) -> list[Tap]:
         """The indices of the kernel with which any of `coarse` reads any of `fine`, and which do."""

@@ -65,8 +65,12 @@ def bias_gradient(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.sum([0, *range(2, gradient.dim())])
 
 
+def _has_taps(weight: torch.Tensor) -> bool:
+    return weight.shape[-1] > 1 or max(weight.shape[2:]) > 1
+
+
 def _is_pointwise(weight: torch.Tensor, conv: Convolution) -> bool:
-    if max(weight.shape[2:]) > 1 or conv.transposed or conv.groups > 1:
+    if _has_taps(weight) or conv.transposed or conv.groups > 1:
         return False
     return max(conv.stride) == max(conv.dilation) == 1 and not any(conv.padding)
 
@@ -88,7 +92,7 @@ def _product_gradients(
 
 def _skips(weight: torch.Tensor, conv: Convolution) -> bool:
     """Whether it reads indices one by one and not all of them, beginning with the first."""
-    if max(weight.shape[2:]) > 1 or conv.transposed:
+    if _has_taps(weight) or conv.transposed:
         return False
     return max(conv.stride) > 1 and not any(conv.padding)
 

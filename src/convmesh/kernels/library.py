@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from .._torch import is_lazy
 from . import norms, products
 from .cached import load
 
@@ -20,8 +21,10 @@ def available() -> bool:
 
 
 def takes(tensor: torch.Tensor) -> bool:
-    """Whether the library can work on its memory: that of a subclass may be elsewhere, or not be there yet."""
-    return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in DTYPES and available()
+    """Whether the library can work on its memory: that of a subclass may be elsewhere, or not be there yet, and that of
+    `x.conj().imag` holds the negative."""
+    plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in DTYPES
+    return plain and not is_lazy(tensor) and available()
 
 
 def lanes(itemsize: int) -> int:

@@ -261,8 +261,26 @@ def _model(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def implicit_replication(mesh: DeviceMesh) -> Iterator[None]:
-    """For code that is not the forward pass of a distributed module, where this holds anyway: plain tensors beside
-    DTensors are constants, the same on every rank, and those that it makes and fills with sharded values are sharded.
+    """Treat plain tensors as replicated DTensors within a block of code.
+
+    Plain tensors that meet DTensors are taken as constants, equal on every rank. Tensors that the block creates with
+    `torch.zeros`, `ones`, `full`, `empty` and `new_*`, and then fills with sharded values, become sharded. In the
+    forward pass of a distributed module this is always on; use the context manager for code around it, such as MONAI's
+    `sliding_window_inference`.
+
+    Args:
+        mesh: The mesh of the DTensors.
+
+    Returns:
+        A context manager.
+
+    Examples:
+        >>> x = convmesh.shard(torch.ones(2, 1, 8, 8), mesh, data=0, h=2)
+        >>> with convmesh.enable(), convmesh.implicit_replication(mesh):
+        ...     window = torch.linspace(0, 1, 8)
+        ...     y = x * window
+        >>> y.placements
+        (Shard(dim=0), Shard(dim=2))
     """
     with constants_allowed(), Factories(mesh):
         yield

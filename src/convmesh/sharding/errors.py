@@ -12,8 +12,18 @@ from .layout import Layout
 
 
 class ShardingError(ValueError):
-    """An operator cannot run on these tensors as they are placed. The message names the remedy, and the line of the
-    user's own code that this came from."""
+    """An operator or a function cannot do exactly what was asked for on these tensors.
+
+    The message names the operator, the shapes and placements, a remedy, and the line of your code. All ranks raise it
+    alike, before anything is sent, so that no rank is left waiting. It is a `ValueError`.
+
+    Examples:
+        >>> convmesh.shard(torch.zeros(4, 4), mesh, width=1)
+        Traceback (most recent call last):
+        convmesh.sharding.errors.ShardingError: shard: the mesh has no dimension 'width', only ('data', 'h')
+          remedy: mesh dimension = tensor dimension, e.g. data=0, h=1
+          at ...
+    """
 
     def __init__(self, message: str = ""):
         # Without super().__init__, which dynamo cannot trace: the message is kept by __new__.

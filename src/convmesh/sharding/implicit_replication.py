@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from .. import _torch
+from . import view_writeback
 from .errors import PlainTensor, ShardingError
 
 # By id, as the compiler names them.
@@ -48,10 +49,13 @@ def allowed() -> bool:
 
 
 def with_constants(handler: _torch.Handler) -> _torch.Handler:
-    """A rule that meets a plain tensor takes it for a constant where that is allowed."""
+    """A rule that meets a plain tensor takes it for a constant where that is allowed. Copies that torch takes for views
+    are refreshed first: at the same operator on all ranks, whichever local tensors the rule then reads on one."""
 
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if view_writeback.watching_reads:
+            view_writeback.refresh(args, kwargs)
         try:
             return handler(operator, args, kwargs)
         except PlainTensor:

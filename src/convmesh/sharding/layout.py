@@ -50,9 +50,9 @@ class Layout:
         over = range(self.mesh.ndim) if mesh_dims is None else frozenset(mesh_dims)
         return self.placed(Replicate() if m in over else p for m, p in enumerate(self.placements))
 
-    def without_partial(self, keep_sums: bool = False) -> Layout:
-        """Replicate() in place of Partial; a linear operator may `keep_sums`: it takes Partial(sum) as it is."""
-        return self.placed(reduced(p, keep_sums) for p in self.placements)
+    def without_partial(self, *but: str) -> Layout:
+        """Replicate() in place of Partial, but for those of these reductions, which an operator takes as they are."""
+        return self.placed(reduced(p, *but) for p in self.placements)
 
     def without(self, dims: Iterable[int], keepdim: bool = False) -> Layout:
         """A contiguous tensor that has lost these dimensions, or has size 1 along them: replicated where they were
@@ -219,9 +219,10 @@ def is_plain(placement: Placement) -> bool:
     return type(placement) in (Replicate, Shard) or is_sum(placement)
 
 
-def reduced(placement: Placement, keep_sums: bool = True) -> Placement:
-    """Replicate() in place of Partial, or of any Partial but a sum."""
-    return placement if type(placement) is Shard or (keep_sums and is_sum(placement)) else Replicate()
+def reduced(placement: Placement, *but: str) -> Placement:
+    """Replicate() in place of Partial, but for those of these reductions."""
+    kept = type(placement) is Shard or (type(placement) is Partial and placement.reduce_op in but)
+    return placement if kept else Replicate()
 
 
 def is_sum(placement: Placement) -> bool:

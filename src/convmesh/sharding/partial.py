@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _torch, comm
 from . import registry, view_writeback
+from .assign import assign
 from .errors import refuse
 from .layout import Layout, is_sum
 from .plan_cache import planned
@@ -83,12 +84,12 @@ def kept(tensor: DTensor) -> DTensor | None:
 def put_back(tensor: DTensor, sum: DTensor) -> None:
     """After an operator has written into the sum of `tensor`: the tensor gets its values, and keeps it as its sum."""
     if not view_writeback.put_back(sum):
-        view_writeback.assign(tensor, sum)
+        assign(tensor, sum)
 
 
 def _keep(tensor: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
     made = _torch.wrap(local, layout.spec)
-    if not _torch.tracing() and view_writeback.mark(made, tensor, _sum_of, lambda whole, part: part):
+    if not _torch.tracing() and view_writeback.mark(made, tensor, _sum_of, lambda whole, part: part, False):
         registry.guard_writes()
         _torch.relocate(tensor, _torch.local_of(tensor), _torch.spec_of(tensor))  # of a collective that is over by now
         _kept[tensor] = made, _torch.version_of(_torch.local_of(tensor))

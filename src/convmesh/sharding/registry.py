@@ -225,6 +225,7 @@ def uninstall() -> None:
     while _undo:
         _undo.pop()()
     _torch.compile_for_any_rank()
+    view_writeback.stop_watching_reads()
     table = _torch.handlers()
     for operator, before in _replaced.items():
         if table.get(operator) is not _rules[operator]:

@@ -1,9 +1,14 @@
-"""Copies that torch takes for views: what is written into them is put back into the tensors that they are copies of.
+"""Copies that torch takes for views: writes into them go back to the tensors that they are copies of, and reading them
+shows what was written there.
 
-A part of a sharded dimension is a new tensor, and so is a tensor that was moved to be reshaped. autograd believes that
-they are views, and so do users. So the memory of such a copy knows where it was taken from. Every operator that writes
-passes by here: before it the copy is brought up to date, if the other tensor was written in the meantime, and after it
-the values go back. This holds for all views of the copy too, which share its memory.
+A part of a sharded dimension is a new tensor, and so is a tensor that was redistributed to be reshaped. autograd
+believes that they are views, and so do users. So the memory of such a copy knows where it was taken from. Every
+operator that writes passes by here: before it the copy is refreshed, if its origin was written in the meantime, and
+after it the values go back. This holds for all views of the copy too, which share its memory.
+
+From the first write on that may leave a copy behind its origin, reads are watched as well (`watching_reads`): every
+rule refreshes its arguments first, and so does whatever else asks for a local tensor. A refresh communicates. Counts of
+writes decide about it, which all ranks count alike, and never whether somebody still refers to a copy.
 """
 
 from __future__ import annotations
@@ -11,96 +16,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, cast
-from weakref import ref
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.utils._pytree import tree_iter
 
 from .. import _torch
+from .assign import Place
 from .errors import refuse
-from .layout import Layout, is_sum
-from .plan_cache import planned
-from .redistribute import move
 
 Take = Callable[[DTensor], DTensor]
 PutBack = Callable[[DTensor, DTensor], DTensor]
-"""The whole with the part in its place."""
+"""The full tensor with the part in its place."""
 
 _NOTES = "_convmesh_notes"
+watching_reads = False
+_stop_watching: list[Callable[[], None]] = []
 
 
 @dataclass
 class Notes:
-    """What is known of a piece of memory: how often it was written, and what it is a copy of."""
+    """What is known of a piece of memory: writes so far, what it is a copy of, copies taken of it."""
 
     writes: int = 0
     origin: Origin | None = None
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in its memory a DTensor is, so that it can be made again."""
-
-    spec: _torch.Spec
-    dtype: torch.dtype
-    geometry: tuple[int, tuple[int, ...], tuple[int, ...]] = (0, (), ())
-    traced: ref[torch.Tensor] | None = None  # a compiler's tensor itself, which cannot be made again
-
-    @staticmethod
-    def of(tensor: DTensor) -> Place:
-        local = _torch.local_of(tensor)
-        if type(local) is not torch.Tensor:
-            return Place(_torch.spec_of(tensor), local.dtype, traced=_torch.kept(local))
-        geometry = int(local.storage_offset()), tuple(local.shape), tuple(local.stride())
-        return Place(_torch.spec_of(tensor), local.dtype, geometry)
-
-    def tensor(self, memory: torch.UntypedStorage) -> DTensor:
-        if self.traced is not None:
-            return _torch.wrap(cast(torch.Tensor, self.traced()), self.spec)
-        local = torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.geometry)
-        return _torch.wrap(local, self.spec)
-
-    def write(self, memory: torch.UntypedStorage, values: DTensor) -> None:
-        assign(self.tensor(memory), values)
-
-
-def assign(tensor: DTensor, values: DTensor) -> None:
-    """Write values into a tensor. Of a Partial(sum) each rank has its shard of them then, or the first rank has them
-    all; the others contribute zeros. Of an average or an extreme every rank has them."""
-    target = _torch.local_of(tensor)
-    source, has_it, boxes = _terms(_torch.spec_of(tensor), _torch.spec_of(values))
-    local = move(values, source)
-    if boxes:
-        target.zero_()
-    for dim, start, length in boxes:
-        target = target.narrow(dim, start, length)
-    target.copy_(local if has_it else _torch.tie(torch.zeros_like(local), local))
-
-
-@planned
-def _terms(spec: _torch.Spec, values: _torch.Spec) -> tuple[Layout, bool, tuple[tuple[int, int, int], ...]]:
-    """How values become a tensor that may be Partial: where they have to lie, whether this rank then has any, and what
-    of its local tensor they are, as a dimension, its first index and their number."""
-    layout, here = Layout.of(spec), spec.mesh.get_coordinate()
-    pending = [
-        m for m, (p, q) in enumerate(zip(layout.placements, values.placements, strict=True))
-        if isinstance(p, Partial) and p != q
-    ]  # fmt: skip
-    source = layout.placed(tuple(Replicate() if m in pending else p for m, p in enumerate(layout.placements)))
-    sums = [m for m in pending if is_sum(layout.placements[m])]
-    for m in sums:
-        if type(values.placements[m]) is Shard:
-            cut = source.placed((*source.placements[:m], values.placements[m], *source.placements[m + 1 :]))
-            # A rank's shard is in its local tensor if that is not cut further.
-            if all(cut.cuts[dim][: len(mesh_dims)] == mesh_dims for dim, mesh_dims in source.cuts.items()):
-                source = cut
-    if here is None:
-        return source, True, ()
-    own = [(dim, layout.own(dim), source.own(dim)) for dim in source.cuts]
-    boxes = tuple((dim, part.start - held.start, len(part)) for dim, held, part in own if part != held)
-    return source, not any(here[m] for m in sums if isinstance(source.placements[m], Replicate)), boxes
+    copies: int = 0
+    compiled: bool = False  # a copy that compiled code has returned: nobody knows of what
 
 
 @dataclass
@@ -114,9 +56,10 @@ class Origin:
     take: Take
     put_back: PutBack
     seen: int  # how often the whole had been written when the part was last like it
+    read_by_users: bool
 
 
-def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> bool:
+def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack, read_by_users: bool = True) -> bool:
     """Note that `part` is a copy of some of `whole`, also while a graph is traced."""
     local, copy = _torch.local_of(whole), _torch.local_of(part)
     noted = _torch.takes_notes(copy) and _torch.takes_notes(local)
@@ -125,9 +68,22 @@ def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack) -> bool:
         if copy.untyped_storage() is memory:  # nothing had to move on this rank: then it copies what others receive
             copy = copy.clone(memory_format=torch.preserve_format)
             _torch.relocate(part, copy, _torch.spec_of(part))
-        origin = Origin(memory, Place.of(whole), Place.of(part), take, put_back, _made(memory).writes)
-        _made(copy.untyped_storage()).origin = origin
+        above = _made(memory)
+        above.copies += read_by_users
+        _made(copy.untyped_storage()).origin = Origin(
+            memory, Place.of(whole), Place.of(part), take, put_back, above.writes, read_by_users
+        )
     return noted
+
+
+def is_copy(local: torch.Tensor) -> bool:
+    notes = _torch.notes_of(local, _NOTES)
+    return notes is not None and notes.origin is not None
+
+
+def mark_compiled(local: torch.Tensor) -> None:
+    """Note that compiled code has returned a copy, and that a write into it would reach nothing else."""
+    _made(local.untyped_storage()).compiled = True
 
 
 def hand_on(before: DTensor, after: DTensor) -> None:
@@ -135,6 +91,7 @@ def hand_on(before: DTensor, after: DTensor) -> None:
     notes, memory = _torch.noted(before, _NOTES), _torch.local_of(after).untyped_storage()
     if notes is not None and notes.origin is not None and _torch.noted(after, _NOTES) is not notes:
         _made(memory).origin = replace(notes.origin, part=Place.of(after))
+        _made(notes.origin.memory).copies += notes.origin.read_by_users
 
 
 def is_up_to_date(part: DTensor, whole: DTensor) -> bool:
@@ -203,6 +160,10 @@ def _writes(target: Any) -> int:
 
 def _before(target: Any) -> None:
     notes = _torch.noted(target, _NOTES)
+    if notes is not None and notes.compiled:
+        raise refuse("an operator that writes in place", "would write into a copy that compiled code has returned, and "
+                     "not into what that is a part of", (("target", target),),
+                     "return a clone of the part from the compiled function, or write within it")  # fmt: skip
     if notes is not None and notes.origin is not None:
         _refresh(_torch.local_of(target).untyped_storage(), notes.origin)
     elif isinstance(target, DTensor) and target._is_view() and target.numel():
@@ -213,23 +174,60 @@ def _before(target: Any) -> None:
                          "clone it first, or use the operator that returns a new tensor")  # fmt: skip
 
 
+def refresh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Before an operator reads its arguments, while reads are watched."""
+    for leaf in tree_iter((args, kwargs)):
+        if isinstance(leaf, DTensor):
+            refresh_memory(_torch.slot_of(leaf))
+
+
+def refresh_memory(local: Any) -> None:
+    notes: Notes | None = _torch.notes_of(local, _NOTES)
+    if notes is None or notes.origin is None or not _is_stale(notes.origin):
+        return
+    if type(local) is not torch.Tensor or not _torch.in_a_trace():  # compiled code will read it, its compiler does not
+        _refresh(local.untyped_storage(), notes.origin)
+
+
+def _is_stale(origin: Origin) -> bool:
+    above = _made(origin.memory)
+    return origin.seen != above.writes or (above.origin is not None and _is_stale(above.origin))
+
+
 def _refresh(memory: torch.UntypedStorage, origin: Origin) -> None:
     """Bring a copy up to date if what it is a copy of was written since."""
     above = _made(origin.memory)
     if above.origin is not None:
         _refresh(origin.memory, above.origin)
     if origin.seen != above.writes:
-        origin.part.write(memory, origin.take(origin.whole.tensor(origin.memory)))
+        values = origin.take(origin.whole.tensor(origin.memory))
         origin.seen = above.writes
+        origin.part.write(memory, values)
+        _made(memory).writes += 1
 
 
-def _after(memory: torch.UntypedStorage) -> None:
+def _after(memory: torch.UntypedStorage, through_a_copy: bool = False) -> None:
     """What was written into a copy goes back to where it was taken from, and on from there."""
     notes = _made(memory)
     notes.writes += 1
+    if notes.copies > through_a_copy and not watching_reads:
+        _watch_reads()
     origin = notes.origin
     if origin is not None:
         whole, part = origin.whole.tensor(origin.memory), origin.part.tensor(memory)
         origin.whole.write(origin.memory, origin.put_back(whole, part))
-        _after(origin.memory)
+        _after(origin.memory, origin.read_by_users)
         origin.seen = _made(origin.memory).writes
+
+
+def _watch_reads() -> None:
+    global watching_reads
+    watching_reads = True
+    _stop_watching.append(_torch.before_local_tensors(refresh_memory))
+
+
+def stop_watching_reads() -> None:
+    global watching_reads
+    watching_reads = False
+    while _stop_watching:
+        _stop_watching.pop()()

@@ -31,14 +31,39 @@ _NAME = "_convmesh"
 
 
 def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKET_BYTES) -> AnyModule:
-    """Put `module` on `mesh`, in place, and switch the rules on (`convmesh.enable()`).
+    """Replicate a module on a mesh, in place, and let convmesh all-reduce its gradients.
 
-    Its parameters and buffers become replicated DTensors with the values, and the ranks take the random state, of the
-    first rank. Gradients are summed over the ranks in messages of about `bucket_bytes` while backward runs; after it
-    every `.grad` lies where its parameter does. Make the optimizer afterwards: it is given other parameters.
+    Parameters and buffers become replicated DTensors with the values of the first rank. All ranks also take the random
+    state of the first rank. The rules are switched on (`convmesh.enable()`).
 
-    A loss that makes tensors of its own, such as a one-hot target or a window, is a module like others: distribute it,
-    and these are taken for what they are, the same on every rank.
+    Gradients are all-reduced (summed) over the mesh in buckets while backward runs. When `backward()` returns, every
+    `.grad` has the layout of its parameter. Because a loss of DTensors is the loss of the *global* batch, this sum is
+    the gradient that one device would compute: you need not rescale it. See [From DDP](from-ddp.md).
+
+    Create the optimizer after this call: the module has new parameters.
+
+    Tensors that the module creates in its forward pass are taken as equal on all ranks. If your loss creates tensors (a
+    one-hot target, a window), make it an `nn.Module` and call `distribute` on it as well.
+
+    Args:
+        module: Any module. It must have values: neither lazy nor on the meta device.
+        mesh: The mesh. Ranks must ascend along each of its dimensions, as `init_device_mesh` arranges them.
+        bucket_bytes: The approximate size of one all-reduce.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ShardingError: The module is distributed already, has lazy or meta parameters, or has DTensors on another mesh.
+            Later, from the forward pass: an input is a plain tensor, or the module is wrapped in
+            DistributedDataParallel.
+
+    Examples:
+        >>> model = convmesh.distribute(nn.Conv2d(3, 8, 3, padding=1), mesh)
+        >>> x = convmesh.shard(torch.randn(4, 3, 8, 8), mesh, data=0, h=2)
+        >>> model(x).square().mean().backward()
+        >>> model.weight.grad.placements  # the same gradient on every rank
+        (Replicate(), Replicate())
     """
     _check(module, mesh)
     enable()
@@ -57,9 +82,25 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Leave gradients pending on each rank: for accumulating those of several backward passes.
+    """Skip the all-reduce of gradients, to accumulate them over several backward passes.
 
-    The first backward pass after it sums them all, in one go.
+    Within the block gradients stay `Partial(sum)` and add up locally. The first backward pass after the block
+    all-reduces the total. This is `DistributedDataParallel.no_sync` for a distributed module.
+
+    Args:
+        module: A module that was given to `distribute`.
+
+    Raises:
+        ShardingError: The module is not distributed.
+
+    Examples:
+        >>> model = convmesh.distribute(nn.Conv2d(1, 1, 3), mesh)
+        >>> micro_batches = torch.ones(2, 2, 1, 8, 8)
+        >>> with convmesh.no_sync(model):
+        ...     (model(convmesh.shard(micro_batches[0], mesh, data=0, h=2)).mean() / 2).backward()
+        >>> (model(convmesh.shard(micro_batches[1], mesh, data=0, h=2)).mean() / 2).backward()
+        >>> model.bias.grad.full_tensor().tolist()
+        [1.0]
     """
     state = getattr(module, _NAME, None)
     if not isinstance(state, Distributed):

@@ -26,7 +26,7 @@ class Samples(Protocol):
 
 
 class Loader:
-    """Iterates over batches as DTensors; see `loader`. `set_epoch` draws another order, as samplers have it."""
+    """An iterator over batches of DTensors. `loader` creates it."""
 
     def __init__(self, samples: Samples, mesh: DeviceMesh, batch_size: int, dims: tuple[Dims, ...], single: bool,
                  shuffle: bool, seed: int, drop_last: bool, options: dict[str, Any]):  # fmt: skip
@@ -47,6 +47,11 @@ class Loader:
         )
 
     def set_epoch(self, epoch: int) -> None:
+        """Draw another order for the next pass, if `shuffle` is on. Call it on all ranks, before each epoch.
+
+        Args:
+            epoch: The number of the epoch; the order depends on it and on the seed.
+        """
         self._order.epoch = epoch
 
     def __len__(self) -> int:
@@ -87,12 +92,37 @@ def loader(
     drop_last: bool = False,
     **options: Any,
 ) -> Loader:
-    """Batches of `samples` as DTensors: each rank reads its region of the samples of its part of the batch.
+    """Iterate over a data set in batches of sharded DTensors. Each rank reads only what it owns.
 
-    `dims` says how a batch is cut, in the words of `shard`: {"data": 0, "h": 2, "w": 3}, and a sequence of these if a
-    sample is a tuple of arrays. Ranks that differ only in "h" and "w" read the same samples, those along "data" others.
-    `batch_size` counts the samples of all ranks. All samples have the shapes of the first one. `options` go to
-    `torch.utils.data.DataLoader`: num_workers, pin_memory, ...
+    Ranks along the mesh dimension that shards the batch read different samples. Ranks that differ only in spatial mesh
+    dimensions read different slices of the same samples.
+
+    Args:
+        samples: A map-style data set (`__getitem__`, `__len__`), the same on every rank. A sample is an array, or a
+            tuple of arrays, that can be sliced (see `shard`). All samples have the shapes of the first one.
+        mesh: A mesh whose dimensions have names.
+        batch_size: The size of the global batch, over all ranks.
+        dims: How a batch is sharded, in the terms of `shard`: `{"data": 0, "h": 2}`, where dimension 0 is the batch. If
+            a sample is a tuple, a sequence with one dict for each array.
+        shuffle: Draw a new order in each epoch; see `Loader.set_epoch`.
+        seed: The seed of that order. It must be the same on all ranks.
+        drop_last: Leave out the last batch if it is smaller than the others.
+        **options: Passed to `torch.utils.data.DataLoader`: `num_workers`, `pin_memory`, and so on.
+
+    Returns:
+        An iterable of batches, with a length. A batch is a DTensor, or a tuple of them if `dims` is a sequence.
+
+    Raises:
+        ShardingError: The arrays of a sample do not match `dims`, are sharded differently along the batch, or have
+            other shapes than the first sample; or the ranks give different samples or arguments.
+
+    Examples:
+        >>> images, labels = torch.randn(10, 1, 8, 8), torch.arange(10)
+        >>> samples = list(zip(images, labels))
+        >>> dims = {"data": 0, "h": 2}, {"data": 0}
+        >>> batches = convmesh.loader(samples, mesh, batch_size=4, dims=dims, shuffle=True)
+        >>> [tuple(x.shape) for x, y in batches]
+        [(4, 1, 8, 8), (4, 1, 8, 8), (2, 1, 8, 8)]
     """
     single = isinstance(dims, Mapping)
     each: tuple[Dims, ...] = (dims,) if isinstance(dims, Mapping) else tuple(dims)

@@ -23,7 +23,7 @@ _SAMPLED = 2**22  # of so many elements of an array that is no tensor yet ranks 
 
 
 class ArrayLike(Protocol):
-    """Anything with a shape that gives its parts by slices: tensors, numpy arrays and memory maps, zarr, HDF5."""
+    """Any array with a shape that can be sliced: tensors, numpy arrays and memory maps, zarr and HDF5 arrays."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -31,12 +31,30 @@ class ArrayLike(Protocol):
 
 
 def shard(array: ArrayLike, mesh: DeviceMesh, **dims: int) -> DTensor:
-    """The DTensor of `array`, cut over the mesh: `shard(image, mesh, h=2, w=3)` cuts dimension 2 over the mesh
-    dimension named "h" and 3 over "w"; over mesh dimensions that are not named it is replicated.
+    """Make a sharded DTensor from an array that every rank can read.
 
-    Every rank gives the same array and reads only its own region of it; no part of it is sent. Ranks that give other
-    shapes, types or, in the first calls, other values than the others are told so. The result is a new leaf for
-    autograd, which requires a gradient where a given tensor does.
+    Each rank reads its own slice of the array. Nothing is sent, except small checks that all ranks gave the same array.
+
+    Args:
+        array: The full array, the same on every rank: a tensor, a numpy array or memory map, a zarr or HDF5 array. From
+            a file, a rank reads only its slice.
+        mesh: A mesh whose dimensions have names.
+        **dims: `mesh dimension = tensor dimension`. `shard(image, mesh, h=2, w=3)` shards dimension 2 over the mesh
+            dimension "h" and dimension 3 over "w". The tensor is replicated over mesh dimensions that are not named.
+
+    Returns:
+        A DTensor on the mesh's device. It is a new leaf for autograd, and requires a gradient if `array` does.
+
+    Raises:
+        ShardingError: `array` is a DTensor, a name is not a mesh dimension, a dimension does not exist or is named
+            twice, or the ranks give arrays of different shapes, dtypes or (compared in the first calls) values.
+
+    Examples:
+        >>> x = convmesh.shard(torch.zeros(4, 3, 8, 6), mesh, data=0, h=2)
+        >>> x.placements
+        (Shard(dim=0), Shard(dim=2))
+        >>> tuple(x.shape), tuple(x.to_local().shape)
+        ((4, 3, 8, 6), (2, 3, 4, 6))
     """
     layout = _layout(tuple(array.shape), mesh, dims)
     if isinstance(array, DTensor):
@@ -60,9 +78,29 @@ def shard(array: ArrayLike, mesh: DeviceMesh, **dims: int) -> DTensor:
 
 
 def region(shape: tuple[int, ...] | DTensor, mesh: DeviceMesh | None = None, **dims: int) -> Region:
-    """The slices of a global array of this shape that this rank has: `volume[region(volume.shape, mesh, d=0)]`.
+    """Return the slices of a global array that this rank owns.
 
-    With a DTensor instead of a shape, the slices of what this rank has of it: where its local part belongs in a file.
+    Args:
+        shape: The shape of the global array. Or a DTensor: then the result says where its local tensor belongs, for
+            example in a file that all ranks write.
+        mesh: The mesh, if `shape` is a shape.
+        **dims: `mesh dimension = tensor dimension`, as in `shard`.
+
+    Returns:
+        One slice for each dimension.
+
+    Raises:
+        ShardingError: A shape comes without a mesh, a name or dimension is wrong (see `shard`), or the DTensor has
+            `Partial` placements, or mesh dimensions that shard one tensor dimension in another than their own order.
+
+    Examples:
+        >>> volume = torch.arange(64.0).reshape(8, 8)  # or a memory map, zarr, HDF5
+        >>> part = volume[convmesh.region(volume.shape, mesh, h=0)]
+        >>> tuple(part.shape)
+        (4, 8)
+        >>> x = convmesh.from_region(part, volume.shape, mesh, h=0)
+        >>> out = torch.zeros(8, 8)
+        >>> out[convmesh.region(x)] = x.to_local()
     """
     if isinstance(shape, DTensor):
         spec = _torch.spec_of(shape)
@@ -76,10 +114,27 @@ def region(shape: tuple[int, ...] | DTensor, mesh: DeviceMesh | None = None, **d
 
 
 def from_region(local: Any, shape: tuple[int, ...], mesh: DeviceMesh, **dims: int) -> DTensor:
-    """The DTensor of a global `shape` of which this rank has read its `region(shape, mesh, **dims)`.
+    """Make a sharded DTensor from the slice that this rank has read.
 
-    Ranks with a region of another shape or type and, in the first calls, with other values than those that have the
-    same region are told so.
+    Args:
+        local: This rank's part of the array: `array[region(shape, mesh, **dims)]`.
+        shape: The shape of the global array.
+        mesh: A mesh whose dimensions have names.
+        **dims: `mesh dimension = tensor dimension`, as in `shard`.
+
+    Returns:
+        A DTensor of the global shape.
+
+    Raises:
+        ShardingError: On all ranks, if the part of any rank has the wrong shape or another dtype, or if ranks that own
+            the same part give different values (compared in the first calls).
+
+    Examples:
+        >>> array = torch.arange(48.0).reshape(1, 1, 8, 6)
+        >>> part = array[convmesh.region(array.shape, mesh, h=2)]
+        >>> x = convmesh.from_region(part, array.shape, mesh, h=2)
+        >>> torch.equal(x.full_tensor(), array)
+        True
     """
     return assembled("from_region", torch.as_tensor(local), tuple(shape), mesh, dims)
 

@@ -265,3 +265,23 @@ def any_eps(mesh: DeviceMesh, eps: float) -> None:
 
 def test_any_eps(pool: Pool) -> None:
     pool.run_cases(any_eps, [1e-5, 0.0, -0.01], mesh=(4,))
+
+
+def negatives_in_memory(mesh: DeviceMesh, at: tuple[Any, ...]) -> None:
+    """The imaginary part of a conjugate is a view of the negatives, which a kernel of our own would read."""
+    values = torch.complex(numbers(2, 4, 6, 8), numbers(2, 4, 6, 8, seed=1) + 0.3)
+
+    def norms(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x.conj().imag
+        z = y.detach().requires_grad_()
+        out = F.group_norm(z, 2) + F.layer_norm(z, z.shape[1:]) + F.batch_norm(z, None, None, training=True)
+        (gradient,) = torch.autograd.grad((out * z).sum(), z)
+        return [F.group_norm(y, 2), F.layer_norm(y, y.shape[1:]), F.instance_norm(y), out, gradient]
+
+    with convmesh.enable():
+        for mine, wanted in zip(norms(place(values, mesh, at)), norms(values), strict=True):
+            assert_close(mine.full_tensor(), wanted)
+
+
+def test_negatives_in_memory(pool: Pool) -> None:
+    pool.run_cases(negatives_in_memory, [(2, 3), (0, 2), (3, "R")], mesh=(2, 2))

@@ -36,7 +36,12 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), 
 
 
 class CommunicationError(RuntimeError):
-    """Ranks could not reach each other: one of them has died, has stopped, or was too slow."""
+    """A communication failed: a rank has ended, has stopped, or took longer than the timeout.
+
+    The message names the ranks, the mesh dimension, the operator, the line of your code, and what the first rank that
+    failed has said. It is a `RuntimeError`. End all ranks when it is raised: see
+    [Checkpoints and failures](reliability.md).
+    """
 
 
 def keep_watch() -> Callable[[], None]:

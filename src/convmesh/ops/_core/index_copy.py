@@ -17,7 +17,7 @@ import torch
 from ... import _torch
 from ...comm import Block, Halo, Held, Line, give_back, line, start
 from ...geometry import Box, HaloPlan, IndexMap, Interval, Piece, shards
-from ...sharding.layout import Layout
+from ...sharding.layout import Layout, dense_stride
 from ...strides import memory_format
 
 Fill = float | int | bool
@@ -109,7 +109,8 @@ class Remap:
         shape = list(model.shape)
         for axis in self.axes:
             shape[axis.dim] = axis.out.size
-        result = torch.empty(shape, dtype=model.dtype, device=model.device, memory_format=memory_format(model))
+        # Of the model's kind: a compiler replays a part that it is given on a fake tensor, and is in no mode for it.
+        result = model.new_empty_strided(shape, dense_stride(tuple(shape), memory_format(model)))
         for dim, at, length in self._gaps:
             result.narrow(dim, at, length).fill_(fill)
         return result

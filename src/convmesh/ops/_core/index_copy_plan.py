@@ -35,11 +35,12 @@ class CopyPlan:
 @planned
 def plan_copy(spec: _torch.Spec, recipe: Recipe, *numbers: Hashable) -> CopyPlan:
     layout = Layout.of(spec)
-    return copy_plan(layout, recipe(layout, *numbers))
+    return copy_plan(layout, recipe(layout, *numbers), ("sum", "avg", "max", "min"))
 
 
-def copy_plan(layout: Layout, maps: Maps) -> CopyPlan:
-    source = layout.without_partial(keep_sums=True)
+def copy_plan(layout: Layout, maps: Maps, partial: tuple[str, ...] = ("sum",)) -> CopyPlan:
+    """What is copied may be Partial in any way. Its adjoint, which adds, wants a sum."""
+    source = layout.without_partial(*partial)
     shape = tuple(maps[dim].size if dim in maps else size for dim, size in enumerate(layout.shape))
     output = replace(source, shape=shape, stride=dense_stride(shape, layout.memory_format))
     remap = Remap.of(source, maps) if layout.present and source.sharded_over(maps) else None

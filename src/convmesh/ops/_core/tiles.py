@@ -1,172 +1,156 @@
-"""What windowed operators share: this rank's tile of both sides, and producing one side from the other.
+"""Tiles of windowed operators: what this rank owns of sources and targets, and the halo exchanges between ranks.
 
-A tile's own part is computed while the halos travel; the border strips that need a halo are computed when it is there.
+An operator that takes sources to targets fetches the sources that its targets read, or gives each target back what it
+made of its own sources. Transposed operators and gradients take targets to sources, likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Self
 
 import torch
 
 from ... import _torch
-from ...comm import Halo, Held, Line, Pending, start
-from ...geometry import Box, HaloPlan, Interval, Split, Tap, hull, slabs, volume
+from ...comm import Halo, Held, Line, Pending, give_back, line, start
+from ...geometry import Box, Dependence, HaloPlan, Interval, ShardedDependence, hull, slabs
+from ...sharding.layout import Layout
 
-# Strips cost more per element than the whole does. Where the border is more than this part of the tile,
+# Border strips cost more per element than a full tile does. Where the border is more than this part of the tile,
 # it is cheaper to put tile and halos together first (measured: benchmarks, small shards).
 LARGEST_BORDER = 0.25
 
 
-class Meeting(NamedTuple):
-    """Planes of a halo and of the tile that one tap brings together, along one of the split dimensions."""
-
-    number: int  # of that dimension
-    halo: Box
-    tap: Tap
-
-
 @dataclass(frozen=True)
 class Tiling:
-    """The split dimensions of a windowed operator, and where this rank stands along each."""
+    """The sharded dimensions along which an operator has a dependence, and this rank's place along each."""
 
     dims: tuple[int, ...]
-    splits: tuple[Split, ...]
+    sharded: tuple[ShardedDependence, ...]
     lines: tuple[Line, ...]
 
-    @cached_property
-    def fine(self) -> Box:
-        return tuple(split.fine[line.rank] for split, line in self._pairs)
+    @classmethod
+    def of(
+        cls, layout: Layout, sources: Sequence[int], targets: Sequence[int], dependences: Mapping[int, Dependence]
+    ) -> Self:
+        """Of the shapes of both sides, sharded as `layout` is, and the dependences by dimension."""
+        dims, sharded, lines = [], [], []
+        for dim, dependence in sorted(dependences.items()):
+            mesh_dims = layout.cuts.get(dim, ())
+            mesh_sizes = tuple(layout.mesh.size(mesh_dim) for mesh_dim in mesh_dims)
+            if prod(mesh_sizes) > 1:
+                dims.append(dim)
+                sharded.append(ShardedDependence(dependence, sources[dim], targets[dim], mesh_sizes))
+                lines.append(line(layout.mesh, mesh_dims))
+        return cls(tuple(dims), tuple(sharded), tuple(lines))
 
     @cached_property
-    def coarse(self) -> Box:
-        return tuple(split.coarse[line.rank] for split, line in self._pairs)
+    def sources(self) -> Box:
+        """The sources that this rank owns."""
+        return tuple(along.sources[rank] for along, rank in self._places)
 
     @cached_property
-    def inner_fine(self) -> Box:
-        return tuple(split.inner_fine(line.rank) for split, line in self._pairs)
+    def targets(self) -> Box:
+        """The targets that this rank owns."""
+        return tuple(along.targets[rank] for along, rank in self._places)
 
     @cached_property
-    def inner_coarse(self) -> Box:
-        return tuple(split.inner_coarse(line.rank) for split, line in self._pairs)
+    def inner_sources(self) -> Box:
+        """Those of them that no other rank's targets read."""
+        return tuple(along.inner_sources(rank) for along, rank in self._places)
 
     @cached_property
-    def own_padding(self) -> dict[int, int] | None:
-        """By dimension, the padding with which the operator maps this tile's own sides onto each other, if it can."""
-        paddings = {
-            dim: split.own_padding(line.rank) for dim, (split, line) in zip(self.dims, self._pairs, strict=True)
-        }
-        known = {dim: padding for dim, padding in paddings.items() if padding is not None}
-        return known if len(known) == len(paddings) else None
+    def inner_targets(self) -> Box:
+        """Those of them that read no other rank's sources."""
+        return tuple(along.inner_targets(rank) for along, rank in self._places)
+
+    def reads(self, targets: Box) -> Box:
+        """The sources that these targets read; overhangs where the operator pads."""
+        return tuple(along.dependence.reads(side) for along, side in zip(self.sharded, targets, strict=True))
+
+    def read_by(self, sources: Box) -> Box:
+        """The targets that read these sources."""
+        return tuple(along.read_by(side) for along, side in zip(self.sharded, sources, strict=True))
 
     @cached_property
-    def computes_own(self) -> bool:
-        """The tile's own part is computed while the halos travel, and only its border waits for them."""
-        sides = ((self.fine, self.inner_fine), (self.coarse, self.inner_coarse))
-        inner = min(volume(inside) / max(1, volume(own)) for own, inside in sides)
-        return self.own_padding is not None and 1 - inner <= LARGEST_BORDER
+    def sources_read(self) -> Box:
+        """The sources that this rank's targets read."""
+        return self.reads(self.targets)
 
     @cached_property
-    def reaches_far(self) -> bool:
-        """Dilated windows reach beyond the tile by more than its size, most of it gaps and padding: tile and halos are
-        never put together then."""
-        far = (
-            split.window.dilation > 1 and reach > 2 * size
-            for split, (reach, size) in zip(self.splits, self._reaches, strict=True)
-        )
-        return self.own_padding is not None and any(far)
+    def readers(self) -> Box:
+        """The targets that read this rank's sources."""
+        return self.read_by(self.sources)
+
+    def side(self, box: Box, dim: int, size: int) -> Interval:
+        """The interval of `dim` in a box of the sharded dimensions; all `size` of it if it is not sharded."""
+        return box[self.dims.index(dim)] if dim in self.dims else Interval(0, size)
 
     @cached_property
-    def _reaches(self) -> list[tuple[int, int]]:
-        """Along each split dimension, how much of the fine side is read by all that read of the tile, and the tile."""
-        sides = zip(self.splits, self.fine, strict=True)
-        return [(len(split.window.reads(split.coarse_for(side))), len(side)) for split, side in sides]
-
-    def reads(self, coarse: Box) -> Box:
-        """The fine box that a coarse box reads; overhangs where the input is padded."""
-        return tuple(split.window.reads(side) for split, side in zip(self.splits, coarse, strict=True))
-
-    def coarse_for(self, fine: Box) -> Box:
-        """The coarse box that reads a fine box."""
-        return tuple(split.coarse_for(side) for split, side in zip(self.splits, fine, strict=True))
-
-    def fetch_fine(self, own: torch.Tensor) -> Fetch:
-        """Begin to collect what this tile's coarse side reads."""
-        return Fetch(self, [split.fine_plan for split in self.splits], self.fine, own)
-
-    def fetch_coarse(self, own: torch.Tensor) -> Fetch:
-        """Begin to collect the coarse indices that read this tile's fine side."""
-        return Fetch(self, [split.coarse_plan for split in self.splits], self.coarse, own)
+    def source_plans(self) -> list[HaloPlan]:
+        return [along.source_plan for along in self.sharded]
 
     @cached_property
-    def met_by_fine_halos(self) -> tuple[tuple[Meeting, ...], ...]:
-        """For each split dimension, how its halos of the fine side meet the tile's own coarse side."""
-        halos = self._halos([split.fine_plan for split in self.splits], self.fine)
-        return self._meetings(halos, lambda halo, number: (halo[number], self.coarse[number]))
+    def target_plans(self) -> list[HaloPlan]:
+        return [along.target_plan for along in self.sharded]
 
-    @cached_property
-    def met_by_coarse_halos(self) -> tuple[tuple[Meeting, ...], ...]:
-        """The same of the coarse side's halos and the tile's own fine side."""
-        halos = self._halos([split.coarse_plan for split in self.splits], self.coarse)
-        return self._meetings(halos, lambda halo, number: (self.fine[number], halo[number]))
+    def fetch_sources(self, own: torch.Tensor) -> Fetch:
+        """Start to fetch the sources that this rank's targets read."""
+        return Fetch(self, self.source_plans, self.sources, own)
 
-    def _halos(self, plans: list[HaloPlan], own_box: Box) -> list[list[Box]]:
-        needed = needed_here(plans, self.lines)
-        return slabs(needed, tuple(own & side for own, side in zip(own_box, needed, strict=True)))
+    def fetch_targets(self, own: torch.Tensor) -> Fetch:
+        """Start to fetch the targets that read this rank's sources."""
+        return Fetch(self, self.target_plans, self.targets, own)
 
-    def _meetings(
-        self, halos: list[list[Box]], sides: Callable[[Box, int], tuple[Interval, Interval]]
-    ) -> tuple[tuple[Meeting, ...], ...]:
-        return tuple(
-            tuple(
-                Meeting(number, halo, piece)
-                for halo in around
-                for tap in split.window.taps(*sides(halo, number))
-                for piece in tap.pieces(self._most_planes(number))
-            )
-            for number, (split, around) in enumerate(zip(self.splits, halos, strict=True))
-        )
+    def sum_sources(self, block: torch.Tensor) -> torch.Tensor:
+        """The adjoint of `fetch_sources`: owners get the sum of all ranks' blocks, of their boxes `sources_read`."""
+        return self._sum(block, self.sources_read, self.source_plans)
 
-    def _most_planes(self, number: int) -> int:
-        """So many planes across a split dimension are no more than the tile, even with what far windows read around."""
-        widest = prod(reach for other, (reach, _) in enumerate(self._reaches) if other != number)
-        return max(1, volume(self.fine) // widest) if self.reaches_far else self.splits[number].coarse_size
+    def sum_targets(self, block: torch.Tensor) -> torch.Tensor:
+        """The adjoint of `fetch_targets`: owners get the sum of all ranks' blocks, of their boxes `readers`."""
+        return self._sum(block, self.readers, self.target_plans)
 
-    def without(self, number: int) -> Tiling:
-        """Of a plane across one of the split dimensions, which has a dimension less."""
-        gone = self.dims[number]
-        others = [other for other in range(len(self.dims)) if other != number]
-        dims = tuple(self.dims[other] - (self.dims[other] > gone) for other in others)
-        return Tiling(dims, tuple(self.splits[other] for other in others), tuple(self.lines[other] for other in others))
+    def _sum(self, block: torch.Tensor, box: Box, plans: Sequence[HaloPlan]) -> torch.Tensor:
+        for dim, side, plan, along in reversed(list(zip(self.dims, box, plans, self.lines, strict=True))):
+            if not plan.silent or side != plan.owned[along.rank]:
+                block = give_back(Held.own(block, (dim,), (side,)), dim, plan, along)
+        return block
+
+    def combine_targets(
+        self, blocks: list[torch.Tensor], fills: Sequence[float], combine: Callable[..., None]
+    ) -> list[torch.Tensor]:
+        """`sum_targets` of several tensors by another operation than a sum, from ranks in their order.
+
+        `combine(*so_far, *more)` changes `so_far` in place, which begin as `fills`.
+        """
+        for dim, plan, along in zip(self.dims, self.target_plans, self.lines, strict=True):
+            numbered, indices = plan.contributions
+            own, wanted = (numbered.owned[along.rank],), plan.owned[along.rank]
+            held = [Held.own(block, (dim,), own) for block in blocks]
+            under_way = [start([one], [Halo(0, numbered, own)], along) for one in held]
+            held = [one.plus(pending.finish()[0]) for one, pending in zip(held, under_way, strict=True)]
+            shape = [*blocks[0].shape]
+            shape[dim] = len(wanted)
+            results = [block.new_full(shape, fill) for block, fill in zip(blocks, fills, strict=True)]
+            for number, targets in zip(numbered.needed[along.rank], indices[along.rank], strict=True):
+                so_far = (result.narrow(dim, targets.start - wanted.start, len(targets)) for result in results)
+                combine(*so_far, *(one.read((number,)) for one in held))
+            results[0] = _torch.tie(results[0], *blocks, tokens=[pending.received for pending in under_way])
+            blocks = results
+        return blocks
 
     @property
-    def _pairs(self) -> list[tuple[Split, Line]]:
-        return list(zip(self.splits, self.lines, strict=True))
-
-
-def needed_here(plans: Sequence[HaloPlan], lines: Sequence[Line]) -> Box:
-    """What this rank has to hold along each split dimension, without overhangs: the hull of what it needs."""
-    sides = zip(plans, lines, strict=True)
-    return tuple(hull(plan.needed[line.rank]) & Interval(0, plan.size) for plan, line in sides)
-
-
-class Tiles(Protocol):
-    """What an exchange has to know of a tiled operator: which dimensions are split, and over which ranks."""
-
-    @property
-    def dims(self) -> tuple[int, ...]: ...
-    @property
-    def lines(self) -> tuple[Line, ...]: ...
+    def _places(self) -> Iterator[tuple[ShardedDependence, int]]:
+        return zip(self.sharded, (along.rank for along in self.lines), strict=True)
 
 
 class Fetch:
-    """The halos of one tensor on their way, a split dimension after the other, which brings the corners too."""
+    """Halos of one tensor under way, one sharded dimension after the other, which brings the corners too."""
 
-    def __init__(self, tiling: Tiles, plans: list[HaloPlan], own_box: Box, own: torch.Tensor):
+    def __init__(self, tiling: Tiling, plans: Sequence[HaloPlan], own_box: Box, own: torch.Tensor):
         self.own_box = own_box
         self.held = Held.own(own, tiling.dims, own_box)
         self.needed = needed_here(plans, tiling.lines)
@@ -174,31 +158,28 @@ class Fetch:
         self._received: list[torch.Tensor | None] = []
         self._axis = -1
         self._pending: Pending | None = None
-        self._begin_next()
+        self._start_next()
 
     def advance(self) -> None:
-        """Wait for the dimension under way, and send off the next."""
+        """Wait for the dimension under way, and start the next."""
         assert self._pending is not None
         (blocks,) = self._pending.finish()
         self._received.append(self._pending.received)
         self.held = self.held.plus(blocks)
-        self._begin_next()
+        self._start_next()
 
     def complete(self) -> Held:
+        """All that this rank needs. What is computed of it has to be tied to the exchange."""
         while self._pending is not None:
             self.advance()
         return self.held
-
-    def completed(self) -> Fetch:
-        self.complete()
-        return self
 
     def tie(self, result: torch.Tensor) -> torch.Tensor:
         """`result`, in a way that keeps the compiler from leaving out an exchange of which this rank uses nothing."""
         self.complete()
         return _torch.tie(result, self.held.blocks[0].data, tokens=self._received)
 
-    def _begin_next(self) -> None:
+    def _start_next(self) -> None:
         self._axis += 1
         axis = self._axis
         if axis == len(self._plans):
@@ -208,16 +189,21 @@ class Fetch:
         self._pending = start([self.held], [Halo(axis, self._plans[axis], box)], self._lines[axis])
 
 
-def patch(
-    result: torch.Tensor, fetch: Fetch, target: Box, inner: Box, part: Callable[[Held, Box], torch.Tensor]
-) -> torch.Tensor:
-    """Put right, in place, what lacks other ranks' values: all of the `target` box but its `inner` part.
+def needed_here(plans: Sequence[HaloPlan], lines: Sequence[Line]) -> Box:
+    """What this rank needs along each sharded dimension, in one interval and without overhangs."""
+    sides = zip(plans, lines, strict=True)
+    return tuple(hull(plan.needed[line.rank]) & Interval(0, plan.size) for plan, line in sides)
 
-    `part(held, box)` computes a box of the result. Strips along one dimension are computed while the halos of the
-    next one travel.
+
+def patch(
+    result: torch.Tensor, fetch: Fetch, box: Box, inner: Box, part: Callable[[Held, Box], torch.Tensor]
+) -> torch.Tensor:
+    """Compute the border of `box` around its `inner` part anew, in place: there `result` lacks other ranks' values.
+
+    `part(held, strip)` computes a strip of the result, while the halos of the next dimension are under way.
     """
-    view = Held.own(result, fetch.held.dims, target)
-    for strips in slabs(target, inner):
+    view = Held.own(result, fetch.held.dims, box)
+    for strips in slabs(box, inner):
         fetch.advance()
         for strip in strips:
             view.read(strip).copy_(part(fetch.held, strip))

@@ -2,7 +2,7 @@
 
 A pair of a fine and a coarse index that touch each other adds to the weight gradient once: on the rank that owns
 the one of the two whose halo is not fetched. So the one halo that the input gradient needs serves the weight's too,
-and the other side's halo never travels.
+and the other side's halo is never sent.
 """
 
 from __future__ import annotations
@@ -35,23 +35,17 @@ def gradients(
     fine, coarse = (gy, x) if local.conv.transposed else (x, gy)
     fetches_output = for_input or not _cheaper_to_fetch_input(local, w.shape)
     fetches_fine = fetches_output == local.conv.transposed
-    fetch = tiling.fetch_fine(fine) if fetches_fine else tiling.fetch_coarse(coarse)
+    fetch = tiling.fetch_sources(fine) if fetches_fine else tiling.fetch_targets(coarse)
+
+    own_side = coarse if fetches_fine else fine
 
     def input_gradient(held: Held, box: Box) -> torch.Tensor:
-        if local.conv.transposed:
-            return local.down(held.read(tiling.reads(box)), w, None)
-        return local.up(held.read(tiling.coarse_for(box)), w, None, box)
+        return local.part(held, box, w, None, to_fine=not local.conv.transposed)
 
     def weight_gradient(held: Held, halo: Box) -> torch.Tensor:
-        """What the fetched values in `halo` give with the other side's own values."""
-        if fetches_fine:
-            reading = tuple(a & b for a, b in zip(tiling.coarse_for(halo), tiling.coarse, strict=True))
-            own = Held.own(coarse, tiling.dims, tiling.coarse)
-            return local.weight_gradient(held.read(tiling.reads(reading), within=halo), own.read(reading), w)
-        own = Held.own(fine, tiling.dims, tiling.fine)
-        return local.weight_gradient(own.read(tiling.reads(halo)), held.read(halo), w)
+        return local.weight_gradient(*tiling.pair(held, own_side, halo, fetches_fine), w)
 
-    target, inner = (tiling.coarse, tiling.inner_coarse) if local.conv.transposed else (tiling.fine, tiling.inner_fine)
+    produced, inner = tiling.produced_by(not local.conv.transposed)
     if tiling.reaches_far:
         wide_gy, wide_x, wide_w = halo_taps.widened(gy, x, w)
         results = local.own_gradients(wide_gy, wide_x, wide_w, mask)
@@ -62,16 +56,16 @@ def gradients(
     if not tiling.computes_own:
         held = fetch.complete()
         return (
-            fetch.tie(input_gradient(held, target)) if for_input else None,
+            fetch.tie(input_gradient(held, produced)) if for_input else None,
             fetch.tie(weight_gradient(held, fetch.needed)) if for_weight else None,
             bias_gradient(gy) if for_bias else None,
         )
     gx, gw, gb = local.own_gradients(gy, x, w, mask)
     if halo_taps.pays(w):
-        halo_taps.add_gradients(local, coarse if fetches_fine else fine, gx, gw, fetch, fetches_fine, w)
+        halo_taps.add_gradients(local, own_side, gx, gw, fetch, fetches_fine, w)
     else:
         if gx is not None:
-            patch(gx, fetch, target, inner, input_gradient)
+            patch(gx, fetch, produced, inner, input_gradient)
         if gw is not None:
             held = fetch.complete()
             inside = tuple(own & needed for own, needed in zip(fetch.own_box, fetch.needed, strict=True))
@@ -87,15 +81,11 @@ def _cheaper_to_fetch_input(local: LocalConvolution, weight_shape: Sequence[int]
     Computed from global sizes only, because all ranks have to fetch the same side.
     """
     tiling = local.tiling
-    fine = _travelling([split.fine_plan for split in tiling.splits]) * weight_shape[1]
-    coarse = _travelling([split.coarse_plan for split in tiling.splits]) * (
-        weight_shape[0] // max(1, local.conv.groups)
-    )
-    fine *= prod(local.fine_sizes)
-    coarse *= prod(local.coarse_sizes)
+    fine = _part_sent(tiling.source_plans) * weight_shape[1] * prod(local.fine_sizes)
+    coarse = _part_sent(tiling.target_plans) * (weight_shape[0] // max(1, local.conv.groups)) * prod(local.coarse_sizes)
     return coarse < fine if local.conv.transposed else fine < coarse
 
 
-def _travelling(plans: Sequence[HaloPlan]) -> float:
-    """Which part of a tensor travels, about: the sum over its split dimensions."""
-    return sum(plan.travelling / plan.size for plan in plans)
+def _part_sent(plans: Sequence[HaloPlan]) -> float:
+    """Which part of a tensor is sent, about: the sum over its sharded dimensions."""
+    return sum(plan.sent / plan.size for plan in plans)

@@ -1,6 +1,6 @@
 """What the halos add to the border of a tile's convolution, tap by tap.
 
-Convolution is linear, so what a rank makes of its own values alone lacks only what the halos add. Along a split
+Convolution is linear, so what a rank computes of its own values alone lacks only what the halos add. Along a sharded
 dimension each tap of the kernel pairs a few planes of the halo with as many of the tile, and one such tap is a
 convolution with a dimension less, of which the planes are samples. That is all the arithmetic the border needs; to
 compute its rows anew, with all taps, is several times as much, and kernels are slow on blocks of few rows.
@@ -39,7 +39,7 @@ class Border:
 
     local: LocalConvolution
     held: Held  # the fetched side, as far as it is there
-    number: int  # of the split dimension
+    number: int  # of the sharded dimension
     halo: Box
     tap: Tap
 
@@ -52,23 +52,9 @@ class Border:
         chosen = weight.select(self.dim, self.tap.index)
         return chosen if weight.dim() > 3 else chosen.unsqueeze(2)
 
-    def at_coarse(self, box: Box) -> Box:
-        return (*box[: self.number], self.tap.coarse, *box[self.number + 1 :])
-
-    def at_fine(self, box: Box) -> Box:
-        return (*box[: self.number], self.tap.fine, *box[self.number + 1 :])
-
-    def fine_planes(self, block: torch.Tensor) -> torch.Tensor:
-        return self._planes(self._spaced(block))
-
-    def coarse_planes(self, block: torch.Tensor) -> torch.Tensor:
-        return self._planes(block)
-
-    def add_to_fine(self, place: torch.Tensor, planes: torch.Tensor) -> None:
-        self._add(self._spaced(place), planes)
-
-    def add_to_coarse(self, place: torch.Tensor, planes: torch.Tensor) -> None:
-        self._add(place, planes)
+    def at(self, box: Box, fine: bool) -> Box:
+        """A box of the fine or the coarse side, where the tap reads or is read."""
+        return (*box[: self.number], self.tap.fine if fine else self.tap.coarse, *box[self.number + 1 :])
 
     @property
     def others(self) -> LocalConvolution:
@@ -78,24 +64,26 @@ class Border:
     def without(self, box: Box) -> Box:
         return (*box[: self.number], *box[self.number + 1 :])
 
-    def _spaced(self, block: torch.Tensor) -> torch.Tensor:
-        """Of consecutive fine planes those that the tap reads."""
-        step = self.tap.step
-        return block if step == 1 else block[(*[slice(None)] * self.dim, slice(None, None, step))]
-
-    def _planes(self, block: torch.Tensor) -> torch.Tensor:
+    def planes(self, block: torch.Tensor, fine: bool) -> torch.Tensor:
         """[N C .. n ..] -> [N*n C .. ..], wide; a sole spatial dimension is left with size 1."""
-        planes = block.to(wide(block.dtype)).movedim(self.dim, 1).flatten(0, 1)
+        planes = self._spaced(block, fine).to(wide(block.dtype)).movedim(self.dim, 1).flatten(0, 1)
         return planes if planes.dim() > 2 else planes.unsqueeze(2)
 
-    def _add(self, place: torch.Tensor, planes: torch.Tensor) -> None:
+    def add(self, place: torch.Tensor, planes: torch.Tensor, fine: bool) -> None:
+        """The inverse of `planes`, added in place."""
+        place = self._spaced(place, fine)
         planes = planes if place.dim() > 3 else planes.squeeze(2)
         place.add_(planes.unflatten(0, (place.shape[0], place.shape[self.dim])).movedim(1, self.dim))
 
+    def _spaced(self, block: torch.Tensor, fine: bool) -> torch.Tensor:
+        """Of consecutive fine planes those that the tap reads."""
+        step = self.tap.step if fine else 1
+        return block if step == 1 else block[(*[slice(None)] * self.dim, slice(None, None, step))]
+
 
 def borders(local: LocalConvolution, fetch: Fetch, fetches_fine: bool) -> Iterator[Border]:
-    """All there are, of each split dimension as soon as its halos are there: those of the next one travel meanwhile."""
-    for meetings in local.tiling.met_by_fine_halos if fetches_fine else local.tiling.met_by_coarse_halos:
+    """All there are, of each sharded dimension as soon as its halos are there; the next one's are under way then."""
+    for meetings in local.tiling.meetings(fetches_fine):
         fetch.advance()
         for meeting in meetings:
             yield Border(local, fetch.held, *meeting)
@@ -104,10 +92,7 @@ def borders(local: LocalConvolution, fetch: Fetch, fetches_fine: bool) -> Iterat
 def add_output(local: LocalConvolution, result: torch.Tensor, fetch: Fetch, weight: torch.Tensor) -> torch.Tensor:
     """Complete, in place, what was computed of the tile alone: from coarse to fine if it is transposed."""
     for border in borders(local, fetch, fetches_fine=not local.conv.transposed):
-        if local.conv.transposed:
-            _add_fine(border, result, weight)
-        else:
-            _add_coarse(border, result, weight)
+        _add(border, result, weight, to_fine=local.conv.transposed)
     return result
 
 
@@ -118,41 +103,18 @@ def add_gradients(
     """The same for the gradients of input and weight; `own` is the tile's side that is not fetched."""
     for border in borders(local, fetch, fetches_fine):
         if gx is not None:
-            (_add_coarse if fetches_fine else _add_fine)(border, gx, weight)
+            _add(border, gx, weight, to_fine=not fetches_fine)
         if gw is not None:
-            blocks = _met_by_fine(border, own) if fetches_fine else _met_by_coarse(border, own)
-            border.kernel(gw).add_(border.others.weight_gradient(*blocks, border.kernel(weight)))
+            fine, coarse = local.tiling.pair(border.held, own, border.halo, fetches_fine, border.at)
+            planes = border.planes(fine, True), border.planes(coarse, False)
+            border.kernel(gw).add_(border.others.weight_gradient(*planes, border.kernel(weight)))
 
 
-def _add_coarse(border: Border, result: torch.Tensor, weight: torch.Tensor) -> None:
-    """What the fine halo adds to the tile's coarse side."""
-    tiling = border.local.tiling
-    halo = border.fine_planes(border.held.read(border.at_fine(tiling.reads(tiling.coarse))))
-    place = Held.own(result, tiling.dims, tiling.coarse).read(border.at_coarse(tiling.coarse))
-    border.add_to_coarse(place, border.others.down(halo, border.kernel(weight), None))
-
-
-def _add_fine(border: Border, result: torch.Tensor, weight: torch.Tensor) -> None:
-    """What the coarse halo adds to the tile's fine side."""
-    tiling = border.local.tiling
-    halo = border.coarse_planes(border.held.read(border.at_coarse(tiling.coarse_for(tiling.fine))))
-    place = Held.own(result, tiling.dims, tiling.fine).read(border.at_fine(tiling.fine))
-    box = border.without(tiling.fine)
-    border.add_to_fine(place, border.others.up(halo, border.kernel(weight), None, box))
-
-
-def _met_by_fine(border: Border, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The planes of the fine halo and those of the tile's own coarse side with which they make weight gradients."""
-    tiling = border.local.tiling
-    reading = tuple(a & b for a, b in zip(tiling.coarse_for(border.halo), tiling.coarse, strict=True))
-    halo = border.held.read(border.at_fine(tiling.reads(reading)), within=border.halo)
-    beside = Held.own(own, tiling.dims, tiling.coarse).read(border.at_coarse(reading))
-    return border.fine_planes(halo), border.coarse_planes(beside)
-
-
-def _met_by_coarse(border: Border, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The planes of the tile's own fine side and those of the coarse halo."""
-    tiling = border.local.tiling
-    halo = border.held.read(border.at_coarse(border.halo))
-    beside = Held.own(own, tiling.dims, tiling.fine).read(border.at_fine(tiling.reads(border.halo)))
-    return border.fine_planes(beside), border.coarse_planes(halo)
+def _add(border: Border, result: torch.Tensor, weight: torch.Tensor, to_fine: bool) -> None:
+    """What the halo of the other side adds to the tile's fine or coarse side."""
+    tiling, kernel = border.local.tiling, border.kernel(weight)
+    box, read = (tiling.sources, tiling.readers) if to_fine else (tiling.targets, tiling.sources_read)
+    halo = border.planes(border.held.read(border.at(read, not to_fine)), not to_fine)
+    others = border.others
+    planes = others.up(halo, kernel, None, border.without(box)) if to_fine else others.down(halo, kernel, None)
+    border.add(Held.own(result, tiling.dims, box).read(border.at(box, to_fine)), planes, to_fine)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from ... import _torch
 from ...comm import Halo, Held, Line, line, start
 from ...geometry import HaloPlan, Interval, Window, shards
-from ...sharding.layout import Layout, dense_stride, reduced
+from ...sharding.layout import Layout, dense_stride
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
@@ -84,7 +84,9 @@ def _placements(layout: Layout, lead: int, channels: int) -> tuple[Placement, ..
     """Channels stay cut where every rank has whole ones; they and the width are exchanged for the rows."""
     even = channels % prod(layout.mesh.size(m) for m in layout.cuts.get(lead, ())) == 0
     return tuple(
-        Shard(lead + 1) if isinstance(p, Shard) and (p.dim > lead + 1 or (p.dim == lead and not even)) else reduced(p)
+        Shard(lead + 1)
+        if isinstance(p, Shard) and (p.dim > lead + 1 or (p.dim == lead and not even))
+        else reduced(p, "sum")
         for p in layout.placements
     )
 

@@ -1,8 +1,8 @@
-"""Convolution of what one rank holds: the three maps between fine side, coarse side and weight.
+"""Convolution of local tensors: the three maps between fine side, coarse side and weight.
 
 A convolution takes the fine side to the coarse side (`down`), a transposed one the coarse to the fine (`up`);
-each is the other's gradient, and both have the same weight gradient (`weight`). All three are told boxes of the
-split dimensions, and treat the others as the operator does. So there is one code for both kinds and both directions.
+each is the other's gradient, and both have the same weight gradient (`weight`). All three take boxes of the
+sharded dimensions, and treat the others as the operator does. So there is one code for both kinds and both directions.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from functools import cached_property
 
 import torch
 
+from ...comm import Held
 from ...geometry import Box, Convolution, Window
 from ...kernels.convolution import bias_gradient, convolution, convolution_backward
 from ...kernels.turn import Turn
 from ...kernels.weight_gradient import weight_gradient
-from .._core.tiles import Tiling
 from .operator_padding import Crop
+from .tile import ConvolutionTiling
 
 aten = torch.ops.aten
 
@@ -31,15 +32,13 @@ class LocalConvolution:
     windows: tuple[Window, ...]
     fine_sizes: tuple[int, ...]
     coarse_sizes: tuple[int, ...]
-    tiling: Tiling
+    tiling: ConvolutionTiling
 
     def own(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The operator on what the rank owns; along split dimensions right inside, without what others own."""
+        """The operator on what the rank owns; along sharded dimensions the border lacks what other ranks own."""
         if not input.numel() or not weight.numel():
             sizes = list(self.fine_sizes if self.conv.transposed else self.coarse_sizes)
-            for axis, side in zip(
-                self._split, self.tiling.fine if self.conv.transposed else self.tiling.coarse, strict=True
-            ):
+            for axis, side in zip(self._sharded, self.tiling.produced_by(self.conv.transposed)[0], strict=True):
                 sizes[axis] = len(side)
             return _only_bias(input, self.conv.output_channels(weight.shape), sizes, bias)
         return convolution(input, weight, bias, self._own)
@@ -53,11 +52,19 @@ class LocalConvolution:
             return zeros[0], zeros[1], bias_gradient(gradient) if mask[2] else None
         return convolution_backward(gradient, input, weight, self._own, mask)
 
+    def part(
+        self, held: Held, box: Box, weight: torch.Tensor, bias: torch.Tensor | None, to_fine: bool
+    ) -> torch.Tensor:
+        """A box of the fine or of the coarse side, of what is held of the other one."""
+        if to_fine:
+            return self.up(held.read(self.tiling.read_by(box)), weight, bias, box)
+        return self.down(held.read(self.tiling.reads(box)), weight, bias)
+
     def down(self, fine: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The coarse values of a fine block that is exactly what they read."""
         if not fine.numel() or not weight.numel():
             sizes = list(self.coarse_sizes)
-            for axis in self._split:
+            for axis in self._sharded:
                 sizes[axis] = self._windows_in(fine, axis)
             return _only_bias(fine, weight.shape[0], sizes, bias)
         result = _convolve(fine, weight, bias, self.conv, self._padding, None)
@@ -68,14 +75,13 @@ class LocalConvolution:
     def up(self, coarse: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, box: Box) -> torch.Tensor:
         """The fine values in `box`, of a coarse block that is exactly what reads them."""
         sizes = list(self.fine_sizes)
-        for axis, wanted in zip(self._split, box, strict=True):
+        for axis, wanted in zip(self._sharded, box, strict=True):
             sizes[axis] = len(wanted)
         if not coarse.numel() or not weight.numel():
             return _only_bias(coarse, weight.shape[1] * self.conv.groups, sizes, bias)
         crops = [self._crop(axis, sizes[axis]) for axis in range(len(sizes))]
-        for axis, split, wanted in zip(self._split, self.tiling.splits, box, strict=True):
-            reach = split.window.reads(split.coarse_for(wanted))
-            crops[axis] = Crop.of(split.window, wanted.start - reach.start, reach.stop - wanted.stop)
+        for axis, wanted, reach in zip(self._sharded, box, self.tiling.reads(self.tiling.read_by(box)), strict=True):
+            crops[axis] = Crop.of(self.windows[axis], wanted.start - reach.start, reach.stop - wanted.stop)
         rest = [side for crop in reversed(crops) for side in (-crop.before, -crop.after)]
         result = _convolve(
             coarse, weight, None if any(rest) else bias, self.conv,
@@ -88,7 +94,7 @@ class LocalConvolution:
         return result
 
     def _crop(self, axis: int, fine_size: int) -> Crop:
-        """Along a dimension that is not split: what the operator itself does."""
+        """Along a dimension that is not sharded: what the operator itself does."""
         window = self.windows[axis]
         return Crop(window.padding, fine_size - window.fine_size(self.coarse_sizes[axis]), 0, 0)
 
@@ -109,18 +115,18 @@ class LocalConvolution:
     def _unread(self, fine: torch.Tensor) -> list[int]:
         """How many windows too many a fine block has: output padding may be more than a stride leaves over."""
         axes = enumerate(self.coarse_sizes)
-        return [0 if axis in self._split else self._windows_in(fine, axis) - size for axis, size in axes]
+        return [0 if axis in self._sharded else self._windows_in(fine, axis) - size for axis, size in axes]
 
     @cached_property
     def planes(self) -> tuple[LocalConvolution, ...]:
-        """For each split dimension, the convolution of a plane across it: without that dimension.
+        """For each sharded dimension, the convolution of a plane across it: without that dimension.
 
         A sole spatial dimension stays, with nothing to do along it.
         """
         return tuple(self._across(number) for number in range(len(self.tiling.dims)))
 
     def _across(self, number: int) -> LocalConvolution:
-        axis = self._split[number]
+        axis = self._sharded[number]
         conv, windows = self.conv.without(axis), self.windows[:axis] + self.windows[axis + 1 :]
         sizes = [sizes[:axis] + sizes[axis + 1 :] for sizes in (self.fine_sizes, self.coarse_sizes)]
         if not windows:
@@ -133,7 +139,7 @@ class LocalConvolution:
         """The geometry with which the operator takes a tile's own sides to each other."""
         padding, extra = list(self.conv.padding), list(self.conv.output_padding)
         tiling = self.tiling
-        for axis, fine, coarse in zip(self._split, tiling.fine, tiling.coarse, strict=True):
+        for axis, fine, coarse in zip(self._sharded, tiling.sources, tiling.targets, strict=True):
             assert tiling.own_padding is not None
             padding[axis] = tiling.own_padding[axis + 2]
             window = self.windows[axis]
@@ -143,11 +149,11 @@ class LocalConvolution:
 
     @cached_property
     def _padding(self) -> list[int]:
-        """A box of a split dimension brings its padding along, as zeros."""
-        return [0 if axis in self._split else window.padding for axis, window in enumerate(self.windows)]
+        """A box of a sharded dimension has its padding with it, as zeros."""
+        return [0 if axis in self._sharded else window.padding for axis, window in enumerate(self.windows)]
 
     @cached_property
-    def _split(self) -> tuple[int, ...]:
+    def _sharded(self) -> tuple[int, ...]:
         return tuple(dim - 2 for dim in self.tiling.dims)
 
 

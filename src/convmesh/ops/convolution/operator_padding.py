@@ -1,4 +1,4 @@
-"""How a block of a tensor is given to the operator, which pads both sides alike."""
+"""How a block of a tensor is given to the operator, which pads both ends alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...geometry import Window
 class Crop:
     """How a transposed convolution's full reach becomes what is wanted of it, along one dimension.
 
-    The operator cuts `padding` from both sides and adds `extra` behind; `before` and `after` are left to cut
+    The operator crops `padding` from both ends and adds `extra` behind; `before` and `after` are left to crop
     (or, where negative, to fill with zeros) once it is done.
     """
 

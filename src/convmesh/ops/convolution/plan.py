@@ -1,4 +1,4 @@
-"""Planning a convolution: which row each mesh dimension takes, where operands go, what this rank computes."""
+"""Planning a convolution: the row of each mesh dimension, the layouts of operands and results, this rank's tile."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from ... import _torch
-from ...comm import line
-from ...geometry import Convolution, Split
+from ...geometry import Convolution
 from ...sharding.layout import Layout, dense_stride
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import layouts_of
 from ...sharding.sharding_table import Assignment, Row, Wanted, choose, input_placements, output_placements
-from .._core.tiles import Tiling
 from .local import LocalConvolution
 from .table import backward_rows, forward_rows, local_groups
+from .tile import ConvolutionTiling
 from .validation import check_gradient, check_shapes
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """Where the operands have to be, what this rank computes of them, and what comes out."""
+    """The layouts of operands and output, and what this rank computes."""
 
     operands: tuple[Layout | None, ...]
     output: Layout
@@ -71,7 +70,7 @@ def plan_forward(
     stride = dense_stride(shape, _output_format(conv, input, weight))
     output = Layout(input.mesh, output_placements(chosen, 0), shape, stride, input.dtype)
     here = input.mesh.get_coordinate()
-    # A pending sum over ranks adds the bias up, so one rank only may have it.
+    # A Partial(sum) adds up what all ranks have, so one rank only may add the bias.
     adders = [mesh_dim for mesh_dim, placement in enumerate(output.placements) if isinstance(placement, Partial)]
     return ForwardPlan(
         tuple(t and t.placed(input_placements(chosen, number)) for number, (_, t) in enumerate(named)),
@@ -83,7 +82,7 @@ def plan_forward(
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """Where the operands have to be, what this rank computes, and where the gradients then are and should go."""
+    """The layouts of operands, of the gradients as computed and as returned, and what this rank computes."""
 
     operands: tuple[Layout, ...]
     computed: tuple[Layout | None, ...]
@@ -130,22 +129,20 @@ def _results(conv: Convolution, input: Layout, weight: Layout) -> tuple[Layout, 
     """The gradients of input, weight and bias, dense, and placed as these are (the bias as it goes with the weight)."""
     sharded = (Shard(1),) if conv.transposed and conv.groups == 1 else (Shard(0),)
     bias: tuple[Placement, ...] = tuple(Shard(0) if p in sharded else Replicate() for p in weight.placements)
-    dense = [
-        Layout(t.mesh, t.placements, t.shape, dense_stride(t.shape, t.memory_format), t.dtype) for t in (input, weight)
-    ]
-    return (*dense, Layout(weight.mesh, bias, (conv.output_channels(weight.shape),), (1,), weight.dtype))
+    channels = conv.output_channels(weight.shape)
+    return input.dense, weight.dense, Layout(weight.mesh, bias, (channels,), (1,), weight.dtype)
 
 
 def _fits(conv: Convolution, input: Layout, weight: Layout) -> Callable[[Assignment], bool]:
-    """No rank has parts of a group, and a batch of fewer samples than ranks is not cut anew: some would be idle."""
+    """No rank has parts of a group, and a batch of fewer samples than ranks is not sharded anew: some would be idle."""
 
     def idles(mesh_dim: int, row: Row) -> bool:
         anew = row.name == "batch" and input.placements[mesh_dim] != Shard(0)
         return anew and input.shape[0] < input.mesh.size(mesh_dim)
 
     def fits(assignment: Assignment) -> bool:
-        whole = local_groups(assignment, conv, input.mesh, weight.shape) is not None
-        return whole and not any(idles(*entry) for entry in enumerate(assignment))
+        full_groups = local_groups(assignment, conv, input.mesh, weight.shape) is not None
+        return full_groups and not any(idles(*entry) for entry in enumerate(assignment))
 
     return fits
 
@@ -153,21 +150,12 @@ def _fits(conv: Convolution, input: Layout, weight: Layout) -> Callable[[Assignm
 def _localize(
     chosen: Assignment, conv: Convolution, input: Layout, weight: Layout, output_shape: Sequence[int]
 ) -> LocalConvolution:
-    """This rank's part of a convolution of an input that lies where the chosen rows have it."""
+    """This rank's tile of a convolution, of an input with the layout that the chosen rows ask for."""
     windows = conv.windows(weight.shape[2:])
     fine, coarse = (output_shape, input.shape) if conv.transposed else (input.shape, output_shape)
-    dims, splits, lines = [], [], []
-    for dim in range(2, len(input.shape)):
-        mesh_dims = input.cuts.get(dim, ())
-        mesh_sizes = tuple(input.mesh.size(mesh_dim) for mesh_dim in mesh_dims)
-        if prod(mesh_sizes) > 1:
-            dims.append(dim)
-            splits.append(Split(windows[dim - 2], fine[dim], coarse[dim], mesh_sizes))
-            lines.append(line(input.mesh, mesh_dims))
     here = replace(conv, groups=_groups_here(chosen, conv, input, weight))
-    return LocalConvolution(
-        here, windows, tuple(fine[2:]), tuple(coarse[2:]), Tiling(tuple(dims), tuple(splits), tuple(lines))
-    )
+    tiling = ConvolutionTiling.of(input, fine, coarse, dict(enumerate(windows, 2)))
+    return LocalConvolution(here, windows, tuple(fine[2:]), tuple(coarse[2:]), tiling)
 
 
 def _groups_here(chosen: Assignment, conv: Convolution, input: Layout, weight: Layout) -> int:

@@ -29,8 +29,8 @@ made_of_others(
 )
 
 
-FORWARD = Behaviour("batch, channels, groups, space, pending sums", "halo of the input")
-BACKWARD = Behaviour("batch, channels, groups, space, pending sums", "halo of one side")
+FORWARD = Behaviour("batch, channels, groups, space, Partial(sum)", "halo of the input")
+BACKWARD = Behaviour("batch, channels, groups, space, Partial(sum)", "halo of input or output gradient")
 
 
 @rule(aten.convolution.default, behaviour=FORWARD)
@@ -52,22 +52,20 @@ def _forward(local: LocalConvolution, x: torch.Tensor, w: torch.Tensor, b: torch
         return local.own(x, w, b)
 
     def part(held: Held, box: Box) -> torch.Tensor:
-        if local.conv.transposed:
-            return local.up(held.read(tiling.coarse_for(box)), w, b, box)
-        return local.down(held.read(tiling.reads(box)), w, b)
+        return local.part(held, box, w, b, to_fine=local.conv.transposed)
 
-    fetch = tiling.fetch_coarse(x) if local.conv.transposed else tiling.fetch_fine(x)
-    target, inner = (tiling.fine, tiling.inner_fine) if local.conv.transposed else (tiling.coarse, tiling.inner_coarse)
+    fetch = tiling.fetch_targets(x) if local.conv.transposed else tiling.fetch_sources(x)
+    produced, inner = tiling.produced_by(local.conv.transposed)
     if tiling.reaches_far:
         wide_x, wide_w, wide_b = halo_taps.widened(x, w, b)
         own = halo_taps.add_output(local, local.own(wide_x, wide_w, wide_b), fetch, wide_w)
         return fetch.tie(own.to(x.dtype))
     if not tiling.computes_own:
-        return fetch.tie(part(fetch.complete(), target))
+        return fetch.tie(part(fetch.complete(), produced))
     own = local.own(x, w, b)
     if halo_taps.pays(w):
         return fetch.tie(halo_taps.add_output(local, own, fetch, w))
-    return fetch.tie(patch(own, fetch, target, inner, part))
+    return fetch.tie(patch(own, fetch, produced, inner, part))
 
 
 @rule(aten.convolution_backward.default, behaviour=BACKWARD)

@@ -16,7 +16,7 @@ R, P = Replicate(), Partial()
 
 @lru_cache(maxsize=256)
 def forward_rows(spatial: int, transposed: bool, groups: int) -> tuple[Row, ...]:
-    """(input, weight, bias) -> (output,). Where the output is a pending sum, one rank only adds the bias."""
+    """(input, weight, bias) -> (output,). Where the output is Partial(sum), one rank only adds the bias."""
     out, channels_in = (Shard(1), Shard(0)) if transposed else (Shard(0), Shard(1))
     rows = [
         Row("replicated", (R, R, R), (R,)),
@@ -61,17 +61,17 @@ def local_groups(
 ) -> list[int] | None:
     """How many groups each rank along the 'groups' rows has; None if a rank would have parts of a group.
 
-    Input channels, output channels and weights are cut by their own sizes; all cuts have to fall between groups.
+    Input channels, output channels and weights are sharded by their own sizes; all have to be split between groups.
     """
     mesh_dims = [mesh_dim for mesh_dim, row in enumerate(assignment) if row.name == "groups"]
     if not mesh_dims:
         return [conv.groups]
     mesh_sizes = tuple(mesh.size(mesh_dim) for mesh_dim in mesh_dims)
-    cuts: list[list[int]] = []
+    counts: list[list[int]] = []
     for channels in (conv.input_channels(weight_shape), conv.output_channels(weight_shape)):
         per_group = channels // conv.groups
         parts = shards(channels, mesh_sizes)
         if per_group == 0 or any(len(part) % per_group for part in parts):
             return None
-        cuts.append([len(part) // per_group for part in parts])
-    return cuts[0] if cuts[0] == cuts[1] else None
+        counts.append([len(part) // per_group for part in parts])
+    return counts[0] if counts[0] == counts[1] else None

@@ -48,12 +48,12 @@ BACKWARD = (
 APART = (aten.div.Scalar, aten.mul.Scalar, aten.neg.default)
 
 POINTWISE = Behaviour(
-    "all dimensions; Partial where the operator is linear in it",
-    "nothing; operands of other placements, Partial elsewhere",
+    "all dimensions; Partial sums and averages where the operator is linear in them",
+    "nothing; operands with other layouts; elsewhere what is Partial",
 )  # fmt: skip
 IN_PLACE = Behaviour(
-    "all dimensions; Partial where the operator is linear in it",
-    "operands of other placements; what is written into a part of a sharded dimension, to its owners",
+    "all dimensions; Partial sums and averages where the operator is linear in them",
+    "operands with other layouts; a part of a sharded dimension, back to its owners",
 )  # fmt: skip
 COPIED = ("clone", "_to_copy")
 OPERATORS = [
@@ -138,7 +138,7 @@ def _brought(tensor: Any, local: Any, step: Step | None) -> Any:
         local = move(tensor, step.travels)
     for dim, start, length in step.cuts:
         local = local.narrow(dim, start, length)
-    return local
+    return local.new_zeros(()).expand(local.shape) if step.zero else local
 
 
 def _reduced(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

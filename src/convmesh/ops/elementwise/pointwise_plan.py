@@ -52,10 +52,18 @@ AS_A_SUM = frozenset((
 
 @dataclass(frozen=True)
 class Step:
-    """How an operand comes to where it is used: it travels, where it has to, and is cut on the rank."""
+    """How an operand comes to where it is used: it is redistributed, where it has to be, and sliced on the rank."""
 
     travels: Layout | None
     cuts: tuple[Cut, ...]
+    zero: bool = False  # it is added to a Partial(sum), and another rank has it as its term
+
+
+@dataclass(frozen=True)
+class Terms(Row):
+    """A row of which the result is Partial(sum), and replicated operands are terms that one rank contributes."""
+
+    once: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ def _choose(
     written = operands[0] if operator._schema.is_mutable else None
     rows = [Row("replicated", _by_operand(operands, lambda layout: R), (R,))]
     rows += [_sharded(operands, shape, dim) for dim in sorted(_cut_dims(operands, len(shape)))]
-    rows += _linear(operator, operands, kwargs)
+    rows += _linear(operator, operands, kwargs, prod(shape))
     name = operator._schema.name.removeprefix("aten::")
     named = [(f"operand {number}", layout) for number, layout in enumerate(operands)]
     natural = [_cut_dims(operands, len(shape), mesh_dim) for mesh_dim in range(output.mesh.ndim)]
@@ -183,8 +191,10 @@ def _sharded(operands: Operands, shape: tuple[int, ...], dim: int) -> Row:
     return Row(f"dimension {dim}", _by_operand(operands, placement), (Shard(dim),))
 
 
-def _linear(operator: _torch.Operator, operands: Operands, kwargs: Mapping[str, Any]) -> list[Row]:
-    """What may be left pending: sums and averages, where the operator is linear in what is."""
+def _linear(operator: _torch.Operator, operands: Operands, kwargs: Mapping[str, Any], count: int) -> list[Row]:
+    """What may stay Partial: sums and averages, where the operator is linear in what is. Of what is linear together
+    with that, a replicated operand is a term: of an average on every rank, of a sum on the first one. Then an operand
+    that is Partial should have as many elements as the result, which is going to be reduced in its stead."""
     name = operator._schema.name.removeprefix("aten::")
     groups = LINEAR.get(name) or LINEAR.get(f"{name}.{operator._overloadname}", ())
     if name.endswith("_backward"):
@@ -192,27 +202,35 @@ def _linear(operator: _torch.Operator, operands: Operands, kwargs: Mapping[str, 
     dtype = kwargs.get("dtype")
     if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
         groups = ()  # rounding is not linear
-    rows = []
+    rows: list[Row] = []
     for kind in ("sum", "avg"):
         for group in groups:
-            if all(number < len(operands) and operands[number] is not None for number in group):
-                inputs = tuple(Partial(kind) if number in group else R for number in range(len(operands)))
-                rows.append(Row(f"pending {kind}", inputs, (Partial(kind),)))
+            given = [operands[number] if number < len(operands) else None for number in group]
+            sizes = {number: prod(layout.shape) for number, layout in zip(group, given, strict=True) if layout}
+            if len(sizes) < len(group):
+                continue
+            partial = [group, *((number,) for number in group if sizes[number] == count and "copy_" not in name)]
+            for some in partial if len(group) > 1 else partial[:1]:
+                inputs = tuple(Partial(kind) if number in some else R for number in range(len(operands)))
+                once = tuple(number for number in group if number not in some and kind == "sum")
+                rows.append(Terms(f"Partial({kind})", inputs, (Partial(kind),), once))
     return rows
 
 
 def _plan(operands: Operands, output: Layout, chosen: Assignment, in_place: bool) -> PointwisePlan:
+    here = output.mesh.get_coordinate() or (0,) * output.mesh.ndim
+    zeros = {n for row, at in zip(chosen, here, strict=True) if isinstance(row, Terms) and at for n in row.once}
     steps = tuple(
-        None if layout is None else _step(layout, layout.placed(input_placements(chosen, number)))
+        None if layout is None else _step(layout, layout.placed(input_placements(chosen, number)), number in zeros)
         for number, layout in enumerate(operands)
     )
     writes_terms = in_place and any(isinstance(placement, Partial) for placement in output.placements)
     return PointwisePlan(steps, output, writes_terms=writes_terms, ready=not (writes_terms or any(steps)))
 
 
-def _step(source: Layout, target: Layout) -> Step | None:
+def _step(source: Layout, target: Layout, zero: bool) -> Step | None:
     if source.placements == target.placements:
-        return None
+        return Step(None, (), True) if zero else None
     on_the_way = target
     for mesh_dim, before in reversed(list(enumerate(source.placements))):
         if isinstance(before, Replicate) and _is_innermost(on_the_way, mesh_dim):
@@ -220,13 +238,13 @@ def _step(source: Layout, target: Layout) -> Step | None:
             on_the_way = target.placed((*placements[:mesh_dim], R, *placements[mesh_dim + 1 :]))
     travels = on_the_way if on_the_way.placements != source.placements else None
     if not source.present:
-        return Step(travels, ())
+        return Step(travels, (), zero)
     cuts = []
     for dim in range(len(source.shape)):
         held, wanted = on_the_way.own(dim), target.own(dim)
         if held != wanted:
             cuts.append((dim, wanted.start - held.start if len(wanted) else 0, len(wanted)))
-    return Step(travels, tuple(cuts))
+    return Step(travels, tuple(cuts), zero)
 
 
 def _is_innermost(layout: Layout, mesh_dim: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Replicate
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from ... import _torch
 from ...sharding.layout import Layout, dense_stride
@@ -19,13 +19,16 @@ from ...sharding.registry import Behaviour, rule
 
 aten = torch.ops.aten
 
-BEHAVIOUR = Behaviour("all dimensions, Partial sums and averages", "nothing")
+BEHAVIOUR = Behaviour("all dimensions, Partial sums and averages; for neg also extremes", "nothing")
+NEGATIVE: dict[Placement, Placement] = {Partial("max"): Partial("min"), Partial("min"): Partial("max")}
 
 
 @planned
-def plan_scale(spec: _torch.Spec, dtype: torch.dtype, expanded: tuple[int, ...]) -> Layout:
-    """The layout of the result; along `expanded` dimensions all of its values are one in memory."""
+def plan_scale(spec: _torch.Spec, dtype: torch.dtype, expanded: tuple[int, ...], negates: bool) -> Layout:
+    """The result's layout; along `expanded` dimensions all of its values are one in memory."""
     input = Layout.of(spec).typed(dtype)
+    if negates:
+        input = input.placed(tuple(NEGATIVE.get(placement, placement) for placement in input.placements))
     if not expanded:
         return input.dense
     sizes = tuple(1 if dim in expanded else size for dim, size in enumerate(input.shape))
@@ -35,12 +38,10 @@ def plan_scale(spec: _torch.Spec, dtype: torch.dtype, expanded: tuple[int, ...])
 
 
 @planned
-def settled_sums(spec: _torch.Spec) -> Layout | None:
-    """Where a tensor must go before it is scaled: only sums and averages may stay Partial."""
-    placements = tuple(
-        Replicate() if isinstance(p, Partial) and (type(p) is not Partial or p.reduce_op not in ("sum", "avg")) else p
-        for p in spec.placements
-    )
+def settled_sums(spec: _torch.Spec, negates: bool) -> Layout | None:
+    """Where a tensor must go before it is scaled: only sums and averages stay Partial, and what is negated."""
+    stay = {Partial("sum"), Partial("avg"), *(NEGATIVE if negates else ())}
+    placements = tuple(Replicate() if isinstance(p, Partial) and p not in stay else p for p in spec.placements)
     return None if placements == spec.placements else Layout.of(spec).placed(placements)
 
 
@@ -48,7 +49,8 @@ def settled_sums(spec: _torch.Spec) -> Layout | None:
 def scale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, *number = _torch.arguments(operator, args, kwargs)
     spec = _torch.spec_of(input)
-    target = settled_sums(spec)
+    negates = operator is aten.neg.default
+    target = settled_sums(spec, negates)
     local = _torch.local_of(input)
     if target is not None:
         local, spec = _torch.redistribute(local, spec, target.spec), target.spec
@@ -60,5 +62,5 @@ def scale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     for dim in expanded:
         small = small.narrow(dim, 0, 1)
     result = operator(small, *number)
-    layout = plan_scale(spec, result.dtype, expanded)
+    layout = plan_scale(spec, result.dtype, expanded, negates)
     return _torch.wrap(result.expand(local.shape) if expanded else result, layout.spec)

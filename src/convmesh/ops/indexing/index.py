@@ -70,7 +70,7 @@ def moved_by(shape: tuple[int, ...], dims: tuple[int, ...], picked: tuple[int, .
 def _plan(spec: _torch.Spec, dims: tuple[int, ...], picked: tuple[int, ...]) -> tuple[Layout, Layout, Moved]:
     layout = Layout.of(spec)
     moved = moved_by(layout.shape, dims, picked)
-    source = layout.without_partial(keep_sums=True)
+    source = layout.without_partial("sum")
     placements: list[Placement] = list(source.placements)
     for mesh_dim, p in enumerate(placements):
         if isinstance(p, Shard):

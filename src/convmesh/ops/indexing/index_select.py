@@ -50,7 +50,7 @@ def owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, 
 @planned
 def plan_index(spec: _torch.Spec, dim: int, count: int) -> tuple[Layout, Layout]:
     layout = Layout.of(spec)
-    source = layout.without_partial(keep_sums=True)
+    source = layout.without_partial("sum")
     placements: tuple[Placement, ...] = tuple(P if p == Shard(dim) else p for p in source.placements)
     shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :])
     return source, layout.new(shape, placements)

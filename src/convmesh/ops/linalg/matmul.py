@@ -78,7 +78,7 @@ def _plan(
         return not any(idle(layout, input_placements(assignment, number)) for number, layout in enumerate(given))
 
     wanted = [] if like is None else [Wanted(like, prod(shape))]
-    rows = [_with_added(row, added, shape) for row in ROWS[len(shape) == 3]]
+    rows = [new for row in ROWS[len(shape) == 3] for new in _with_added(row, added, shape)]
     named = [(name, layout) for (name, _), layout in zip(layouts, given, strict=True)]
     chosen = choose(name, rows, named, wanted, fits=fits, extra=price)
     made = results_of(operator, *_torch.by_name(operator, args))
@@ -89,10 +89,13 @@ def _plan(
     )
 
 
-def _added_once(plan: TablePlan, *_: object) -> Callable[..., torch.Tensor]:
-    """Of the ranks of a Partial product one adds what is added."""
-    result = plan.results[0]
-    adds = result is not None and result.computed.adds_once
+def _added_once(plan: TablePlan, added: Layout, *_: object) -> Callable[..., torch.Tensor]:
+    """Where the product is Partial one rank adds what is added, or all add their terms of it."""
+    (result,) = plan.results
+    assert result is not None
+    pairs = zip(result.computed.placements, added.placements, strict=True)
+    once = [mesh_dim for mesh_dim, (at, beside) in enumerate(pairs) if at == P and beside != P]
+    adds = all(added.mesh.get_local_rank(mesh_dim) == 0 for mesh_dim in once)
     return lambda added, first, second, beta, alpha: plan.operator(
         added, first, second, beta=beta if adds else 0, alpha=alpha
     )
@@ -112,14 +115,15 @@ def _shape(operator: str, first: Layout, second: Layout, added: Layout | None) -
     return shape
 
 
-def _with_added(row: Row, added: Layout | None, shape: tuple[int, ...]) -> Row:
-    """The same row for a third operand, which is added: sharded as the product where it has all of the dimension."""
+def _with_added(row: Row, added: Layout | None, shape: tuple[int, ...]) -> list[Row]:
+    """The same row for a third operand, which is added: sharded as the product where it has all of the dimension, and
+    Partial or replicated where the product is Partial."""
     if added is None:
-        return row
+        return [row]
     new, (output,) = len(shape) - len(added.shape), row.outputs
     alike = isinstance(output, Shard) and output.dim >= new and added.shape[output.dim - new] == shape[output.dim]
     third = Shard(output.dim - new) if alike and isinstance(output, Shard) else R
-    return Row(row.name, (*row.inputs, third), row.outputs)
+    return [Row(row.name, (*row.inputs, one), row.outputs) for one in ((R, P) if output == P else (third,))]
 
 
 _factors = Hints()

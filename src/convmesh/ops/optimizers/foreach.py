@@ -33,7 +33,8 @@ OPTIMIZERS = ("adam", "adamw", "sgd", "adagrad")
 
 
 FOREACH = Behaviour(
-    "all", "a pending sum: one all-reduce for all tensors of a call, once for all uses",
+    "all; Partial sums where the operator is linear",
+    "Partial elsewhere: one all-reduce for all tensors of a call, once for all uses",
     "lists with plain tensors beside DTensors, shapes that differ",
 )  # fmt: skip
 FUSED = Behaviour(

@@ -11,19 +11,23 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
+from ...sharding.assign import assign
 from ...sharding.errors import refuse
-from ...sharding.layout import Layout
-from ...sharding.partial import put_back, reduce_once
+from ...sharding.layout import Layout, is_sum
+from ...sharding.partial import is_pending, kept, put_back, reduce_once
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
-from ...sharding.view_writeback import assign
+
+LINEAR = frozenset(f"_foreach_{name}" for name in (
+    "neg.default", "mul.Scalar", "div.Scalar", "mul.ScalarList", "div.ScalarList", "add.List", "sub.List",
+))  # fmt: skip
 
 
 class Lists:
     """The arguments of one call: what each rank computes with, and where the results belong.
 
-    Tensors of the same number in the lists lie alike when the operator runs. Pending sums are reduced first, also for
-    linear operators: a gradient has to be reduced once in a step, and so it is at its first use.
+    Tensors of the same number in the lists have one layout when the operator runs. Partial ones are reduced first, but
+    for linear operators on sums that nobody has taken yet.
     """
 
     def __init__(self, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], reduce: bool = True):
@@ -32,12 +36,12 @@ class Lists:
         self._known = _torch.signature(operator)
         self._lists = [number for number in self._known.lists if self.values[number]]
         self._check_lengths()
-        self._reduce = reduce
         self._reduced: dict[int, DTensor] = {}
         self._aligned = not _torch.tracing() and self._lie_alike()
+        self._reduce = reduce and (self._aligned or not self._term_by_term())
         if not self._aligned:
             assert self.targets is not None  # what is refused is refused before anything is sent
-            self._reduced = reduce_once(self._dtensors()) if reduce else {}
+            self._reduced = reduce_once(self._dtensors()) if self._reduce else {}
 
     @cached_property
     def targets(self) -> list[Layout | None]:
@@ -115,6 +119,22 @@ class Lists:
                 ):  # fmt: skip
                     return False
         return True
+
+    def _term_by_term(self) -> bool:
+        """Whether every rank may work on its own terms of Partial sums, and give terms of the results."""
+        name = f"{_torch.name_of(self.operator).removesuffix('_')}.{self.operator._overloadname}"
+        if name not in LINEAR or any(isinstance(value, torch.Tensor) for value in self.values):
+            return False
+
+        def alone(first: Any, *others: Any) -> bool:
+            if not all(type(tensor) is DTensor for tensor in (first, *others)):
+                return False
+            alike = all((one.placements, one.shape) == (first.placements, first.shape) for one in others)
+            summed = all(type(p) in (Replicate, Shard) or is_sum(p) for p in first.placements)
+            known = is_pending(first) and any(kept(tensor) is not None for tensor in (first, *others))
+            return alike and summed and not known
+
+        return all(alone(*together) for together in zip(*(self.values[n] for n in self._lists), strict=True))
 
     def _dtensors(self) -> list[DTensor]:
         given = [tensor for number in self._lists for tensor in self.values[number]]

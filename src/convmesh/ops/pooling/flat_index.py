@@ -1,4 +1,4 @@
-"""Flat positions in a spatial plane or volume, as max pooling returns them, between a rank's block and the whole."""
+"""Flat positions in a spatial plane or volume, as max pooling returns them: of a block, and of the full tensor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def flatten(along: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor
 
 
 def shifted(flat: torch.Tensor, sizes: Sequence[int], by: Sequence[int], new_sizes: Sequence[int]) -> torch.Tensor:
-    """Positions in a volume of `sizes` as positions in one of `new_sizes`, whose origin lies `by` before theirs.
+    """Positions in a volume of `sizes` as positions in one of `new_sizes`, whose origin is `by` before theirs.
 
     Divisions are slow, so there is one only for each dimension whose size changes, and none for the others.
     """

@@ -1,11 +1,11 @@
-"""Max unpooling: values go to the places that indices name.
+"""Max unpooling: values are written to the positions that indices name.
 
-Only the numbers say where that is, in all of space. So where space is cut, batch or channels are cut in its stead: each
-rank unpools whole planes, and the output goes back to how the input was cut. Where there are fewer planes than ranks,
-each value travels with its index to the rank that has its place. Compiled code cannot know how many go where: there
-values and indices, which are the small side, are made whole, and each rank writes its own part of the output.
+Only the values of the indices say where that is, anywhere in space. So where space is sharded, batch or channels are
+sharded instead: each rank unpools full planes, and the output is resharded as the input was. Where there are fewer
+planes than ranks, each value is sent with its index to the owner of its position. Compiled code cannot know how many
+go where: there values and indices, which are the small side, are all-gathered, and each rank writes its own output.
 
-torch makes the gradient of `view` and `gather`, whose rules cut other dimensions than space as well.
+torch's gradient is `view` and `gather`, whose rules shard other dimensions than space as well.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class UnpoolPlan:
     computed: Layout
     output: Layout
     first: int
-    own: tuple[Interval, ...] | None  # this rank's part of computed space; None on a rank outside of the mesh
-    routed: tuple[int, ...]  # the mesh dimensions over which values travel to where their indices say
+    own: tuple[Interval, ...] | None  # what this rank owns of computed space; None on a rank outside of the mesh
+    routed: tuple[int, ...]  # the mesh dimensions over which values are sent to where their indices say
 
 
 @rule(
@@ -49,8 +49,9 @@ class UnpoolPlan:
     aten.max_unpool3d.default,
     behaviour=Behaviour(
         "batch, channels, space",
-        "where space is cut an all-to-all of values, indices and output, because an index may point anywhere: batch or "
-        "channels are cut meanwhile; each value to the owner of its place where both are fewer than the ranks",
+        "where space is sharded an all-to-all of values, indices and output, because an index may point anywhere: "
+        "batch or channels are sharded meanwhile; each value to the owner of its position where both are fewer than "
+        "the ranks",
     ),
 )
 def max_unpool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -82,12 +83,12 @@ def max_unpool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _write_routed(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], plan: UnpoolPlan) -> torch.Tensor:
-    """Each value goes to the rank that has its place, numbered over all planes."""
+    """Each value is sent to the owner of its position, numbered over all planes."""
     assert plan.own is not None
     layout, first, volume = plan.computed, plan.first, prod(sizes)
     owner = torch.zeros_like(at)
     for axis, index in enumerate(coordinates(at, sizes)):
-        # The places of a part along its mesh dimensions, each of which counts by its step along the whole line.
+        # The owner's rank along each mesh dimension, which counts by its step among all ranks.
         number, mesh_dims = owner_of(index, layout.shards(first + axis)), layout.cuts.get(first + axis, ())
         for mesh_dim in reversed(mesh_dims):
             step = prod(layout.mesh.size(m) for m in plan.routed if m > mesh_dim)
@@ -112,7 +113,7 @@ def _write_own(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], pla
         mine &= (index >= side.start) & (index < side.stop)
     extents = [len(side) for side in plan.own]
     local = flatten([index - side.start for index, side in zip(along, plan.own, strict=True)], extents)
-    # What belongs to other ranks goes to one place more, which is cut off.
+    # What belongs to other ranks goes to one position more, which is cropped.
     local = torch.where(mine, local, prod(extents)).flatten(plan.first)
     room = values.new_zeros([*values.shape[: plan.first], prod(extents) + 1])
     room.scatter_(-1, local, values.flatten(plan.first))
@@ -138,7 +139,7 @@ def _plan(
     planes = _planes_instead(input.placed(kept), first, routes)
     shape = (*input.shape[:first], *sizes)
     output = Layout(input.mesh, kept, shape, dense_stride(shape, input.memory_format), input.dtype)
-    # A mesh dimension that no plane is cut over writes its own part of space.
+    # Along a mesh dimension that shards no planes, each rank writes what it owns of space.
     computed = output.placed(tuple(p if isinstance(p, Shard) else k for p, k in zip(planes, kept, strict=True)))
     inside = input.mesh.get_coordinate() is not None
     own = tuple(computed.own(first + axis) for axis in range(spatial)) if inside else None
@@ -148,13 +149,13 @@ def _plan(
 
 
 def _planes_instead(input: Layout, first: int, routes: bool) -> tuple[Placement, ...]:
-    """Over mesh dimensions that cut space, batch or channels are cut, if every rank gets some of them; else space as
-    before, if values can be routed, or nothing."""
+    """Mesh dimensions that shard space shard batch or channels, if every rank gets some of these; else space as before,
+    if values can be routed, or nothing."""
     placements = list(input.placements)
     for mesh_dim, placement in enumerate(input.placements):
         if isinstance(placement, Shard) and placement.dim >= first:
             taken = {p.dim for p in placements if isinstance(p, Shard)}
-            cut = {dim: shards(input.shape[dim], (input.mesh.size(mesh_dim),)) for dim in range(first)}
-            enough = (Shard(dim) for dim in cut if dim not in taken and all(cut[dim]))
+            free = [dim for dim in range(first) if dim not in taken]
+            enough = (Shard(dim) for dim in free if all(shards(input.shape[dim], (input.mesh.size(mesh_dim),))))
             placements[mesh_dim] = next(enough, placement if routes else Replicate())
     return tuple(placements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf, prod
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from ... import _torch
 from ...geometry import Interval, Pooling
 from ...kernels.pooling import max_pool as local_max_pool
-from ...sharding.layout import Layout
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
+from .._core.tiles import Tiling
 from .flat_index import shifted
-from .window_plan import LocalPooling, plan_pool, plan_pool_backward
+from .plan import PoolPlan, plan_pool, plan_pool_backward
 
 aten = torch.ops.aten
 
@@ -29,6 +30,7 @@ made_of_others(
 STAYS = "batch, channels, space"
 HALO = "halo of the input, where windows overlap or shards do not align with them"
 GRADIENTS = "the gradient's halo, likewise"
+PARTS = "for each window that spans several ranks, one number a channel and rank"
 
 
 def name_of(operator: _torch.Operator) -> str:
@@ -44,138 +46,132 @@ def spatial_of(operator: _torch.Operator) -> int:
 @rule(
     aten.max_pool2d_with_indices.default,
     aten.max_pool3d_with_indices.default,
-    behaviour=Behaviour(STAYS, f"{HALO}; pending sums are reduced first"),
+    behaviour=Behaviour(STAYS, f"{HALO}; Partial is reduced first"),
 )
 def max_pool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    input, kernel, stride, padding, dilation, ceil = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("input", input),))
-    pooling = Pooling.of(spatial_of(operator), kernel, stride, _each(padding), _each(dilation), ceil)
-    plan = plan_pool(name_of(operator), _torch.spec_of(input), pooling, False)
-    target = plan.layouts.wanted
-    at = Layout(target.mesh, target.placements, target.shape, target.stride, torch.int64)
-    if plan.local is None:
-        return plan.layouts.outside(input), _torch.wrap(_torch.local_of(input).new_empty(0, dtype=torch.int64), at.spec)
-    values, indices = _max_pool(operator, plan.local, move(input, plan.layouts.operands[0]), target.local_shape)
-    return plan.layouts.finish(values), _torch.wrap(indices.contiguous(memory_format=at.memory_format), at.spec)
+    input, *window, ceil = _torch.arguments(operator, args, kwargs)
+    specs = check_placed(name_of(operator), (("input", input),))
+    pooling = _pooling(operator, window, ceil)
+    plan = plan_pool(name_of(operator), pooling, False, *specs)
+    if plan.tiling is None:
+        return plan.outside(input), plan.of_indices.outside(input)
+    values, indices = _max_pool(operator, plan, plan.tiling, pooling, move(input, plan.operands[0]))
+    return plan.finish(values), plan.of_indices.finish(indices)
 
 
-def _each(value: int | list[int]) -> list[int]:
-    return [value] if isinstance(value, int) else value
+def _pooling(operator: _torch.Operator, window: Sequence[int | list[int]], ceil: bool) -> Pooling:
+    """Of an operator's kernel, stride, padding and, if it has one, dilation."""
+    kernel, stride, padding, dilation = ([n] if isinstance(n, int) else n for n in (*window, 1)[:4])
+    return Pooling.of(spatial_of(operator), kernel, stride, padding, dilation, ceil)
 
 
 def _max_pool(
-    operator: _torch.Operator, local: LocalPooling, x: torch.Tensor, shape: tuple[int, ...]
+    operator: _torch.Operator, plan: PoolPlan, tiling: Tiling, pooling: Pooling, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    fetch = local.reach.fetch(x)
+    fetch, shape = tiling.fetch_sources(x), plan.computed.local_shape
     if not prod(shape):
         return fetch.tie(x.new_empty(shape)), x.new_empty(shape, dtype=torch.int64)
     # The operator pads in front, so that a window without any number points at its first index as it does on one
     # device; behind, padding is a fill that no window prefers to what comes before it.
-    starts, paddings, box = [0] * len(local.kernel), local.padding, []
-    for axis, window in enumerate(local.pooling.windows):
-        if local.is_split(axis):
-            read, size = local.read(axis), local.source_sizes[axis]
-            starts[axis] = max(0, read.start)
-            paddings[axis] = starts[axis] - read.start
-            assert paddings[axis] <= window.padding
-            box.append(Interval(starts[axis], max(min(read.stop, size), read.stop - paddings[axis])))
+    starts, paddings, box = [0] * len(plan.sides), [*plan.padding], []
+    for axis, side in enumerate(plan.sides):
+        if side.sharded:
+            starts[axis] = max(0, side.read.start)
+            paddings[axis] = starts[axis] - side.read.start
+            stop = max(min(side.read.stop, side.source_size), side.read.stop - paddings[axis])
+            box.append(Interval(starts[axis], stop))
     lowest = -inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    block = fetch.held.read(tuple(box), fill=lowest)
-    geometry = (local.kernel, local.stride, paddings, local.dilation, local.pooling.ceil)
+    block = fetch.complete().read(tuple(box), fill=lowest)
+    geometry = (pooling.kernel, pooling.stride, paddings, pooling.dilation, pooling.ceil)
     values, indices = local_max_pool(block, operator, *geometry)
-    for axis in range(len(local.kernel)):
-        count = shape[local.first + axis]
-        values, indices = (t.narrow(local.first + axis, 0, count) for t in (values, indices))
-    return fetch.tie(values), shifted(indices, block.shape[local.first :], starts, local.source_sizes)
+    for dim in range(plan.first, len(shape)):
+        values, indices = (t.narrow(dim, 0, shape[dim]) for t in (values, indices))
+    return fetch.tie(values), shifted(indices, block.shape[plan.first :], starts, plan.source_sizes)
 
 
 @rule(
     aten.max_pool2d_with_indices_backward.default,
     aten.max_pool3d_with_indices_backward.default,
-    behaviour=Behaviour(f"{STAYS}, pending sums", GRADIENTS),
+    behaviour=Behaviour(f"{STAYS}, Partial(sum)", GRADIENTS),
 )
 def max_pool_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    gradient, input, kernel, stride, padding, dilation, ceil, indices = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("grad_output", gradient), ("input", input), ("indices", indices)))
-    pooling = Pooling.of(spatial_of(operator), kernel, stride, _each(padding), _each(dilation), ceil)
-    specs = (_torch.spec_of(tensor) for tensor in (gradient, input, indices))
-    plan = plan_pool_backward(name_of(operator), *specs, pooling)
-    if plan.local is None:
-        return plan.layouts.outside(gradient)
-    local, (gy, at) = plan.local, map(move, (gradient, indices), plan.layouts.operands)
-    block, shape = _source_block(local, gy)
+    gradient, input, *window, ceil, indices = _torch.arguments(operator, args, kwargs)
+    specs = check_placed(name_of(operator), (("grad_output", gradient), ("input", input), ("indices", indices)))
+    pooling = _pooling(operator, window, ceil)
+    plan = plan_pool_backward(name_of(operator), pooling, *specs)
+    if plan.tiling is None:
+        return plan.outside(gradient)
+    gy, at = map(move, (gradient, indices), plan.operands)
+    block = _source_block(plan, gy)
     if gy.numel():
-        by = [-local.read(axis).start for axis in range(len(local.kernel))]
-        at = shifted(at, local.source_sizes, by, shape[local.first :])
-        rest = (local.stride, local.padding, local.dilation, pooling.ceil)
-        block = operator(gy, block, local.kernel, *rest, at)
+        by = [-side.read.start for side in plan.sides]
+        at = shifted(at, plan.source_sizes, by, block.shape[plan.first :])
+        block = operator(gy, block, pooling.kernel, pooling.stride, plan.padding, pooling.dilation, ceil, at)
     else:
         block.zero_()
-    return plan.layouts.finish(local.reach.return_read(block))
+    return plan.finish(plan.tiling.sum_sources(block))
 
 
-def _source_block(local: LocalPooling, gy: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+def _source_block(plan: PoolPlan, gy: torch.Tensor) -> torch.Tensor:
     """Room for the sources, padding included, that this rank's targets read. The operators look at its shape only."""
-    shape = [*gy.shape[: local.first], *(len(local.read(axis)) for axis in range(len(local.kernel)))]
-    return gy.new_empty(shape), shape
+    return gy.new_empty([*gy.shape[: plan.first], *(len(side.read) for side in plan.sides)])
 
 
 @rule(
     aten.avg_pool2d.default,
     aten.avg_pool3d.default,
-    behaviour=Behaviour(f"{STAYS}, pending sums", HALO),
+    behaviour=Behaviour(f"{STAYS}, Partial(sum)", HALO),
 )
 def avg_pool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, kernel, stride, padding, ceil, with_padding, divisor = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("input", input),))
-    pooling = Pooling.of(spatial_of(operator), kernel, stride, _each(padding), [1], ceil)
-    plan = plan_pool(name_of(operator), _torch.spec_of(input), pooling, True)
-    if plan.local is None:
-        return plan.layouts.outside(input)
-    local, x = plan.local, move(input, plan.layouts.operands[0])
-    fetch = local.reach.fetch(x)
-    shape = plan.layouts.computed.local_shape
+    input, *window, ceil, with_padding, divisor = _torch.arguments(operator, args, kwargs)
+    specs = check_placed(name_of(operator), (("input", input),))
+    pooling = _pooling(operator, window, ceil)
+    plan = plan_pool(name_of(operator), pooling, True, *specs)
+    if plan.tiling is None:
+        return plan.outside(input)
+    x, shape = move(input, plan.operands[0]), plan.computed.local_shape
+    fetch = plan.tiling.fetch_sources(x)
     if not prod(shape):
-        return plan.layouts.finish(fetch.tie(x.new_empty(shape)))
-    if not local.reach.dims:
-        y = operator(x, local.kernel, local.stride, local.padding, ceil, with_padding, divisor)
-        return plan.layouts.finish(y)
-    block = fetch.held.read(local.reach.read)
-    y = operator(block, local.kernel, local.stride, local.padding, ceil, True, divisor or prod(local.kernel))
-    return plan.layouts.finish(fetch.tie(y if divisor else _reweighted(y, local, with_padding)))
+        return plan.finish(fetch.tie(x.new_empty(shape)))
+    geometry = pooling.kernel, pooling.stride, plan.padding, ceil
+    if not plan.tiling.dims:
+        return plan.finish(operator(x, *geometry, with_padding, divisor))
+    block = fetch.complete().read(plan.tiling.sources_read)
+    y = operator(block, *geometry, True, divisor or prod(pooling.kernel))
+    return plan.finish(fetch.tie(y if divisor else _reweighted(y, plan, pooling, with_padding)))
 
 
 @rule(
     aten.avg_pool2d_backward.default,
     aten.avg_pool3d_backward.default,
-    behaviour=Behaviour(f"{STAYS}, pending sums", GRADIENTS),
+    behaviour=Behaviour(f"{STAYS}, Partial(sum)", GRADIENTS),
 )
 def avg_pool_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    gradient, input, kernel, stride, padding, ceil, with_padding, divisor = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("grad_output", gradient), ("input", input)))
-    pooling = Pooling.of(spatial_of(operator), kernel, stride, _each(padding), [1], ceil)
-    specs = (_torch.spec_of(gradient), _torch.spec_of(input), None)
-    plan = plan_pool_backward(name_of(operator), *specs, pooling)
-    if plan.local is None:
-        return plan.layouts.outside(gradient)
-    local, gy = plan.local, move(gradient, plan.layouts.operands[0])
-    block, _ = _source_block(local, gy)
+    gradient, input, *window, ceil, with_padding, divisor = _torch.arguments(operator, args, kwargs)
+    specs = check_placed(name_of(operator), (("grad_output", gradient), ("input", input)))
+    pooling = _pooling(operator, window, ceil)
+    plan = plan_pool_backward(name_of(operator), pooling, *specs)
+    if plan.tiling is None:
+        return plan.outside(gradient)
+    gy = move(gradient, plan.operands[0])
+    block = _source_block(plan, gy)
+    geometry = pooling.kernel, pooling.stride, plan.padding, ceil
     if not gy.numel():
-        return plan.layouts.finish(local.reach.return_read(block.zero_()))
-    if not local.reach.dims:
-        gx = operator(gy, block, local.kernel, local.stride, local.padding, ceil, with_padding, divisor)
-        return plan.layouts.finish(gx)
-    gy = gy if divisor else _reweighted(gy, local, with_padding)
-    rest = (local.stride, local.padding, ceil, True, divisor or prod(local.kernel))
-    return plan.layouts.finish(local.reach.return_read(operator(gy, block, local.kernel, *rest)))
+        block.zero_()
+    elif not plan.tiling.dims:
+        block = operator(gy, block, *geometry, with_padding, divisor)
+    else:
+        gy = gy if divisor else _reweighted(gy, plan, pooling, with_padding)
+        block = operator(gy, block, *geometry, True, divisor or prod(pooling.kernel))
+    return plan.finish(plan.tiling.sum_sources(block))
 
 
-def _reweighted(targets: torch.Tensor, local: LocalPooling, with_padding: bool) -> torch.Tensor:
+def _reweighted(targets: torch.Tensor, plan: PoolPlan, pooling: Pooling, with_padding: bool) -> torch.Tensor:
     """Targets that were divided by the kernel's size, as if by the number of indices that each averages over."""
-    for axis, window in enumerate(local.pooling.windows):
-        counts = local.pooling.counts(axis, local.source_sizes[axis], local.targets(axis), with_padding)
-        if any(count != window.kernel for count in counts):
+    for axis, side in enumerate(plan.sides):
+        counts, kernel = pooling.counts(axis, side.source_size, side.targets, with_padding), pooling.kernel[axis]
+        if any(count != kernel for count in counts):
             shape = [1] * targets.dim()
-            shape[local.first + axis] = -1
-            targets = targets * targets.new_tensor([window.kernel / count for count in counts]).view(shape)
+            shape[side.dim] = -1
+            targets = targets * targets.new_tensor([kernel / count for count in counts]).view(shape)
     return targets

@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from ... import _torch
+from ...sharding.assign import assign
 from ...sharding.layout import Layout
 from ...sharding.partial import reduce_once
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
 from ...sharding.result_strides import strides_of
-from ...sharding.view_writeback import assign
 from .bernoulli import zeros_and_ones
 from .replicated_draw import DRAWN, SHARED, cut_out, draw_own, where_drawn
 

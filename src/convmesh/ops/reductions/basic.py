@@ -17,11 +17,14 @@ from .plan import Reduction, begin, wide
 aten = torch.ops.aten
 
 STAYS = "all dimensions; reduced ones come out replicated"
-LINEAR = Behaviour(STAYS + "; Partial(sum) stays", "all-reduce of the result")
-SUM = Behaviour(STAYS + "; Partial(sum) stays", "all-reduce of the result (later in backward)")
+AT_ONCE = "all-reduce of the result, at once: every rank can print a loss"
+LINEAR = Behaviour(STAYS + "; Partial sums and averages stay Partial", AT_ONCE)
+SUM = Behaviour(STAYS + "; Partial sums and averages stay Partial", f"{AT_ONCE} (later in backward)")
 SMALL = Behaviour(STAYS, "all-reduce of the result")
 TWICE = Behaviour(STAYS, "two all-reduces of the result's size")
-EXTREME = Behaviour(STAYS, "all-reduce of the result", "reducing over nothing")
+EXTREME = Behaviour(
+    STAYS + "; a Partial extreme of the same kind stays Partial", "all-reduce of the result", "reducing over nothing"
+)
 
 
 @rule(aten.mean.default, aten.mean.dim, behaviour=LINEAR)
@@ -31,7 +34,7 @@ def mean(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     dtype = dtype or input.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         raise refuse("mean", f"there is no mean of dtype {dtype}", [("input", input)], "give a floating point dtype")
-    plan, local = begin("mean", input, dim, keepdim, linear=True)
+    plan, local = begin("mean", input, dim, keepdim, ("sum", "avg"))
     if local is None:
         return plan.output.typed(dtype).absent(input)
     if not plan.mesh_dims:
@@ -42,14 +45,14 @@ def mean(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @rule(aten.sum.default, aten.sum.dim_IntList, behaviour=SUM)
 def total(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """All-reduced at once: of Partial(sum) torch would reduce-scatter over another dimension than the input's,
-    and gather activations to bring the two together again. In backward it is mostly the gradient of a parameter, and
-    these are added up together."""
+    """Reduced at once: a loss is often printed by one rank alone, which could not reduce it, and is used several times.
+    torch would also scatter a Partial result over another dimension than the input's, and gather activations to bring
+    the two together again. In backward it is mostly the gradient of a parameter, and these are reduced together."""
     input, *rest = _torch.arguments(operator, args, kwargs)
     dim, keepdim, dtype = rest if len(rest) == 3 else (None, False, *rest)
     floating = input.dtype.is_floating_point or input.dtype.is_complex
     dtype = dtype or (input.dtype if floating else torch.int64)
-    plan, local = begin("sum", input, dim, keepdim, linear=True)
+    plan, local = begin("sum", input, dim, keepdim, ("sum", "avg"))
     if local is None:
         return plan.output.typed(dtype).absent(input)
     summed = local.sum(plan.dims, keepdim=True, dtype=wide(dtype) if plan.mesh_dims else dtype)
@@ -63,7 +66,7 @@ def extreme(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     input, *rest = _torch.arguments(operator, args, kwargs)
     dim, keepdim = rest or (None, False)
     name = operator._schema.name.removeprefix("aten::")
-    plan, local = begin(name, input, dim, keepdim)
+    plan, local = begin(name, input, dim, keepdim, (name[-3:],))
     check_filled(name, plan, input)
     if local is None:
         return plan.output.absent(input)

@@ -77,16 +77,16 @@ class Reduction:
 
 @planned
 def plan_reduction(
-    operator: str, spec: _torch.Spec, dims: tuple[int, ...] | None, keepdim: bool, linear: bool
+    operator: str, spec: _torch.Spec, dims: tuple[int, ...] | None, keepdim: bool, partial: tuple[str, ...]
 ) -> Reduction:
-    """`linear` reductions take Partial(sum) as it is; before all others it is all-reduced."""
+    """A Partial input stays Partial if the reduction commutes with its `reduce_op`: if that is in `partial`."""
     (given,) = layouts_of(operator, [("input", spec)])
     rank = len(given.shape)
     if dims is not None and any(not -max(rank, 1) <= dim < max(rank, 1) for dim in dims):
         raise refuse(operator, f"the input has no dimensions {dims}", [("input", given)], "give dimensions it has")
     # No dimensions mean all of them, as torch has it.
     reduced = tuple(sorted({dim % rank for dim in dims})) if dims and rank else tuple(range(rank))
-    operand = given.without_partial(keep_sums=linear)
+    operand = given.without_partial(*partial)
     mesh_dims = operand.sharded_over(reduced)
     output = operand.without(reduced, keepdim)
     return Reduction(operand, reduced, keepdim, output, mesh_dims, counts(operand, reduced, mesh_dims))
@@ -102,11 +102,11 @@ def counts(layout: Layout, dims: Sequence[int], mesh_dims: tuple[int, ...]) -> t
 
 
 def begin(
-    operator: str, input: Any, dim: int | Sequence[int] | None, keepdim: bool, linear: bool = False
+    operator: str, input: Any, dim: int | Sequence[int] | None, keepdim: bool, partial: tuple[str, ...] = ()
 ) -> tuple[Reduction, torch.Tensor | None]:
     """The plan of a reduction, and the local tensor of its operand: None on a rank outside of the mesh."""
     (spec,) = specs_of(operator, (("input", input),))
     dims = dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-    plan = plan_reduction(operator, spec, dims, keepdim, linear)
+    plan = plan_reduction(operator, spec, dims, keepdim, partial)
     remember(spec)  # its gradient is expanded to its shape, or written into zeros; an earlier tensor's is forgotten
     return plan, move(input, plan.operand) if plan.output.present else None

@@ -1,4 +1,4 @@
-"""Resampling in all modes of `interpolate`, and its gradients: weighted runs of indices, one dimension after another.
+"""Interpolation in all modes, and its gradients: weighted sums of indices, one dimension after another.
 
 Interpolation by area is adaptive pooling.
 """
@@ -18,7 +18,7 @@ from ...sharding.registry import Behaviour, keep_whole, rule
 from .._core.tiles import patch
 from ..pooling.window import name_of
 from .interpolate_plan import Resampling, plan_resample
-from .weighted_sum import Weighings
+from .weighted_sum import WeightedSums
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ NAMED = {getattr(aten, name).vec: getattr(aten, name).default for name in PACKET
 
 keep_whole(*FORWARD)
 
-STAYS = "batch, channels, space, pending sums"
+STAYS = "batch, channels, space, Partial(sum)"
 
 
 @rule(*FORWARD, behaviour=Behaviour(STAYS, "halo of the input"))
@@ -62,7 +62,7 @@ def resample(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
 
 @rule(*NAMED, behaviour=Behaviour(STAYS, "as the operator that it is made of"))
 def resample_by_factors(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Reaches DTensor whole in inference mode. torch's own way to take it apart indexes with plain tensors."""
+    """Reaches DTensor undecomposed in inference mode. torch's own decomposition indexes with plain tensors."""
     input, sizes, *align_corners, factors = _torch.arguments(operator, args, kwargs)
     if sizes is None:
         sizes = [int(size * factor) for size, factor in zip(input.shape[2:], factors, strict=True)]
@@ -98,36 +98,34 @@ def _run(
     operator: _torch.Operator, tensor: DTensor, spec: _torch.Spec, resampling: Resampling, rest: list[Any]
 ) -> DTensor:
     plan = plan_resample(name_of(operator), spec, resampling)
-    layouts = plan.layouts
-    if layouts.reach is None:
-        return layouts.outside(tensor)
-    x = move(tensor, layouts.operands[0])
-    shape = layouts.computed.local_shape
+    tiling = plan.tiling
+    if tiling is None:
+        return plan.outside(tensor)
+    x = move(tensor, plan.operands[0])
+    shape = plan.computed.local_shape
     # Going forward torch's operator is told the size of its result, and going backward that of its operand too.
     ends = [list(x.shape[2:]), list(shape)] if resampling.backward else [list(shape[2:])]
-    if not layouts.reach.dims and 0 not in shape:
-        return layouts.finish(operator(x, *ends, *rest))
-    fetch = layouts.reach.begin(x)
-    if plan.own is not None and 0 not in shape:
-        y = operator(x, *ends, *rest)
-        strips = plan.own.strips
-
-        def strip(held: Held, box: Box) -> torch.Tensor:
-            read, weighings = strips[box]
-            return _weighed(held.read(read), weighings)
-
-        patch(y, fetch, plan.own.targets, plan.own.inner, strip)
-        return layouts.finish(fetch.tie(y))
-    held = fetch.complete()
+    if not tiling.dims and 0 not in shape:
+        return plan.finish(operator(x, *ends, *rest))
+    fetch = tiling.fetch_sources(x)
     if 0 in shape:
-        return layouts.finish(fetch.tie(x.new_empty(shape)))
-    return layouts.finish(fetch.tie(_weighed(held.read(layouts.reach.read), plan.weighings).to(x.dtype)))
+        return plan.finish(fetch.tie(x.new_empty(shape)))
+
+    def strip(held: Held, box: Box) -> torch.Tensor:
+        read, sums = plan.sums[box]
+        return _weighted(held.read(read), sums)
+
+    if plan.inner is not None:
+        y = patch(operator(x, *ends, *rest), fetch, tiling.targets, plan.inner, strip)
+    else:
+        y = strip(fetch.complete(), tiling.targets).to(x.dtype)
+    return plan.finish(fetch.tie(y))
 
 
-def _weighed(x: torch.Tensor, weighings: Weighings) -> torch.Tensor:
-    """In the precision in which half precision is computed."""
+def _weighted(x: torch.Tensor, sums: WeightedSums) -> torch.Tensor:
+    """In the precision in which torch computes half precision."""
     half = x.dtype in (torch.float16, torch.bfloat16)
     x = x.float() if half else x
-    for weighing in weighings:
-        x = weighing.apply(x)
+    for along in sums:
+        x = along.apply(x)
     return x

@@ -1,21 +1,24 @@
-"""Planning a resampling: the taps of each dimension, and this rank's part of them."""
+"""Planning an interpolation: the taps of each dimension, and those of this rank's targets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from ... import _torch
-from ...geometry import Box, Interval, Taps, slabs, taps
+from ...geometry import Box, Interval, Taps, TransposedTaps, slabs, taps
 from ...kernels.resampling import cubic_copies_equal_sizes, nearest_is_general, nearest_rounds_scales
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
-from .._core.reach import ReachPlan, ask_for_memory, plan_targets
-from .._core.tiles import LARGEST_BORDER
-from .weighted_sum import Weighing, Weighings
+from .._core.tile_plan import TiledPlan, ask_for_memory, plan_targets
+from .._core.tiles import LARGEST_BORDER, Tiling
+from .weighted_sum import WeightedSum, WeightedSums
+
+AnyTaps = Taps | TransposedTaps
 
 
 @dataclass(frozen=True)
@@ -31,19 +34,12 @@ class Resampling:
 
 
 @dataclass(frozen=True)
-class OwnPart:
-    """Where torch's own operator, run on what a rank has, is right: in all but a border of its targets."""
+class ResamplePlan(TiledPlan):
+    """Either all of a rank's targets are weighted sums, or torch's own operator on its local tensor is right for the
+    `inner` ones, and `sums` has those of the strips around these."""
 
-    targets: Box
-    inner: Box
-    strips: dict[Box, tuple[Box, Weighings]]  # of the border: what they read, and how it is weighed
-
-
-@dataclass(frozen=True)
-class ResamplePlan:
-    layouts: ReachPlan
-    weighings: Weighings
-    own: OwnPart | None  # None where too little would be right: then all is weighed
+    inner: Box | None
+    sums: dict[Box, tuple[Box, WeightedSums]]  # by box of targets: what it reads, and how that is summed
 
 
 @planned
@@ -53,43 +49,43 @@ def plan_resample(operator: str, input_spec: _torch.Spec, resampling: Resampling
     shape = (*given.shape[:2], *(resampling.sources if resampling.backward else resampling.targets))
     ask_for_memory(given, shape)
     mapped = dict(enumerate(_all_taps(given, resampling), 2))
-    layouts = plan_targets(given, shape, {dim: some.runs for dim, some in mapped.items()}, True)
-    reach = layouts.reach
-    if reach is None or not reach.dims:
-        return ResamplePlan(layouts, (), None)
+    layouts = plan_targets(given, shape, mapped, True)
+    tiling = layouts.tiling
+    if tiling is None or not tiling.dims:
+        return ResamplePlan(*layouts.fields, None, {})
     if not given.dtype.is_floating_point and "nearest" not in resampling.mode:
         raise refuse(operator, f"dtype {given.dtype} along sharded dimensions", (("input", given),),
                      "cast to a floating point dtype first")  # fmt: skip
 
-    def weighings(targets: Box) -> tuple[Box, Weighings]:
-        """What a box of targets reads along the cut dimensions, and how it is weighed."""
-        read = tuple(mapped[dim].runs.reads(side) for dim, side in zip(reach.dims, targets, strict=True))
-        made = []
-        for dim, some in mapped.items():
-            mine, block = reach.side(targets, dim, shape[dim]), reach.side(read, dim, given.shape[dim])
-            if shape[dim] != given.shape[dim] or not some.trivial:
-                made.append(Weighing.of(dim, shape[dim] / given.shape[dim], some, mine, block))
-            elif dim in reach.dims:
-                assert mine == block or not mine, "nothing is resampled along this dimension"
-        # What shrinks goes first, so that less is left for the others.
-        return read, tuple(sorted(made, key=lambda weighing: weighing.growth))
+    @cache
+    def along(dim: int, targets: Interval, start: int) -> WeightedSum | None:
+        """How these targets are summed of a block from `start` on; None where they are the block itself."""
+        own = mapped[dim].of(targets)
+        if all(some == ((at, 1.0),) for at, some in enumerate(own, start)) and shape[dim] == given.shape[dim]:
+            return None
+        return WeightedSum.of(dim, own, start)
 
-    inner = _inner(layouts, mapped, resampling)
-    if inner is None:
-        return ResamplePlan(layouts, weighings(reach.targets)[1], None)
-    strips = {strip: weighings(strip) for side in slabs(reach.targets, inner) for strip in side}
-    return ResamplePlan(layouts, (), OwnPart(reach.targets, inner, strips))
+    # What shrinks goes first, so that less is left for the others.
+    order = sorted(mapped, key=lambda dim: shape[dim] / given.shape[dim])
+
+    def sums(targets: Box) -> tuple[Box, WeightedSums]:
+        read = tiling.reads(targets)
+        made = (along(d, tiling.side(targets, d, shape[d]), tiling.side(read, d, given.shape[d]).start) for d in order)
+        return read, tuple(one for one in made if one is not None)
+
+    inner = _inner(layouts, tiling, mapped, resampling)
+    boxes = [tiling.targets] if inner is None else [box for side in slabs(tiling.targets, inner) for box in side]
+    return ResamplePlan(*layouts.fields, inner, {box: sums(box) for box in boxes})
 
 
-def _inner(layouts: ReachPlan, mapped: Mapping[int, Taps], resampling: Resampling) -> Box | None:
-    """The targets that come out right if a rank resamples what it has; None if these are not nearly all."""
-    reach, sides = layouts.reach, []
-    assert reach is not None
+def _inner(layouts: TiledPlan, tiling: Tiling, mapped: Mapping[int, AnyTaps], resampling: Resampling) -> Box | None:
+    """The targets for which torch's operator on the local tensor is right; None if these are not nearly all."""
     if resampling.mode.endswith("_aa"):  # torch's antialiasing mistakes the layout of results that are 1 wide
         return None
     if _copies(layouts.computed, resampling, layouts.operands[0].local_shape[2:], layouts.computed.local_shape[2:]):
         return None
-    for dim, sources, targets in zip(reach.dims, reach.sources, reach.targets, strict=True):
+    sides = []
+    for dim, sources, targets in zip(tiling.dims, tiling.sources, tiling.targets, strict=True):
         if not sources or not targets:
             return None
         right = _right(mapped[dim], resampling, dim, sources, targets, layouts.computed.dtype == torch.float64)
@@ -101,27 +97,31 @@ def _inner(layouts: ReachPlan, mapped: Mapping[int, Taps], resampling: Resamplin
 
 
 def _right(
-    whole: Taps, resampling: Resampling, dim: int, sources: Interval, targets: Interval, double: bool
+    of_all: AnyTaps, resampling: Resampling, dim: int, sources: Interval, targets: Interval, double: bool
 ) -> list[bool]:
     """By target: whether the operator has the same taps for it if it knows of these sources only."""
     ends = (len(targets), len(sources)) if resampling.backward else (len(sources), len(targets))
-    wanted = whole.of[targets.start : targets.stop]
+    wanted = of_all.of(targets)
     right = [True] * len(targets)
     # Of nearest neighbours it depends on the sizes by which kernel torch looks for them.
     nearest = {"nearest": ("nearest", "nearest_scaled"), "nearest_exact": ("nearest_exact",)}
     kernels = [(mode, precise) for mode in nearest.get(resampling.mode, ()) for precise in (False, True)]
     for mode, precise in kernels or [(resampling.mode, double)]:
-        alone = taps(mode, *ends, resampling.align_corners, resampling.scales[dim - 2], precise)
-        alone = alone.transposed(ends[0]) if resampling.backward else alone
-        for at, (mine, theirs) in enumerate(zip(alone.of, wanted, strict=True)):
+        alone = _directed(mode, *ends, resampling, dim - 2, precise).of(Interval(0, len(targets)))
+        for at, (mine, theirs) in enumerate(zip(alone, wanted, strict=True)):
             right[at] &= tuple((source + sources.start, weight) for source, weight in mine) == theirs
     return right
 
 
+def _directed(mode: str, source: int, target: int, resampling: Resampling, axis: int, double: bool) -> AnyTaps:
+    """The taps between sizes along a spatial dimension; going backward those of the gradients."""
+    forward = taps(mode, source, target, resampling.align_corners, resampling.scales[axis], double)
+    return TransposedTaps(forward) if resampling.backward else forward
+
+
 def _longest(right: Sequence[bool]) -> tuple[int, int]:
-    """The longest run of what is true, from its first to behind its last."""
-    best = (0, 0)
-    start = 0
+    """The longest run of True, as start and stop."""
+    best, start = (0, 0), 0
     for at, true in enumerate((*right, False)):
         if not true:
             best = max(best, (start, at), key=lambda run: run[1] - run[0])
@@ -129,7 +129,7 @@ def _longest(right: Sequence[bool]) -> tuple[int, int]:
     return best
 
 
-def _all_taps(given: Layout, resampling: Resampling) -> list[Taps]:
+def _all_taps(given: Layout, resampling: Resampling) -> list[AnyTaps]:
     mode, double = resampling.mode, given.dtype == torch.float64
     if "nearest" in mode:
         general = _nearest_is_general(given, resampling)
@@ -138,11 +138,8 @@ def _all_taps(given: Layout, resampling: Resampling) -> list[Taps]:
             mode = "nearest_scaled"
     elif _copies(given, resampling, resampling.sources, resampling.targets):
         mode = "linear"  # of which equal sizes are a copy
-    made = []
-    for source, target, scale in zip(resampling.sources, resampling.targets, resampling.scales, strict=True):
-        along = taps(mode, source, target, resampling.align_corners, scale, double)
-        made.append(along.transposed(source) if resampling.backward else along)
-    return made
+    ends = enumerate(zip(resampling.sources, resampling.targets, strict=True))
+    return [_directed(mode, source, target, resampling, axis, double) for axis, (source, target) in ends]
 
 
 def _nearest_is_general(given: Layout, resampling: Resampling) -> bool:

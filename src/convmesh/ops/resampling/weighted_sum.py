@@ -1,35 +1,35 @@
-"""Weighted sums of indices along one dimension, as resampling makes them."""
+"""Weighted sums of indices along one dimension: interpolation and its gradients on local tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ...geometry import Interval, Taps
+from ...geometry import Weighted
 from .._core.cached_tensors import Numbers
 
 
 @dataclass(frozen=True)
-class Weighing:
-    """Along one dimension: this rank's targets are the sum over `taps` of weighted indices of its block."""
+class WeightedSum:
+    """Along one dimension: each target is the sum over `taps` of one index of a block times a weight."""
 
     dim: int
-    growth: float
     taps: tuple[tuple[Numbers, Numbers | None], ...]  # no weights: all are 1
-    unread: Numbers  # targets that nothing goes into
+    unread: Numbers  # targets that nothing adds to
 
     @staticmethod
-    def of(dim: int, growth: float, all_taps: Taps, targets: Interval, block: Interval) -> Weighing:
-        mine = all_taps.of[targets.start : targets.stop]
+    def of(dim: int, targets: Sequence[Weighted], start: int) -> WeightedSum:
+        """Of the taps of some targets, and the index at which the block starts."""
         rows = []
-        for number in range(max((len(some) for some in mine), default=0)):
-            # A target with fewer taps than others repeats its last, and weighs it with nothing.
-            picked = [some[min(number, len(some) - 1)] if some else (block.start, 0.0) for some in mine]
-            weights = [tap[1] if number < len(some) else 0.0 for tap, some in zip(picked, mine, strict=True)]
-            plain = all(weight == 1 for weight, some in zip(weights, mine, strict=True) if some)
-            rows.append((Numbers([tap[0] - block.start for tap in picked]), None if plain else Numbers(weights)))
-        return Weighing(dim, growth, tuple(rows), Numbers([at for at, some in enumerate(mine) if not some]))
+        for number in range(max(map(len, targets), default=0)):
+            # A target with fewer taps than others repeats its last, with weight 0.
+            picked = [taps[min(number, len(taps) - 1)] if taps else (start, 0.0) for taps in targets]
+            weights = [tap[1] if number < len(taps) else 0.0 for tap, taps in zip(picked, targets, strict=True)]
+            plain = all(weight == 1 for weight, taps in zip(weights, targets, strict=True) if taps)
+            rows.append((Numbers([tap[0] - start for tap in picked]), None if plain else Numbers(weights)))
+        return WeightedSum(dim, tuple(rows), Numbers([at for at, taps in enumerate(targets) if not taps]))
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor | None = None
@@ -48,4 +48,4 @@ class Weighing:
         return total.index_fill_(self.dim, self.unread.on(x.device), 0) if self.unread.values else total
 
 
-Weighings = tuple[Weighing, ...]
+WeightedSums = tuple[WeightedSum, ...]

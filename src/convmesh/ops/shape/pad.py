@@ -22,7 +22,7 @@ aten = torch.ops.aten
 Pads = tuple[int, ...]
 Make = Callable[[int, int, int], IndexMap]
 
-PAD = Behaviour("all dimensions, pending sums", "halo, where shard borders move")
+PAD = Behaviour("all dimensions, Partial", "halo, where shard borders move")
 PAD_BACKWARD = Behaviour("all dimensions, pending sums", "gradient of the halo, where shard borders move")
 
 

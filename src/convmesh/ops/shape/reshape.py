@@ -72,7 +72,7 @@ def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None
     layout = Layout.of(spec)
     if prod(layout.shape) != prod(shape) or not prod(shape):
         return None  # torch complains, or there is nothing to move
-    given = tuple(reduced(p) for p in layout.placements)
+    given = tuple(reduced(p, "sum") for p in layout.placements)
     as_it_is = viewed(given, layout, shape)
     stays = as_it_is is not None and (back is None or as_it_is == back)
     if as_it_is is not None and stays and not _resizes_uneven(given, as_it_is, layout, shape):
@@ -194,7 +194,7 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         return _torch.stock(operator, args, kwargs) if output is None else _as_it_is(operator, args, kwargs, output)
     check_placed("view", (("input", input),))
     went_to = (input.device_mesh, shape, before, plan.output.placements)
-    _came_from.remember(went_to, tuple(reduced(placement) for placement in input.placements))
+    _came_from.remember(went_to, tuple(reduced(placement, "sum") for placement in input.placements))
     travels = _travels(input, plan.source)
     local = move(input, plan.source) if travels else _torch.local_of(input)
     if plan.output.present:

@@ -43,7 +43,7 @@ def plan_select(spec: _torch.Spec, dim: int, index: int) -> SelectPlan:
     size = layout.shape[dim]
     if not -size <= index < size:
         raise refuse("select", f"dimension {dim} has no index {index}", (("input", layout),), "give one that it has")
-    source = layout.without_partial(keep_sums=True)
+    source = layout.without_partial("sum")
     whole = tuple(Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in source.placements)
     mesh_dims = tuple(m for m in source.cuts.get(dim, ()) if source.mesh.size(m) > 1)
     mesh_sizes = tuple(source.mesh.size(m) for m in mesh_dims)
@@ -97,7 +97,7 @@ def plan_select_backward(
     # A Partial of the whole tensor would be whole on every rank: the one index is added up instead.
     cut = [before is not None and at == Shard(dim) for at in before or gradient.placements]
     source = tuple(
-        Replicate() if sharded and isinstance(p, Partial) else reduced(p)
+        Replicate() if sharded and isinstance(p, Partial) else reduced(p, "sum")
         for p, sharded in zip(gradient.placements, cut, strict=True)
     )
     placements = []

@@ -192,7 +192,7 @@ def plan_unbind(spec: _torch.Spec, dim: int) -> tuple[Layout, Layout]:
 
 def recut(layout: Layout, dim: int) -> tuple[Placement, ...]:
     """Placements that do not cut `dim`: the mesh dimensions that did cut another one, the largest that is whole."""
-    placements = [reduced(placement) for placement in layout.placements]
+    placements = [reduced(placement, "sum") for placement in layout.placements]
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard) and placement.dim == dim:
             taken = {other.dim for other in placements if isinstance(other, Shard)}

@@ -15,7 +15,7 @@ from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed
 from ...sharding.registry import Behaviour, rule
-from .._core.reach import ask_for_memory
+from .._core.tile_plan import ask_for_memory
 from .slice_split import sharded, view_of
 
 aten = torch.ops.aten

@@ -27,7 +27,10 @@ Keys = dict[int, str]  # by rank, what it writes when it comes
 
 
 class MismatchError(ShardingError):
-    """Ranks are not doing the same thing. The message says what each of them does, and where in the user's code."""
+    """The ranks do different things. The message says what each rank does and where in your code.
+
+    Only `enable(check=True)` raises it. It is a `ShardingError`. See [Debugging](debugging.md).
+    """
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,17 @@ log = logging.getLogger("convmesh.checkpoint")
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The checkpoint of the greatest step, None if there is none."""
+    """Return the path of the checkpoint with the greatest step, or None if there is none.
+
+    It waits for a save of this process that is still being written.
+
+    Args:
+        folder: The folder that was given to `save_checkpoint`. It need not exist.
+
+    Examples:
+        >>> print(convmesh.latest_checkpoint("runs/none"))
+        None
+    """
     pending.finish()
     found = _checkpoints(Path(folder))
     return found[-1] if found else None

@@ -25,7 +25,13 @@ from .values import decode
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load_checkpoint` has read: where it was, after which step, and what else was saved, by name."""
+    """What `load_checkpoint` has read.
+
+    Attributes:
+        path: The folder of the checkpoint.
+        step: The step after which it was saved.
+        extra: The plain values that were saved, by name.
+    """
 
     path: Path
     step: int
@@ -42,11 +48,35 @@ def load_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     **extra: Any,
 ) -> Checkpoint:
-    """Load the last checkpoint in `folder`, or that of `step`, into objects on any mesh or none. All ranks call this.
+    """Load the latest checkpoint of a folder, or that of a given step. All ranks must call this function.
 
-    Of `extra`, modules, optimizers and what has `load_state_dict()` get their state back; plain values that were saved
-    are in the result. The random state becomes that of the first rank, on all ranks, unless `random_state` is False.
-    If it raises, on whatever rank, nothing has changed.
+    The number of processes and the mesh may differ from those that saved it. Everything is read and verified before
+    anything is changed.
+
+    Args:
+        folder: The folder that was given to `save_checkpoint`.
+        model: The module to load into, distributed or not.
+        optimizer: Its optimizer.
+        step: Which checkpoint. By default the latest.
+        random_state: Whether to restore the random state, on all ranks that of the first rank.
+        process_group: The ranks that take part. By default, those of the model's mesh.
+        **extra: The modules, optimizers and objects with `load_state_dict()` that were saved by these names.
+
+    Returns:
+        The path, the step and the plain values that were saved.
+
+    Raises:
+        CheckpointError: On all ranks, before anything is changed: there is no such checkpoint, it is damaged or not
+            visible to all hosts, or it is of another model, optimizer, scheduler or dtype.
+
+    Examples:
+        >>> model = convmesh.distribute(nn.Conv2d(1, 1, 3), mesh)
+        >>> if convmesh.latest_checkpoint("runs/b"):
+        ...     step = convmesh.load_checkpoint("runs/b", model).step
+        ... else:
+        ...     step = 0
+        >>> step
+        0
     """
     pending.finish()
     place = Path(folder)

@@ -11,7 +11,18 @@ log = logging.getLogger("convmesh.checkpoint")
 
 
 class PendingCheckpoint:
-    """A checkpoint that is being written while training goes on. The process does not end before it is."""
+    """A checkpoint that is written in the background: the result of `save_checkpoint(..., wait=False)`.
+
+    The end of the process waits for it. If the save fails, the error is logged, too.
+
+    Examples:
+        >>> model = convmesh.distribute(nn.Conv2d(1, 1, 3), mesh)
+        >>> saving = convmesh.save_checkpoint("runs/c", model, step=1, wait=False)
+        >>> saving.wait().name
+        'step-000000001'
+        >>> saving.done()
+        True
+    """
 
     def __init__(self, write: Callable[[], Path]):
         self._write = write
@@ -22,7 +33,14 @@ class PendingCheckpoint:
         self._thread.start()
 
     def wait(self) -> Path:
-        """Where the checkpoint is, once it is on disk; raises what kept it from getting there."""
+        """Wait until the checkpoint is on disk.
+
+        Returns:
+            Its path.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -30,7 +48,7 @@ class PendingCheckpoint:
         return self._path
 
     def done(self) -> bool:
-        """Whether it is written, or has failed: `wait` returns or raises at once."""
+        """Whether it is written or has failed, so that `wait` returns or raises at once."""
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -48,13 +48,39 @@ def save_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     **extra: Any,
 ) -> Path | PendingCheckpoint:
-    """Write a checkpoint into `folder`, which all ranks see, and return where it is. All ranks call this.
+    """Write a checkpoint of a model, its optimizers and its random state. All ranks must call this function.
 
-    `extra` are other modules (an averaged copy) and optimizers, whatever has `state_dict()` (a scheduler, a scaler),
-    and plain values, of which the first rank's are kept. The random state is saved as well. With `keep`, only that
-    many of the last checkpoints in the folder stay. With `wait=False` the state is copied, and written while training
-    goes on: the result's `wait()` gives the path or raises, `done()` tells. The next save waits for it, and so does the
-    end of the process. Ranks outside of the model's mesh take no part, unless `process_group` says otherwise.
+    A checkpoint appears in the folder only when all of it is on disk. See [Checkpoints and failures](reliability.md).
+
+    Args:
+        folder: A folder that all ranks see. The checkpoint is a sub-folder of it, such as `step-000000120`.
+        model: The module, distributed or not.
+        optimizer: Its optimizer.
+        step: The number of steps that are done. It names the checkpoint.
+        keep: Remove all but this many of the latest checkpoints in the folder. By default nothing is removed.
+        wait: If False, copy the state now and write it in the background. The next save, a load and the end of the
+            process wait for it.
+        process_group: The ranks that take part. By default, those of the model's mesh.
+        **extra: By name: further modules (an averaged copy) and optimizers, objects with a `state_dict()` (schedulers,
+            `GradScaler`), and plain values (numbers, strings, lists, dicts, tensors), of which the first rank's are
+            saved.
+
+    Returns:
+        The path of the checkpoint; with `wait=False`, a `PendingCheckpoint`.
+
+    Raises:
+        CheckpointError: On all ranks: the folder is not shared or not writable, the disk is full, a rank did not call
+            the function, the ranks have different objects, an object cannot be saved, or `step` or `keep` is out of
+            range.
+
+    Examples:
+        >>> model = convmesh.distribute(nn.Conv2d(1, 1, 3), mesh)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> convmesh.save_checkpoint("runs/a", model, optimizer, step=120, best=0.25).name
+        'step-000000120'
+        >>> found = convmesh.load_checkpoint("runs/a", model, optimizer)
+        >>> found.step, found.extra["best"]
+        (120, 0.25)
     """
     pending.finish()
     place = Path(folder)

@@ -1,0 +1,53 @@
+"""Results of compiled code that are copies of a part of something else: known to be, when the code runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+from .collectives import arrived
+from .tensors import slot_of
+
+
+class CopyMeta(TensorMeta):
+    """Of a result that is a copy. Equal to that of one that is not, and kept with compiled code."""
+
+
+def mark_returned_copies(
+    is_copy: Callable[[torch.Tensor], bool], returned: Callable[[torch.Tensor], None]
+) -> Callable[[], None]:
+    """Call `returned` with the local tensor of each result of compiled code of which `is_copy` was true when it was
+    traced; returns what ends it.
+
+    A compiler takes DTensors apart and puts them together again, while it traces and when its code runs.
+    """
+    flatten, unflatten = DTensor.__tensor_flatten__, DTensor.__tensor_unflatten__
+
+    def taken_apart(tensor: DTensor) -> Any:
+        names, (placements, meta, *rest) = flatten(tensor)
+        local = slot_of(tensor)
+        copy = type(local) is not torch.Tensor and is_copy(local)
+        return names, (placements, CopyMeta(*meta) if copy else meta, *rest)
+
+    def put_together(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> DTensor:
+        made: DTensor = unflatten(inner, context, size, stride)
+        if type(context[1]) is CopyMeta:
+            local = arrived(slot_of(made))
+            if type(local) is torch.Tensor:
+                returned(local)
+            else:
+                assert made._spec.tensor_meta is not None
+                made._spec.tensor_meta = CopyMeta(*made._spec.tensor_meta)
+        return made
+
+    _set(taken_apart, put_together)
+    return lambda: _set(flatten, unflatten)
+
+
+def _set(flatten: Any, unflatten: Any) -> None:
+    DTensor.__tensor_flatten__ = flatten  # type: ignore[method-assign]
+    DTensor.__tensor_unflatten__ = staticmethod(unflatten)  # type: ignore[method-assign]

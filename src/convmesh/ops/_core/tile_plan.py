@@ -1,0 +1,99 @@
+"""Planning a tiled operator: the layouts of its operands and of its result, and this rank's tile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from ... import _torch
+from ...geometry import Dependence
+from ...sharding.layout import Layout, dense_stride, is_sum
+from ...sharding.redistribute import relocated
+from ...sharding.sharding_table import Row, Wanted, choose, input_placements, output_placements
+from ...strides import usual
+from .tiles import Tiling
+
+R, P = Replicate(), Partial()
+Dependences = Mapping[int, Dependence]  # by tensor dimension
+
+
+@dataclass(frozen=True)
+class TiledPlan:
+    """Layouts of the operands, of what is computed of them and of the result, and this rank's tile."""
+
+    operands: tuple[Layout, ...]
+    computed: Layout
+    wanted: Layout
+    tiling: Tiling | None  # None on a rank outside of the mesh
+
+    @property
+    def fields(self) -> tuple[tuple[Layout, ...], Layout, Layout, Tiling | None]:
+        """For a plan that has more."""
+        return self.operands, self.computed, self.wanted, self.tiling
+
+    @cached_property
+    def of_indices(self) -> TiledPlan:
+        """The same for the indices that an operator returns beside its values."""
+        return replace(self, computed=self.computed.typed(torch.int64), wanted=self.wanted.typed(torch.int64))
+
+    def finish(self, local: torch.Tensor) -> DTensor:
+        same = self.computed is self.wanted
+        local = usual(local, self.wanted.stride) if same else relocated(local, self.computed, self.wanted)
+        return _torch.wrap(local.contiguous(memory_format=self.wanted.memory_format), self.wanted.spec)
+
+    def outside(self, like: DTensor) -> DTensor:
+        return _torch.wrap(_torch.local_of(like).new_empty(0, dtype=self.wanted.dtype), self.wanted.spec)
+
+
+def ask_for_memory(source: Layout, shape: Sequence[int]) -> None:
+    """Raise what one process does if there is no memory for a result of `shape`, sharded as its source is.
+
+    Asked before a plan is made, which has numbers for each of a rank's indices.
+    """
+    stride = dense_stride(tuple(shape), torch.contiguous_format)
+    result = Layout(source.mesh, source.placements, tuple(shape), stride, source.dtype)
+    torch.empty(result.local_shape, dtype=source.dtype, device=source.mesh.device_type)
+
+
+def plan_targets(source: Layout, shape: tuple[int, ...], dependences: Dependences, linear: bool) -> TiledPlan:
+    """From sources to targets of `shape`: shards stay as they are, and Partial(sum) stays if the operator is linear."""
+
+    def kept(placement: Placement) -> Placement:
+        return placement if isinstance(placement, Shard) or (linear and is_sum(placement)) else R
+
+    placements = tuple(kept(placement) for placement in source.placements)
+    moved = source.placed(placements)
+    target = Layout(source.mesh, placements, shape, dense_stride(shape, source.memory_format), source.dtype)
+    return TiledPlan((moved,), target, target, _tiling(moved, source.shape, shape, dependences))
+
+
+def plan_sources(
+    operator: str, named: Sequence[tuple[str, Layout]], source: Layout, dependences: Dependences
+) -> TiledPlan:
+    """From the targets' gradient (and indices, if `named` has them) to the gradient of the sources, linear in it."""
+    count = len(named)
+    rows = [
+        Row("replicated", (R,) * count, (R,)),
+        *[Row("sharded", (Shard(dim),) * count, (Shard(dim),)) for dim in range(len(source.shape))],
+        Row("sum of gradients", (P, *(R,) * (count - 1)), (P,)),
+    ]
+    wish = Wanted(source.placements, prod(source.shape))
+    chosen = choose(operator, rows, named, [wish])
+    placements = output_placements(chosen, 0)
+    computed = source.dense.typed(named[0][1].dtype).placed(placements)
+    return TiledPlan(
+        tuple(layout.placed(input_placements(chosen, number)) for number, (_, layout) in enumerate(named)),
+        computed,
+        computed.placed(tuple(wish.becomes(*entry) for entry in enumerate(placements))),
+        _tiling(computed, source.shape, named[0][1].shape, dependences),
+    )
+
+
+def _tiling(layout: Layout, sources: Sequence[int], targets: Sequence[int], dependences: Dependences) -> Tiling | None:
+    return None if layout.mesh.get_coordinate() is None else Tiling.of(layout, sources, targets, dependences)

@@ -1,0 +1,147 @@
+"""Planning a pooling: checks, layouts, and what this rank has of each spatial dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import torch
+
+from ... import _torch
+from ...geometry import (
+    AdaptivePooling,
+    AdaptiveWindows,
+    Dependence,
+    Interval,
+    PaddedWindows,
+    Pooling,
+    StridedWindows,
+    Window,
+    strided_windows,
+)
+from ...sharding.errors import refuse
+from ...sharding.layout import Layout
+from ...sharding.plan_cache import planned
+from .._core.cached_tensors import Numbers
+from .._core.tile_plan import TiledPlan, ask_for_memory, plan_sources, plan_targets
+from .._core.tiles import Tiling
+
+Named = Sequence[tuple[str, Layout]]
+AnyPooling = Pooling | AdaptivePooling
+
+
+@dataclass(frozen=True)
+class Side:
+    """One spatial dimension: what this rank owns of it, what its targets read, and which targets read its sources."""
+
+    dim: int
+    dependence: Dependence
+    sharded: bool
+    source_size: int
+    target_size: int
+    sources: Interval
+    read: Interval  # overhangs where a sharded dimension is padded
+    targets: Interval
+    readers: Interval
+
+    @staticmethod
+    def of(dim: int, dependence: Dependence, source_size: int, target_size: int, tiling: Tiling) -> Side:
+        sources, read = (tiling.side(box, dim, source_size) for box in (tiling.sources, tiling.sources_read))
+        targets, readers = (tiling.side(box, dim, target_size) for box in (tiling.targets, tiling.readers))
+        sizes = source_size, target_size
+        return Side(dim, dependence, dim in tiling.dims, *sizes, sources, read, targets, readers)
+
+    @cached_property
+    def padding(self) -> int:
+        """What the operator pads: along a sharded dimension a block has its padding with it."""
+        return 0 if self.sharded else cast(Window, self.dependence).padding
+
+    @cached_property
+    def padded_windows(self) -> PaddedWindows:
+        return PaddedWindows.of(cast(AdaptiveWindows, self.dependence), self.sources, self.readers)
+
+    @cached_property
+    def positions(self) -> Numbers:
+        return Numbers(self.padded_windows.positions)
+
+    @cached_property
+    def strided_windows(self) -> tuple[StridedWindows, ...]:
+        return strided_windows(cast(AdaptiveWindows, self.dependence), self.sources, self.readers)
+
+
+@dataclass(frozen=True)
+class PoolPlan(TiledPlan):
+    """A pooling's layouts and tile, and its spatial dimensions, from dimension `first` on."""
+
+    sides: tuple[Side, ...]  # none on a rank outside of the mesh
+    first: int
+
+    @cached_property
+    def source_sizes(self) -> list[int]:
+        return [side.source_size for side in self.sides]
+
+    @cached_property
+    def padding(self) -> list[int]:
+        return [side.padding for side in self.sides]
+
+    def readers_shape(self, x: torch.Tensor) -> list[int]:
+        """Of what this rank has for the targets that read its sources."""
+        return [*x.shape[: self.first], *(len(side.readers) for side in self.sides)]
+
+
+@planned
+def plan_pool(operator: str, pooling: AnyPooling, linear: bool, input_spec: _torch.Spec) -> PoolPlan:
+    source = Layout.of(input_spec)
+    shape = _target_shape(operator, (("input", source),), source, pooling)
+    if isinstance(pooling, AdaptivePooling):  # of which targets may be any number
+        ask_for_memory(source, shape)
+    return _localized(plan_targets(source, shape, _dependences(source, pooling), linear), source, shape, pooling)
+
+
+@planned
+def plan_pool_backward(operator: str, pooling: AnyPooling, *specs: _torch.Spec) -> PoolPlan:
+    """Of the specs of output gradient, input and, for a maximum, indices."""
+    gradient, source, *indices = map(Layout.of, specs)
+    named = [("grad_output", gradient), *(("indices", layout) for layout in indices)]
+    shape = _target_shape(operator, [*named, ("input", source)], source, pooling)
+    for name, layout in named:
+        if layout.shape != shape:
+            raise refuse(operator, f"the output has shape {shape}, and {name} {layout.shape}",
+                         [*named, ("input", source)], "give it the output's shape")  # fmt: skip
+    return _localized(plan_sources(operator, named, source, _dependences(source, pooling)), source, shape, pooling)
+
+
+def _dependences(source: Layout, pooling: AnyPooling) -> dict[int, Dependence]:
+    sizes = source.shape[-pooling.spatial :]
+    return dict(enumerate(pooling.dependences(sizes), len(source.shape) - pooling.spatial))
+
+
+def _localized(plan: TiledPlan, source: Layout, shape: Sequence[int], pooling: AnyPooling) -> PoolPlan:
+    tiling, dependences = plan.tiling, _dependences(source, pooling)
+    sides = [] if tiling is None else [
+        Side.of(dim, along, source.shape[dim], shape[dim], tiling) for dim, along in dependences.items()
+    ]  # fmt: skip
+    return PoolPlan(*plan.fields, tuple(sides), min(dependences))
+
+
+def _target_shape(operator: str, tensors: Named, source: Layout, pooling: AnyPooling) -> tuple[int, ...]:
+    """The shape of the targets, if the arguments give any."""
+    named = [*tensors, ("geometry", pooling)]
+    spatial = pooling.spatial
+    if len(source.shape) not in (spatial + 1, spatial + 2):
+        raise refuse(operator, f"an input of {len(source.shape)} dimensions", named,
+                     f"give {spatial} spatial dimensions after channels, or after batch and channels")  # fmt: skip
+    for window in pooling.windows if isinstance(pooling, Pooling) else ():
+        if min(window.kernel, window.stride, window.dilation) < 1 or window.padding < 0:
+            raise refuse(operator, "kernel, stride and dilation must be positive, padding not negative", named,
+                         "use positive numbers")  # fmt: skip
+        if window.padding > window.extent // 2:
+            raise refuse(operator, f"padding (={window.padding}) may be at most half of the kernel's extent "
+                         f"(={window.extent})", named, "pad with F.pad first")  # fmt: skip
+    sizes = pooling.target_size(source.shape[-spatial:])
+    if min(sizes) < pooling.smallest or min(source.shape[-spatial:]) < 1:
+        raise refuse(operator, f"an output of size {sizes} of an input of size {source.shape[-spatial:]} is too small",
+                     named, "use a larger input, more padding or a smaller kernel")  # fmt: skip
+    return (*source.shape[:-spatial], *sizes)

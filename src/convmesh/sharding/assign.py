@@ -1,0 +1,80 @@
+"""Where in memory a DTensor is, and writing values there, also into a Partial one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+from weakref import ref
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from .. import _torch
+from .layout import Layout, is_sum
+from .plan_cache import planned
+from .redistribute import move
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in its memory a DTensor is, so that it can be made again."""
+
+    spec: _torch.Spec
+    dtype: torch.dtype
+    geometry: tuple[int, tuple[int, ...], tuple[int, ...]] = (0, (), ())
+    traced: ref[torch.Tensor] | None = None  # a compiler's tensor itself, which cannot be made again
+
+    @staticmethod
+    def of(tensor: DTensor) -> Place:
+        local = _torch.local_of(tensor)
+        if type(local) is not torch.Tensor:
+            return Place(_torch.spec_of(tensor), local.dtype, traced=_torch.kept(local))
+        geometry = int(local.storage_offset()), tuple(local.shape), tuple(local.stride())
+        return Place(_torch.spec_of(tensor), local.dtype, geometry)
+
+    def tensor(self, memory: torch.UntypedStorage) -> DTensor:
+        if self.traced is not None:
+            return _torch.wrap(cast(torch.Tensor, self.traced()), self.spec)
+        local = torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.geometry)
+        return _torch.wrap(local, self.spec)
+
+    def write(self, memory: torch.UntypedStorage, values: DTensor) -> None:
+        assign(self.tensor(memory), values)
+
+
+def assign(tensor: DTensor, values: DTensor) -> None:
+    """Write values into a tensor. Of a Partial(sum) each rank has its shard of them then, or the first rank has them
+    all; the others contribute zeros. Of an average or an extreme every rank has them."""
+    target = _torch.local_of(tensor)
+    source, has_it, boxes = _terms(_torch.spec_of(tensor), _torch.spec_of(values))
+    local = move(values, source)
+    if boxes:
+        target.zero_()
+    for dim, start, length in boxes:
+        target = target.narrow(dim, start, length)
+    target.copy_(local if has_it else _torch.tie(torch.zeros_like(local), local))
+
+
+@planned
+def _terms(spec: _torch.Spec, values: _torch.Spec) -> tuple[Layout, bool, tuple[tuple[int, int, int], ...]]:
+    """How values become a tensor that may be Partial: where they have to lie, whether this rank then has any, and what
+    of its local tensor they are, as a dimension, its first index and their number."""
+    layout, here = Layout.of(spec), spec.mesh.get_coordinate()
+    pending = [
+        m for m, (p, q) in enumerate(zip(layout.placements, values.placements, strict=True))
+        if isinstance(p, Partial) and p != q
+    ]  # fmt: skip
+    source = layout.placed(tuple(Replicate() if m in pending else p for m, p in enumerate(layout.placements)))
+    sums = [m for m in pending if is_sum(layout.placements[m])]
+    for m in sums:
+        if type(values.placements[m]) is Shard:
+            cut = source.placed((*source.placements[:m], values.placements[m], *source.placements[m + 1 :]))
+            # A rank's shard is in its local tensor if that is not cut further.
+            if all(cut.cuts[dim][: len(mesh_dims)] == mesh_dims for dim, mesh_dims in source.cuts.items()):
+                source = cut
+    if here is None:
+        return source, True, ()
+    own = [(dim, layout.own(dim), source.own(dim)) for dim in source.cuts]
+    boxes = tuple((dim, part.start - held.start, len(part)) for dim, held, part in own if part != held)
+    return source, not any(here[m] for m in sums if isinstance(source.placements[m], Replicate)), boxes
