@@ -84,10 +84,8 @@ def _placements(layout: Layout, lead: int, channels: int) -> tuple[Placement, ..
     """Channels stay cut where every rank has whole ones; they and the width are exchanged for the rows."""
     even = channels % prod(layout.mesh.size(m) for m in layout.cuts.get(lead, ())) == 0
     return tuple(
-        Shard(lead + 1)
-        if isinstance(p, Shard) and (p.dim > lead + 1 or (p.dim == lead and not even))
-        else reduced(p, "sum")
-        for p in layout.placements
+        Shard(lead + 1) if isinstance(p, Shard) and (p.dim > lead + 1 or (p.dim == lead and not even)) else p
+        for p in layout.without_partial("sum").placements
     )
 
 
