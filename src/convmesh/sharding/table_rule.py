@@ -32,10 +32,11 @@ AnyTable = TypeVar("AnyTable", bound=Callable[..., Iterable[Row]])
 @dataclass(frozen=True)
 class Like:
     """A result that should have the placements of an argument. Where that is replicated, the result may stay Partial,
-    and with `or_sharded` also sharded."""
+    and with `or_sharded` also sharded. What it takes to move it there `decides` among rows, or not."""
 
     argument: str
     or_sharded: bool = False
+    decides: bool = True
 
 
 def table_rule(
@@ -124,7 +125,8 @@ def _choose(
     outputs = [None if one is None else len(one.shape) for one in made]
     rows = [counted_from_start(row, inputs, outputs) for row in rows]
     wishes = [_wish(named, one, like) for one, like in zip_longest(made, likes)]
-    return layouts, choose(operation, rows, list(named.items()), wishes), made, wishes
+    deciding = [wish if like and like.decides else None for wish, like in zip_longest(wishes, likes)]
+    return layouts, choose(operation, rows, list(named.items()), deciding), made, wishes
 
 
 def _wish(named: Mapping[str, Layout | None], result: OneDevice | None, like: Like | None) -> Wanted | None:

@@ -126,7 +126,7 @@ def _gradients(
 
 @table_rule(
     aten.native_layer_norm_backward.default, behaviour=LAYER_NORM, local=_gradients, communicates=True,
-    results=(None, Like("weight"), Like("bias")),
+    results=(None, Like("weight", decides=False), Like("bias", decides=False)),
 )  # fmt: skip
 def layer_norm_backward(
     grad_output: Layout, input: Layout, shape: Shape, mean: Layout, rstd: Layout, weight: Layout | None,

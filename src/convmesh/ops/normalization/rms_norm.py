@@ -71,7 +71,7 @@ def _gradients(
 
 @table_rule(
     aten._fused_rms_norm_backward.default, behaviour=RMS_NORM, local=_gradients, communicates=True,
-    results=(None, Like("weight")),
+    results=(None, Like("weight", decides=False)),
 )  # fmt: skip
 def rms_norm_backward(
     grad_output: Layout, input: Layout, shape: Shape, rstd: Layout, weight: Layout | None, mask: Sequence[bool]
