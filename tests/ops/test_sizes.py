@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 # A rank's largest tensor, as a part of the largest of one process: half with two ranks, and halos. Less is a gather.
 LARGEST = {2: 0.75, 4: 0.5}
 # How the table says it.
-GATHERS = re.compile(r"\bgather(ed)?\b|makes the input whole|input .* is made whole")
+GATHERS = re.compile(r"\bgather(s|ed)?\b")
 
 
 def numbered(shape: Sequence[int]) -> torch.Tensor:

@@ -24,8 +24,6 @@ WHOLE = {
     "cosine to prototype": "torch repeats the replicated prototype for every pixel before it divides by its norm",
     "cumprod": "torch's formula of its gradient begins with plain zeros",
     "diagonals": "the gradient of a replicated diagonal is replicated zeros, with the diagonal in them",
-    "determinants": "of matrices that all ranks have, and so is the gradient of the slice that they were",
-    "solutions": "likewise",
 }
 # And where the other factor is cut over the same two ranks.
 WHOLE_ON_TWO = {

@@ -27,6 +27,7 @@ from .dispatch import replicates_implicitly as replicates_implicitly
 from .dispatch import stock as stock
 from .dispatch import view_rule as view_rule
 from .dispatch import when_backward_ends as when_backward_ends
+from .fake import checked_on_one_device as checked_on_one_device
 from .fake import on_one_device as on_one_device
 from .fake import suggested_format as suggested_format
 from .gloo_threads import keep_listeners_from_interrupting as keep_listeners_from_interrupting
@@ -54,6 +55,7 @@ from .names import check_version as check_version
 from .operators import Signature as Signature
 from .operators import arguments as arguments
 from .operators import autograd_keys as autograd_keys
+from .operators import by_name as by_name
 from .operators import call as call
 from .operators import composite as composite
 from .operators import composite_operators as composite_operators
@@ -81,6 +83,7 @@ from .tensors import eager_spec_of as eager_spec_of
 from .tensors import give_attributes as give_attributes
 from .tensors import in_rank_order as in_rank_order
 from .tensors import is_one_rank as is_one_rank
+from .tensors import key_of as key_of
 from .tensors import local_of as local_of
 from .tensors import make_spec as make_spec
 from .tensors import noted as noted

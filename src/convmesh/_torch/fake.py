@@ -20,13 +20,18 @@ from .tracing import no_modes
 
 def on_one_device(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The operator's results for arguments of these sizes and strides, as fake tensors; None where only values tell."""
+    try:
+        return checked_on_one_device(operator, args, kwargs)
+    except Exception:  # of many kinds, for operators that have no fake kernel; nothing is communicated here
+        return None
+
+
+def checked_on_one_device(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The same of an operator that has a fake kernel: what does not fit together is torch's own error."""
     mode = detect_fake_mode() if has_symbols_within((args, kwargs)) else None
     with no_modes(), mode or FakeTensorMode():
-        try:
-            models, options = tree_map(_model, (args, dict(kwargs)))
-            return operator(*models, **options)
-        except Exception:  # of many kinds, for operators that have no fake kernel; nothing is communicated here
-            return None
+        models, options = tree_map(_model, (args, dict(kwargs)))
+        return operator(*models, **options)
 
 
 def _model(value: Any) -> Any:

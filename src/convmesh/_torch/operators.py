@@ -33,9 +33,10 @@ def _defaults(operator: Operator) -> tuple[tuple[str, Any], ...]:
 
 @dataclass(frozen=True)
 class Signature:
-    """What the schema of an operator on lists of tensors says about its arguments, by position."""
+    """What the schema of an operator says about its arguments, by position."""
 
     names: tuple[str, ...]
+    tensors: tuple[int, ...]
     lists: tuple[int, ...]
     written: frozenset[int]
     by_name: int  # the arguments from here on are passed by name
@@ -51,6 +52,7 @@ def signature(operator: Operator) -> Signature:
     schema = operator._schema.arguments
     return Signature(
         tuple(argument.name for argument in schema),
+        tuple(number for number, argument in enumerate(schema) if str(argument.type) in ("Tensor", "Optional[Tensor]")),
         tuple(number for number, argument in enumerate(schema) if str(argument.type) == "List[Tensor]"),
         frozenset(number for number, argument in enumerate(schema) if argument.alias_info and argument.is_write),
         next((number for number, argument in enumerate(schema) if argument.kwarg_only), len(schema)),
@@ -156,9 +158,15 @@ def is_composite(operator: Operator) -> bool:
 
 def call(operator: Operator, values: Sequence[Any]) -> Any:
     """Call with all arguments in the order of the schema."""
+    args, kwargs = by_name(operator, values)
+    return operator(*args, **kwargs)
+
+
+def by_name(operator: Operator, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """All arguments in the order of the schema as a call takes them: args and kwargs."""
     known = signature(operator)
     named = dict(zip(known.names[known.by_name :], values[known.by_name :], strict=True))
-    return operator(*values[: known.by_name], **named)
+    return tuple(values[: known.by_name]), named
 
 
 def autograd_keys(name: str) -> tuple[str, ...]:

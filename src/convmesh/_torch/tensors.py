@@ -132,16 +132,17 @@ def make_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
-def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[Any], DeviceMesh] | None:
-    """The spec and the local tensor of each argument; None and the argument itself for what is no tensor.
-    And the mesh of the last one.
+def opened(args: tuple[Any, ...], numbers: bool = False) -> tuple[tuple[Any, ...], list[Any], DeviceMesh] | None:
+    """Of each argument its spec, None for what is no tensor, or, with `numbers`, that as a part of a key. The local
+    tensors, and the arguments that are no tensors. And the mesh of the last DTensor.
 
     None for calls that need a closer look: while tracing, where a collective is under way, beside plain tensors.
     """
-    specs: list[DTensorSpec | None] = []
+    specs: list[Any] = []
     values: list[Any] = []
     for argument in args:
-        if type(argument) is DTensor:
+        kind = type(argument)
+        if kind is DTensor:
             local = argument._local_tensor
             if type(local) is not torch.Tensor:
                 return None
@@ -152,9 +153,14 @@ def opened(args: tuple[Any, ...]) -> tuple[tuple[DTensorSpec | None, ...], list[
         elif isinstance(argument, torch.Tensor):
             return None
         else:
-            specs.append(None)
+            specs.append((tuple(argument) if kind is list else argument) if numbers else None)
             values.append(argument)
     return tuple(specs), values, spec.mesh
+
+
+def key_of(value: Any) -> Any:
+    """An argument that is no tensor, as a part of a key."""
+    return tuple(value) if type(value) is list else value
 
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

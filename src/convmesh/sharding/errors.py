@@ -37,6 +37,14 @@ class PlainTensor(ShardingError):  # noqa: N818 - says what it met
     """A plain tensor is beside DTensors."""
 
 
+class Unfit(Exception):  # noqa: N818 - says what it met
+    """What a sharding table cannot run, and what would help: who asked for the table names operator and tensors."""
+
+    def __init__(self, reason: str, remedy: str):
+        super().__init__(reason, remedy)
+        self.reason, self.remedy = reason, remedy
+
+
 def refuse(
     operator: str,
     reason: str,

@@ -1,24 +1,25 @@
-"""Where the parts of a DTensor lie, as integers."""
+"""The layout of a DTensor: mesh, placements, shape, strides and dtype, and what a rank owns of it, as integers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from .. import _torch
 from ..geometry import Interval, shards
 from ..strides import dense_stride as dense_stride
-from ..strides import format_of
+from ..strides import format_of, same_stride
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A global tensor on a mesh: what plans are made of."""
+    """A full tensor's shape, strides and dtype, and its placements on a mesh: what plans are made of."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -32,11 +33,70 @@ class Layout:
         assert meta is not None, "a DTensor's spec knows its shape"
         return Layout(spec.mesh, spec.placements, tuple(meta.shape), tuple(meta.stride), meta.dtype)
 
-    def placed(self, placements: tuple[Placement, ...]) -> Layout:
-        return Layout(self.mesh, placements, self.shape, self.stride, self.dtype)
+    def placed(self, placements: Iterable[Placement]) -> Layout:
+        """The same tensor at other placements."""
+        return Layout(self.mesh, tuple(placements), self.shape, self.stride, self.dtype)
+
+    def new(
+        self, shape: Iterable[int], placements: Iterable[Placement] | None = None, dtype: torch.dtype | None = None
+    ) -> Layout:
+        """Another tensor on this mesh, contiguous: at the same placements and of the same dtype, if none are given."""
+        sizes = tuple(shape)
+        at = self.placements if placements is None else tuple(placements)
+        return Layout(self.mesh, at, sizes, dense_stride(sizes, torch.contiguous_format), dtype or self.dtype)
+
+    def replicated(self, mesh_dims: Iterable[int] | None = None) -> Layout:
+        """Replicate() over these mesh dimensions, or over all."""
+        over = range(self.mesh.ndim) if mesh_dims is None else frozenset(mesh_dims)
+        return self.placed(Replicate() if m in over else p for m, p in enumerate(self.placements))
+
+    def without_partial(self, *but: str) -> Layout:
+        """Replicate() in place of Partial, but for those of these reductions, which an operator takes as they are."""
+        return self.placed(reduced(p, *but) for p in self.placements)
+
+    def without(self, dims: Iterable[int], keepdim: bool = False) -> Layout:
+        """A contiguous tensor that has lost these dimensions, or has size 1 along them: replicated where they were
+        sharded."""
+        lost = frozenset(dims)
+        sizes = [1 if dim in lost else size for dim, size in enumerate(self.shape)]
+
+        def kept(placement: Placement) -> Placement:
+            if not isinstance(placement, Shard):
+                return placement
+            if placement.dim in lost:
+                return Replicate()
+            return placement if keepdim else Shard(placement.dim - sum(dim < placement.dim for dim in lost))
+
+        shape = sizes if keepdim else [size for dim, size in enumerate(sizes) if dim not in lost]
+        return self.new(shape, map(kept, self.placements))
+
+    def sharded_elsewhere(self, dim: int) -> Layout:
+        """Not sharded along `dim`: each mesh dimension over which it is shards the first other dimension of which most
+        ranks get something, or none."""
+        layout = self
+        for mesh_dim in self.cuts.get(dim, ()):
+            others = (layout.sharded(mesh_dim, other) for other in range(self.ndim) if other != dim)
+            layout = next((one for one in others if not one.mostly_empty(mesh_dim)), layout.replicated((mesh_dim,)))
+        return layout
+
+    def mostly_empty(self, mesh_dim: int) -> bool:
+        """Whether half of the ranks or more have nothing of the dimension that is sharded over a mesh dimension."""
+        placement = self.placements[mesh_dim]
+        parts = self.shards(placement.dim) if isinstance(placement, Shard) else ()
+        return 2 * sum(map(bool, parts)) <= len(parts) > 1
+
+    def beside(self, other: Layout, dim: int) -> Placement:
+        """How this tensor, broadcast against `other`, is placed where that is Shard(dim): sharded alike if it has all
+        of the dimension, else replicated."""
+        own = dim - other.ndim + self.ndim
+        return Shard(own) if own >= 0 and self.shape[own] == other.shape[dim] else Replicate()
+
+    def sharded(self, mesh_dim: int, dim: int) -> Layout:
+        """Shard(dim) over one mesh dimension; over the others as it is."""
+        return self.placed(Shard(dim) if m == mesh_dim else p for m, p in enumerate(self.placements))
 
     def typed(self, dtype: torch.dtype) -> Layout:
-        """Like this one, of another type."""
+        """The same, of another dtype."""
         if dtype == self.dtype:
             return self
         if dtype not in self._typed:
@@ -49,9 +109,13 @@ class Layout:
 
     @cached_property
     def dense(self) -> Layout:
-        """Like this one, in new memory without gaps."""
+        """The same in new memory without gaps, in its memory format."""
         stride = dense_stride(self.shape, self.memory_format)
         return Layout(self.mesh, self.placements, self.shape, stride, self.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
     @cached_property
     def spec(self) -> _torch.Spec:
@@ -59,7 +123,7 @@ class Layout:
 
     @cached_property
     def cuts(self) -> dict[int, tuple[int, ...]]:
-        """The mesh dimensions over which each sharded tensor dimension is cut, outermost first."""
+        """By tensor dimension that is sharded: the mesh dimensions over which it is, outermost first."""
         found: dict[int, tuple[int, ...]] = {}
         for mesh_dim, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
@@ -67,7 +131,7 @@ class Layout:
         return found
 
     def shards(self, dim: int) -> tuple[Interval, ...]:
-        """What each rank along the cut of `dim` owns of it."""
+        """What each rank owns of `dim`, along the mesh dimensions over which it is sharded."""
         return shards(self.shape[dim], tuple(self.mesh.size(mesh_dim) for mesh_dim in self.cuts.get(dim, ())))
 
     def own(self, dim: int) -> Interval:
@@ -75,23 +139,54 @@ class Layout:
         return self.part_at(dim, {mesh_dim: self.mesh.get_local_rank(mesh_dim) for mesh_dim in self.cuts.get(dim, ())})
 
     def part_at(self, dim: int, at: Mapping[int, int]) -> Interval:
-        """What the rank at these places along the mesh dimensions (the first, where nothing is said) owns of `dim`."""
+        """What the rank at these coordinates (0, where none is given) owns of `dim`."""
         place = 0
         for mesh_dim in self.cuts.get(dim, ()):
             place = place * self.mesh.size(mesh_dim) + at.get(mesh_dim, 0)
         return self.shards(dim)[place]
 
+    def sharded_over(self, dims: Iterable[int] | None = None) -> tuple[int, ...]:
+        """The mesh dimensions, of more than one rank, over which any of `dims` is sharded; of all dimensions, if none
+        are given."""
+        found = self.cuts if dims is None else dims
+        return tuple(sorted(m for dim in found for m in self.cuts.get(dim, ()) if self.mesh.size(m) > 1))
+
+    @cached_property
+    def present(self) -> bool:
+        """Whether this rank is in the mesh. One that is not computes nothing, and returns `absent` for each result."""
+        return self.mesh.get_coordinate() is not None
+
+    def absent(self, like: torch.Tensor) -> DTensor:
+        """What a rank outside of the mesh returns: a DTensor without elements, on the device of `like`."""
+        local = _torch.local_of(like) if isinstance(like, DTensor) else like
+        return _torch.wrap(local.new_empty(0, dtype=self.dtype), self.spec)
+
+    @cached_property
+    def adds_once(self) -> bool:
+        """Whether this rank is the first along every mesh dimension over which the tensor is Partial(sum): what is to
+        be added once it adds, and the others add zeros."""
+        here = self.mesh.get_coordinate()
+        return here is not None and not any(here[m] for m, p in enumerate(self.placements) if is_sum(p))
+
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        if self.mesh.get_coordinate() is None:
-            return (0,) if self.shape else ()  # what DTensor gives a rank outside of the mesh
+        """This rank's; what DTensor itself gives a rank outside of the mesh."""
+        if not self.present:
+            return (0,) if self.shape else ()
         return tuple(self.own(dim).size for dim in range(len(self.shape)))
 
-    def laid(self, part: torch.Tensor) -> torch.Tensor:
-        """A rank's part without gaps, in memory in the order of the strides: itself, where it lies so."""
-        if part.dim() != len(self.shape):
-            return part  # the rank is outside of the mesh
-        return part.permute(self.memory_order).contiguous().permute(self.back_from_memory_order)
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """The DTensor of a result: of this dtype, and without gaps in this memory format."""
+        if local.dtype != self.dtype:
+            local = local.to(self.dtype)
+        # Views of a DTensor are made by its global strides, so the local ones must agree with them.
+        return _torch.wrap(local.contiguous(memory_format=self.memory_format), self.spec)
+
+    def laid(self, local: torch.Tensor) -> torch.Tensor:
+        """A local tensor without gaps, its dimensions in memory in the order of the strides: itself, if it is so."""
+        if local.dim() != len(self.shape):
+            return local  # the rank is outside of the mesh
+        return local.permute(self.memory_order).contiguous().permute(self.back_from_memory_order)
 
     @cached_property
     def memory_order(self) -> tuple[int, ...]:
@@ -103,14 +198,31 @@ class Layout:
         return tuple(self.memory_order.index(dim) for dim in range(len(self.shape)))
 
     @cached_property
+    def is_contiguous(self) -> bool:
+        return same_stride(self.shape, self.stride, dense_stride(self.shape, torch.contiguous_format))
+
+    @cached_property
     def memory_format(self) -> torch.memory_format:
         """channels_last where the strides say so, else contiguous."""
         return format_of(self.shape, self.stride) or torch.contiguous_format
 
 
+def all_absent(
+    layouts: Iterable[Layout], like: torch.Tensor, asked: Sequence[bool]
+) -> tuple[DTensor | None, ...]:  # fmt: skip
+    """What a rank outside of the mesh returns for several results, None for those that are not asked for."""
+    return tuple(layout.absent(like) if needed else None for layout, needed in zip(layouts, asked, strict=True))
+
+
 def is_plain(placement: Placement) -> bool:
-    """Replicate, Shard, or a pending sum: what the rules of this library speak of."""
+    """Replicate, Shard or Partial(sum): what the rules of this library speak of."""
     return type(placement) in (Replicate, Shard) or is_sum(placement)
+
+
+def reduced(placement: Placement, *but: str) -> Placement:
+    """Replicate() in place of Partial, but for those of these reductions."""
+    kept = type(placement) is Shard or (type(placement) is Partial and placement.reduce_op in but)
+    return placement if kept else Replicate()
 
 
 def is_sum(placement: Placement) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from .._torch import Handler, Operator
@@ -41,19 +42,28 @@ AnyHandler = TypeVar("AnyHandler", bound=Handler)
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., object])
 
 
-def rule(*operators: Operator, behaviour: Behaviour, knows_strides: bool = False) -> Callable[[AnyHandler], AnyHandler]:
+def tolerant(handler: Handler) -> Handler:
+    """A rule that takes plain tensors for constants where that is allowed, and settles a compiler's symbols where it
+    has to."""
+    return with_constants(_torch.settles_symbols(_torch.keeps_communication(handler)))
+
+
+def rule(
+    *operators: Operator, behaviour: Behaviour, knows_strides: bool = False, tolerates: bool = False
+) -> Callable[[AnyHandler], AnyHandler]:
     """Declare how `operators` run on DTensors, and what their users can expect.
 
-    Results get the strides of one device, unless the rule `knows_strides` and gives them itself.
+    Results get the strides of one device, unless the rule `knows_strides` and gives them itself. It is made `tolerant`,
+    unless it `tolerates` by itself.
     """
 
     def declare(handler: AnyHandler) -> AnyHandler:
-        tolerant = with_constants(_torch.settles_symbols(_torch.keeps_communication(handler)))
-        strided = tolerant if knows_strides else as_on_one_device(tolerant)
+        plain = handler if tolerates else tolerant(handler)
+        strided = plain if knows_strides else as_on_one_device(plain)
         for operator in operators:
             mutable = operator._schema.is_mutable
             new = any(result.alias_info is None for result in operator._schema.returns)
-            run = strided if new or not mutable else tolerant
+            run = strided if new or not mutable else plain
             run = _torch.view_rule(run) if operator._schema._is_view_op() else run
             _rules[operator] = view_writeback.tracked(operator, run) if mutable else run
             _behaviour[operator] = replace(behaviour, family=handler.__module__.split(".")[-2])
@@ -101,11 +111,27 @@ def keep_whole(*operators: Operator, made_of: Handler | None = None) -> None:
         while_installed(partial(_torch.keep_whole, operator, made_of))
 
 
-def composite(name: str) -> Callable[[AnyFunction], AnyFunction]:
-    """Declare of which other operators the differentiable operator `name` is made, above autograd."""
+def composite(name: str, behaviour: Behaviour | None = None) -> Callable[[AnyFunction], AnyFunction]:
+    """Declare of which other operators the differentiable operator `name` is made, above autograd, if any argument is a
+    DTensor. With a `behaviour` also in inference mode, where it reaches DTensor as it is."""
+    packet, _, overload = name.partition(".")
+    operator: Operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
     def declare(function: AnyFunction) -> AnyFunction:
-        _composites[name] = function
+        @wraps(function)
+        def above_autograd(*args: Any, **kwargs: Any) -> Any:
+            for argument in args:
+                if isinstance(argument, DTensor):
+                    return function(*args, **kwargs)
+            return _torch.composite(operator, args, kwargs)
+
+        @wraps(function)
+        def in_inference_mode(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return function(*args, **kwargs)
+
+        _composites[name] = above_autograd
+        if behaviour is not None:
+            rule(operator, behaviour=behaviour)(in_inference_mode)
         return function
 
     return declare

@@ -8,10 +8,10 @@ operator.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -114,12 +114,42 @@ def strides_of(
 
 
 def _find(operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Stride | None, ...]:
-    made = _torch.on_one_device(operator, args, kwargs)
+    return tuple(None if one is None else one.stride for one in _described(operator, args, _torch.on_one_device(
+        operator, args, kwargs)))  # fmt: skip
+
+
+class OneDevice(NamedTuple):
+    """A result of an operator on one device."""
+
+    shape: tuple[int, ...]
+    stride: Stride
+    dtype: torch.dtype
+
+
+def results_of(
+    operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    otherwise: Callable[[], Sequence[Layout]] | None = None,
+) -> tuple[OneDevice | None, ...]:  # fmt: skip
+    """What one device returns for these arguments, None for what is no tensor. Of arguments that it does not take torch
+    itself complains, unless it is said what they give `otherwise`."""
+    if otherwise is None:
+        return _described(operator, args, _torch.checked_on_one_device(operator, args, kwargs))
+    made = _described(operator, args, _torch.on_one_device(operator, args, kwargs))
+    return made or tuple(OneDevice(layout.shape, layout.stride, layout.dtype) for layout in otherwise())
+
+
+def _described(operator: _torch.Operator, args: tuple[Any, ...], made: Any) -> tuple[OneDevice | None, ...]:
     results = made if isinstance(made, list | tuple) else () if made is None else (made,)
-    if operator not in FORMAT_OF:
-        return tuple(tuple(one.stride()) if isinstance(one, torch.Tensor) else None for one in results)
-    given = FORMAT_OF[operator]
-    format = torch.contiguous_format if given is None else _torch.suggested_format(args[given])
-    dims = len(args[given or 0].shape)
-    formats = (format if one.dim() == dims else torch.contiguous_format for one in results)
-    return tuple(dense_stride(tuple(one.shape), kept) for one, kept in zip(results, formats, strict=True))
+    given = FORMAT_OF.get(operator)
+    known = torch.contiguous_format if given is None else _torch.suggested_format(args[given])
+    dims = len(args[given or 0].shape) if operator in FORMAT_OF else None
+
+    def described(one: Any) -> OneDevice | None:
+        if not isinstance(one, torch.Tensor):
+            return None
+        shape, stride = tuple(one.shape), tuple(one.stride())
+        if dims is not None:
+            stride = dense_stride(shape, known if one.dim() == dims else torch.contiguous_format)
+        return OneDevice(shape, stride, one.dtype)
+
+    return tuple(map(described, results))

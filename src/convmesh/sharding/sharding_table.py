@@ -1,4 +1,5 @@
-"""Choosing, for each mesh dimension, the row of an operator's sharding table that moves the least data."""
+"""Sharding tables: rows of placements along one mesh dimension, and the choice of a row for each, at least
+communication."""
 
 from __future__ import annotations
 
@@ -7,10 +8,15 @@ from dataclasses import dataclass
 from itertools import product
 from math import inf, prod
 
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+import torch
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.distributed.tensor.placement_types import Shard as Shard
 
-from .errors import refuse
+from .errors import Unfit, refuse
 from .layout import Layout
+
+# What tables are written in, beside Shard.
+R, P = Replicate(), Partial()
 
 
 @dataclass(frozen=True)
@@ -22,8 +28,34 @@ class Row:
     outputs: tuple[Placement, ...]
 
 
-# A move along a mesh dimension of one rank sends nothing, and yet staying is better: other mesh dimensions may cut the
-# same dimension, and torch then moves along all of them.
+def elementwise_rows(operands: Sequence[Layout | None], results: int = 1) -> Iterator[Row]:
+    """Of an operator on tensors that are broadcast against each other: along each dimension those that have all of it
+    are sharded, and the results with them."""
+    given = [layout for layout in operands if layout is not None]
+    try:
+        full = given[0].new(torch.broadcast_shapes(*(layout.shape for layout in given)))
+    except RuntimeError:
+        raise Unfit("the shapes cannot be broadcast against each other", "give tensors of one shape") from None
+    yield Row("replicated", (R,) * len(operands), (R,) * results)
+    for dim in range(full.ndim):
+        placements = tuple(R if layout is None else layout.beside(full, dim) for layout in operands)
+        yield Row("elementwise", placements, (Shard(dim),) * results)
+
+
+def counted_from_start(row: Row, inputs: Sequence[int | None], outputs: Sequence[int | None]) -> Row:
+    """The same row of tensors of so many dimensions, without negative ones. A result that does not have the sharded
+    dimension is replicated: a buffer that a kernel leaves empty."""
+
+    def counted(placement: Placement, ndim: int | None) -> Placement:
+        if not isinstance(placement, Shard) or ndim is None or 0 <= placement.dim < ndim:
+            return placement
+        return Shard(placement.dim + ndim) if placement.dim < 0 else R
+
+    return Row(row.name, tuple(map(counted, row.inputs, inputs)), tuple(map(counted, row.outputs, outputs)))
+
+
+# A move along a mesh dimension of one rank sends nothing, and yet staying is better: the same dimension may be sharded
+# over other mesh dimensions, too, and torch then moves along all of them.
 MOVING = 1e-6
 
 Assignment = tuple[Row, ...]
@@ -40,9 +72,9 @@ def output_placements(assignment: Assignment, number: int) -> tuple[Placement, .
 
 @dataclass(frozen=True)
 class Wanted:
-    """An output of `count` elements should be placed `like` this; a replicated one may also stay a pending sum.
+    """An output of `count` elements should be placed `like` this; a replicated one may also stay Partial(sum).
 
-    With `or_sharded` it may stay sharded, too: what is sharded is whole without gathering it.
+    With `or_sharded` it may stay sharded, too, and is not all-gathered.
     """
 
     like: tuple[Placement, ...]
@@ -50,7 +82,7 @@ class Wanted:
     or_sharded: bool = False
 
     def becomes(self, mesh_dim: int, placement: Placement) -> Placement:
-        """Where an output that a row leaves at `placement` goes in the end."""
+        """The final placement of an output that a row leaves at `placement`."""
         wanted = self.like[mesh_dim]
         if isinstance(wanted, Shard):
             return wanted
@@ -116,7 +148,7 @@ def _moved(source: Placement, target: Placement, count: float, size: int) -> flo
     if source == target or isinstance(source, Replicate):
         return 0 if not isinstance(target, Partial) or source == target else inf
     if isinstance(target, Partial):
-        return inf  # nothing but a pending sum is one; a replicated operand is better used as it is
+        return inf  # only what is Partial becomes Partial; a replicated operand is better used as it is
     others = (size - 1) / size
     if isinstance(source, Partial):
         return MOVING + count * others * (2 if isinstance(target, Replicate) else 1)

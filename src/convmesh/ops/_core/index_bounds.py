@@ -11,7 +11,6 @@ from ... import _torch
 from ...comm import CommunicationError, all_reduce
 from ...kernels import synchronous
 from ...sharding.layout import Layout
-from ..reductions.plan import cutting
 
 aten = torch.ops.aten
 
@@ -55,7 +54,7 @@ def raised_alike(
             raise
     bad = torch.tensor(0.0 if result else 1.0)
     if index is not None:
-        mesh_dims = [m for m in cutting(index, range(len(index.shape))) if m not in settled]
+        mesh_dims = [m for m in index.sharded_over() if m not in settled]
         bad = all_reduce(bad, index.mesh, mesh_dims, "max")
     if bad:
         raise _bad(size)

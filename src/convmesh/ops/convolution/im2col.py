@@ -22,7 +22,6 @@ from ...sharding.layout import Layout, dense_stride
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
-from .._core.index_copy_plan import settled
 
 aten = torch.ops.aten
 Pair = tuple[int, int]
@@ -85,8 +84,8 @@ def _placements(layout: Layout, lead: int, channels: int) -> tuple[Placement, ..
     """Channels stay cut where every rank has whole ones; they and the width are exchanged for the rows."""
     even = channels % prod(layout.mesh.size(m) for m in layout.cuts.get(lead, ())) == 0
     return tuple(
-        Shard(lead + 1) if isinstance(p, Shard) and (p.dim > lead + 1 or (p.dim == lead and not even)) else settled(p)
-        for p in layout.placements
+        Shard(lead + 1) if isinstance(p, Shard) and (p.dim > lead + 1 or (p.dim == lead and not even)) else p
+        for p in layout.without_partial("sum").placements
     )
 
 

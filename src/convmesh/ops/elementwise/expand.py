@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 EXPAND = Behaviour(
     "all dimensions but those that are repeated; in backward as the tensor was whose gradient it becomes",
-    "pending sums, before they grow; the one index of a sharded dimension that is repeated, from its owner to all",
+    "all-reduce of Partial, before it grows; the one index of a sharded dimension that is repeated, to all",
 )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], wish: Placements | No
 
     placements = tuple(map(kept, layout.placements))
     grown = {*range(new), *(dim + new for dim in repeated)}
-    if wish is not None and grows:  # a rank cuts what it has all of, or is sent its part of a sum alone
+    if wish is not None and grows:  # a rank takes its shard of what it has all of; a sum is reduce-scattered
         placements = tuple(
             Shard(w.dim - new) if isinstance(p, Replicate) and type(w) is Shard and w.dim not in grown else p
             for p, w in zip(placements, wish, strict=True)
@@ -76,12 +76,12 @@ def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], wish: Placements | No
 def expand(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, sizes, _ = _torch.arguments(operator, args, kwargs)
     spec, shape = _torch.spec_of(input), tuple(map(_torch.known, sizes))
-    # The gradient of a reduction is a few numbers for all of its input: cut as that was, it is never whole.
+    # The gradient of a reduction is a few numbers for all of its input: sharded as that was, it is never replicated.
     plan = plan_expand(spec, shape, placements_of(spec.mesh, shape))
     if plan is None:
         return _torch.stock(operator, args, kwargs)
     local = move(input, plan.source)
-    if plan.output.mesh.get_coordinate() is not None:
+    if plan.output.present:
         local = local.expand(plan.output.local_shape)
     result = _torch.wrap(local, plan.output.spec)
     return _torch.as_view(operator, args, kwargs, result) if plan.source.placements == input.placements else result

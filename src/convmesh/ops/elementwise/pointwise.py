@@ -114,13 +114,13 @@ def _moved(
     operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any],
     specs: tuple[_torch.Spec | None, ...], values: list[Any],
 ) -> Any:  # fmt: skip
-    """Where operands may have to be moved or cut before they are used."""
+    """Where operands may have to be redistributed or narrowed before they are used."""
     plan = _table.look_up(_key(operator, specs, kwargs), lambda: plan_pointwise(operator, args, kwargs, specs))
     if plan.leaves:
         return _torch.stock(operator, args, kwargs)
     if plan.reduces or (plan.writes_terms and _sum_is_known(*args)):
         return _reduced(operator, args, kwargs)
-    if plan.output.mesh.get_coordinate() is not None:
+    if plan.output.present:
         values = [_brought(arg, value, step) for arg, value, step in zip(args, values, plan.steps, strict=True)]
     result = operator(*values, **kwargs)
     return args[0] if operator._schema.is_mutable else _torch.wrap(result, plan.spec(result.dtype))

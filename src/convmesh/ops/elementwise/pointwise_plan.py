@@ -236,7 +236,7 @@ def _step(source: Layout, target: Layout, zero: bool) -> Step | None:
             placements = on_the_way.placements
             on_the_way = target.placed((*placements[:mesh_dim], R, *placements[mesh_dim + 1 :]))
     travels = on_the_way if on_the_way.placements != source.placements else None
-    if source.mesh.get_coordinate() is None:
+    if not source.present:
         return Step(travels, (), zero)
     cuts = []
     for dim in range(len(source.shape)):

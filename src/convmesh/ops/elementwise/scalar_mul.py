@@ -1,7 +1,7 @@
 """Multiplying by a number, for the gradients of means.
 
-The gradient of a mean over everything is one number, expanded to the whole input on every rank: no memory at all, until
-it is divided by the count. Here it stays expanded, and each rank takes its part of it later.
+The gradient of a mean over everything is one number, expanded to the full input on every rank: no memory at all, until
+it is divided by the count. Here it stays expanded, and each rank takes its shard of it later.
 """
 
 from __future__ import annotations

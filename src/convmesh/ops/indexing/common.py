@@ -1,4 +1,4 @@
-"""What operators share that read or write single places along a cut dimension, where an index says."""
+"""What operators share that read or write single places along a sharded dimension, where an index says."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def as_lists(*tensors: Any) -> tuple[Any, ...] | None:
 
 
 def others(places: torch.Tensor, index: Layout, whole: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each place along `dim` that this rank's part of an index names, in their order: which rank of those that cut
-    `dim` has it, and where in that rank's part, counted in the order of its elements."""
+    """For each place along `dim` that the local tensor of an index names, in their order: which rank of those that
+    share `dim` has it, and where in its local tensor, counted in the order of its elements."""
     parts = whole.shards(dim)
     owner = owner_of(places, parts)
     known = owner.clamp(min=0)
@@ -42,7 +42,7 @@ def others(places: torch.Tensor, index: Layout, whole: Layout, dim: int) -> tupl
         if d == dim:
             offset = offset * lengths + (places - starts)
         else:
-            # All ranks that cut `dim` have the same of the other dimensions.
+            # All ranks that share `dim` have the same of the other dimensions.
             own, shape = whole.own(d), [1] * places.dim()
             shape[d] = places.shape[d]
             first = index.own(d).start - own.start
@@ -54,15 +54,14 @@ def idle(layout: Layout, placements: tuple[Placement, ...]) -> bool:
     """Whether a tensor would be moved to a dimension of which half of the ranks or more have nothing."""
     moved = layout.placed(placements)
     return any(
-        2 * sum(map(bool, parts := moved.shards(dim))) <= len(parts) > 1
-        and any(layout.placements[m] != placements[m] and not isinstance(layout.placements[m], Replicate) for m in cut)
-        for dim, cut in moved.cuts.items()
+        before != after and not isinstance(before, Replicate) and moved.mostly_empty(mesh_dim)
+        for mesh_dim, (before, after) in enumerate(zip(layout.placements, placements, strict=True))
     )
 
 
 def travels_within(assignment: Assignment, names: Sequence[str]) -> bool:
-    """Whether the places of rows called `names` lie in what their owners have of all other dimensions, and a cut
-    dimension is not read in two ways at once."""
+    """Whether the places of rows called `names` are in what their owners have of all other dimensions, and a
+    sharded dimension is not read in two ways at once."""
     kinds = {row.name for row in assignment if row.name in ("asked", "sent", "owned")}
     travelling = {row.inputs[1] for row in assignment if row.name in names}
     return len(kinds) < 2 and not any(
@@ -71,7 +70,7 @@ def travels_within(assignment: Assignment, names: Sequence[str]) -> bool:
 
 
 def whole_price(row: Row, mesh_dim: int, layouts: Sequence[Layout]) -> float:
-    """The memory that cut tensors take if a row makes them whole, in elements."""
+    """The memory that sharded tensors take if a row replicates them, in elements."""
     return sum(
         prod(layout.shape)
         for layout, wanted in zip(layouts, row.inputs, strict=True)

@@ -1,4 +1,4 @@
-"""Diagonals of matrices that are cut: single places, which each rank has some of."""
+"""Diagonals of matrices that are sharded: single places, which each rank has some of."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..shape.view_copies import copy_of
 
 aten = torch.ops.aten
 
-DIAGONAL = Behaviour("all other dimensions", "nothing: along a cut matrix a pending sum")
-WRITTEN = Behaviour("all dimensions", "operands that lie differently")
+DIAGONAL = Behaviour("all other dimensions", "nothing: of a sharded matrix Partial(sum)")
+WRITTEN = Behaviour("all dimensions", "operands of other placements")
 
 
 @rule(aten.diagonal.default, behaviour=DIAGONAL)
@@ -35,7 +35,7 @@ def diagonal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
 
 @planned
 def _plan(spec: _torch.Spec, offset: int = 0, first: int = 0, second: int = 1) -> Layout:
-    """Where the diagonals of matrices lie that are whole on every rank."""
+    """The layout of the diagonals of matrices that are not sharded themselves."""
     layout = Layout.of(spec)
     seen = aten.diagonal.default(torch.empty_strided(layout.shape, layout.stride, device="meta"), offset, first, second)
     matrix = {first % len(layout.shape), second % len(layout.shape)}

@@ -1,9 +1,9 @@
 """`gather`: every output takes one number along a dimension, where an index says.
 
 torch makes the gradient of max unpooling of it, and the double gradient of max pooling. An index may point anywhere
-along its dimension. Where that dimension is cut, another one is cut in its stead if that moves the least; or, if every
-rank has all indices, each takes what it owns, and has nothing to add for the others; or the indices travel to who owns
-what they point to, and the numbers come back.
+along its dimension. Where that dimension is sharded, another one is sharded instead if that sends the least; or, if
+every rank has all indices, each takes what it owns and contributes zeros for the others; or the indices are sent to who
+owns what they point to, and the numbers come back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ... import _torch
 from ...comm import Route
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import remember
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
@@ -38,15 +38,15 @@ class GatherPlan:
     source: Layout
     index: Layout
     output: Layout
-    asks: bool  # the indices travel along the mesh dimensions that cut the indexed one
+    asks: bool  # the indices are sent along the mesh dimensions over which the indexed one is sharded
 
 
 @rule(
     aten.gather.default,
     behaviour=Behaviour(
-        "all dimensions; the indexed one of the input if the indices are replicated (a pending sum) or cut themselves",
-        "nothing, where the indexed dimension is whole; else an all-to-all of the input or of the indices and results, "
-        "whichever is less; compiled code makes the input whole if no other dimension has an index for every rank",
+        "all dimensions; the indexed one of the input if the indices are replicated (then Partial) or sharded",
+        "nothing, where the indexed dimension is not sharded; else an all-to-all of the input or of indices and "
+        "results, whichever is less; compiled code gathers the input if no other dimension has an index for every rank",
         "tensors with different numbers of dimensions, but for 0-d beside 1-d",
     ),
 )
@@ -59,7 +59,7 @@ def gather(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     plan = _plan(input_spec, index_spec, dim, not _torch.tracing())
     remember(input_spec)
     x, places = move(input, plan.source), move(index, plan.index)
-    if plan.source.mesh.get_coordinate() is None or not prod(plan.index.shape):
+    if not plan.source.present or not prod(plan.index.shape):
         return _torch.wrap(x.new_empty(plan.output.local_shape), plan.output.spec)
     dim %= max(1, input.dim())
     if plan.asks:
@@ -94,22 +94,18 @@ def _plan(input_spec: _torch.Spec, index_spec: _torch.Spec, dim: int, routes: bo
     input, index = Layout.of(input_spec), Layout.of(index_spec)
     named = (("input", input), ("index", index))
     rank = len(input.shape)
-    stride = dense_stride(index.shape, torch.contiguous_format)
     if not prod(index.shape):  # torch takes any index that is empty
-        whole = (R,) * input.mesh.ndim
-        return GatherPlan(
-            input, index.placed(whole), Layout(input.mesh, whole, index.shape, stride, input.dtype), False
-        )
+        return GatherPlan(input, index.replicated(), input.replicated().new(index.shape), False)
     if rank != len(index.shape) or not -max(1, rank) <= dim < max(1, rank):
         raise refuse("gather", f"dimension {dim} of tensors of {rank} and {len(index.shape)} dimensions", named,
                      "give an index with the input's number of dimensions")  # fmt: skip
     dim %= max(1, rank)
-    # A dimension of which only the first indices are read is not cut alike in both.
+    # A dimension of which only the first indices are read is not sharded alike in both.
     alike = [d for d in range(rank) if d != dim and input.shape[d] == index.shape[d]]
     rows = [Row("replicated", (R, R), (R,)), *(Row("sharded", (Shard(d), Shard(d)), (Shard(d),)) for d in alike)]
     if rank:
         rows.append(Row("sharded indices", (R, Shard(dim)), (Shard(dim),)))
-        if input.dtype != torch.bool:  # which cannot be a pending sum
+        if input.dtype != torch.bool:  # which cannot be Partial(sum)
             rows.append(Row("owned", (Shard(dim), R), (P,)))
         if routes:
             rows += [Row("asked", (Shard(dim), Shard(d)), (Shard(d),)) for d in range(rank)]
@@ -126,7 +122,7 @@ def _plan(input_spec: _torch.Spec, index_spec: _torch.Spec, dim: int, routes: bo
         )
 
     chosen = choose("gather", rows, named, fits=fits, extra=price)
-    output = Layout(input.mesh, output_placements(chosen, 0), index.shape, stride, input.dtype)
+    output = input.new(index.shape, output_placements(chosen, 0))
     asks = any(row.name == "asked" for row in chosen)
     return GatherPlan(
         input.placed(input_placements(chosen, 0)), index.placed(input_placements(chosen, 1)), output, asks

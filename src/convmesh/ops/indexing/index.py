@@ -1,6 +1,6 @@
 """Indexing with tensors of indices, of one dimension or several, and the gradient that torch makes of it.
 
-As in `index_select` every rank takes what it owns, and has nothing to add for the others. The indices are the same on
+As in `index_select` every rank takes what it owns, and contributes zeros for the others. The indices are the same on
 every rank; a mask beside other indices stands for the places where it is true. One alone has a way of its own.
 """
 
@@ -16,12 +16,11 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ... import _torch
 from ...sharding.gradient_placements import remember
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import rule
 from .._core.index_bounds import check_within
-from .._core.index_copy_plan import settled
 from .index_select import INDEX, P, local_index, owned
 from .masked_select import index_masked, refuse_compiled
 
@@ -71,17 +70,16 @@ def moved_by(shape: tuple[int, ...], dims: tuple[int, ...], picked: tuple[int, .
 def _plan(spec: _torch.Spec, dims: tuple[int, ...], picked: tuple[int, ...]) -> tuple[Layout, Layout, Moved]:
     layout = Layout.of(spec)
     moved = moved_by(layout.shape, dims, picked)
-    source = layout.placed(tuple(settled(p) for p in layout.placements))
+    source = layout.without_partial("sum")
     placements: list[Placement] = list(source.placements)
     for mesh_dim, p in enumerate(placements):
         if isinstance(p, Shard):
             placements[mesh_dim] = P if p.dim in dims else Shard(moved.others[p.dim])
-    stride = dense_stride(moved.shape, torch.contiguous_format)
-    return source, Layout(layout.mesh, tuple(placements), moved.shape, stride, layout.dtype), moved
+    return source, layout.new(moved.shape, tuple(placements)), moved
 
 
 def here_of(picks: Picks, layout: Layout) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-    """The indices in this rank's part of a tensor, and which of them it has (None: all of them)."""
+    """The indices in the local tensor, and which of them it has (None: all of them)."""
     local: list[torch.Tensor | None] = [picks.get(dim) for dim in range(len(layout.shape))]
     mine: torch.Tensor | None = None
     for dim in picks:
@@ -116,7 +114,7 @@ def sole_mask(input: Any, indices: Sequence[Any]) -> DTensor | None:
 def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x[:, :, indices]`, `x[rows, columns]`, `x[mask]`"""
     input, indices = _torch.arguments(operator, args, kwargs)
-    if not isinstance(input, DTensor) or input.dtype == torch.bool:  # which cannot be a pending sum
+    if not isinstance(input, DTensor) or input.dtype == torch.bool:  # which cannot be Partial(sum)
         return _torch.stock(operator, args, kwargs)
     check_placed("index", (("input", input),))
     mask = sole_mask(input, indices)
@@ -129,8 +127,8 @@ def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     source, output, moved = _plan(_torch.spec_of(input), tuple(picks), picked)
     remember(source.spec)  # its gradient is written into zeros
     x = move(input, source)
-    if source.mesh.get_coordinate() is None:
-        return _torch.wrap(x.new_empty(0), output.spec)
+    if not source.present:
+        return output.absent(x)
     if not x.numel():
         check_picks(picks, source)
     if any(dim in source.cuts and not x.shape[dim] for dim in picks):

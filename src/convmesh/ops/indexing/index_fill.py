@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @rule(
     aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor,
-    behaviour=Behaviour("all dimensions", "nothing; pending sums are reduced", "a wrong dimension"),
+    behaviour=Behaviour("all dimensions", "nothing; Partial is reduced", "a wrong dimension"),
 )  # fmt: skip
 def index_fill(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, dim, index, value = _torch.arguments(operator, args, kwargs)

@@ -44,11 +44,11 @@ def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _put(whole: DTensor, picks: Picks, moved: Moved, values: DTensor, adds: bool) -> tuple[torch.Tensor, Layout]:
-    """This rank's part of the result, and where it lies."""
+    """The local tensor of the result, and its layout."""
     beside = tuple(moved.others.get(dim) for dim in range(whole.dim()))
     placed, given, output = plan_add("index_put", _torch.spec_of(whole), _torch.spec_of(values), beside, adds)
     x, v = move(whole, placed), move(values, given)
-    if output.mesh.get_coordinate() is None:
+    if not output.present:
         return x.clone(), output
     if not x.numel():
         check_picks(picks, output)
@@ -63,7 +63,7 @@ def _replaced(
     x: torch.Tensor, local: Sequence[torch.Tensor | None], mine: torch.Tensor, v: torch.Tensor, moved: Moved,
     output: Layout,
 ) -> torch.Tensor:  # fmt: skip
-    """What belongs to other ranks goes to one place more of a cut dimension, which is taken off again."""
+    """What belongs to other ranks goes to one place more of a sharded dimension, which is taken off again."""
     dim = next(d for d, index in enumerate(local) if index is not None and d in output.cuts)
     length = x.shape[dim]
     room = torch.cat([x, x.narrow(dim, 0, 1)], dim)

@@ -1,7 +1,8 @@
 """Indexing one dimension with a list of indices: `index_select`, and adding to such indices.
 
-Every rank takes what it owns of the indices, and has nothing to add for the others: along a cut dimension the result is
-a pending sum. No rank has to know the indices' values in advance, so this compiles, and nothing waits for the device.
+Every rank takes what it owns of the indices, and contributes zeros for the others: along a sharded dimension the
+result is Partial(sum). No rank has to know the indices' values in advance, so this compiles, and nothing waits for the
+device.
 """
 
 from __future__ import annotations
@@ -16,20 +17,19 @@ from ... import _torch
 from ...geometry import Interval
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import remember
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
 from ...sharding.sharding_table import Assignment, Row, choose, input_placements, output_placements
 from .._core.index_bounds import check_within, raised_alike
-from .._core.index_copy_plan import settled
 from .common import idle, whole_price
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
 
-INDEX = Behaviour("all dimensions, pending sums", "nothing: along the indexed dimension a pending sum")
-ADD = Behaviour("all dimensions, pending sums", "operands that lie differently")
+INDEX = Behaviour("all dimensions, Partial(sum)", "nothing: along the indexed dimension Partial(sum)")
+ADD = Behaviour("all dimensions, Partial(sum)", "operands of other placements")
 
 
 def local_index(index: Any) -> torch.Tensor:
@@ -37,11 +37,11 @@ def local_index(index: Any) -> torch.Tensor:
     if not isinstance(index, DTensor):
         return index  # type: ignore[no-any-return]
     layout = Layout.of(_torch.spec_of(index))
-    return move(index, layout.placed((R,) * layout.mesh.ndim))  # type: ignore[no-any-return]
+    return move(index, layout.replicated())  # type: ignore[no-any-return]
 
 
 def owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the indices are in this rank's part (anything for those that are not), and which of them are."""
+    """Where the indices are in the local tensor (anything for those that are not), and which of them are."""
     check_within(index, size)
     mine = (index >= own.start) & (index < own.stop)
     return (index - own.start).clamp(0, max(0, len(own) - 1)), mine
@@ -50,11 +50,10 @@ def owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, 
 @planned
 def plan_index(spec: _torch.Spec, dim: int, count: int) -> tuple[Layout, Layout]:
     layout = Layout.of(spec)
-    source = layout.placed(tuple(settled(p) for p in layout.placements))
+    source = layout.without_partial("sum")
     placements: tuple[Placement, ...] = tuple(P if p == Shard(dim) else p for p in source.placements)
     shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :])
-    stride = dense_stride(shape, torch.contiguous_format)
-    return source, Layout(layout.mesh, placements, shape, stride, layout.dtype)
+    return source, layout.new(shape, placements)
 
 
 @rule(aten.index_select.default, behaviour=INDEX)
@@ -72,8 +71,8 @@ def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
     source, output = plan_index(_torch.spec_of(input), dim, at.shape[0])
     remember(source.spec)  # its gradient is written into zeros
     x = move(input, source)
-    if source.mesh.get_coordinate() is None:
-        return _torch.wrap(x.new_empty(0), output.spec)
+    if not source.present:
+        return output.absent(x)
     if not x.numel():
         check_within(at, source.shape[dim])
     if dim not in source.cuts:
@@ -92,7 +91,7 @@ def plan_add(
 ) -> tuple[Layout, Layout, Layout]:
     """`beside` has for each dimension of the whole that of the source; None for one that is indexed."""
     whole, source = Layout.of(whole_spec), Layout.of(source_spec)
-    rows = [Row("replicated", (R, R), (R,)), *([Row("pending sums", (P, P), (P,))] if adds else [])]
+    rows = [Row("replicated", (R, R), (R,)), *([Row("sums", (P, P), (P,))] if adds else [])]
     # Along an indexed dimension each rank adds to what it owns.
     rows += [Row("sharded", (Shard(d), R if b is None else Shard(b)), (Shard(d),)) for d, b in enumerate(beside)]
 
@@ -103,8 +102,7 @@ def plan_add(
     chosen = choose(operator, rows, (("whole", whole), ("source", source)), fits=fits,
                     extra=lambda row, mesh_dim: whole_price(row, mesh_dim, (whole, source)))  # fmt: skip
     placed = whole.placed(input_placements(chosen, 0)), source.placed(input_placements(chosen, 1))
-    stride = dense_stride(whole.shape, torch.contiguous_format)
-    return *placed, Layout(whole.mesh, output_placements(chosen, 0), whole.shape, stride, whole.dtype)
+    return *placed, whole.new(whole.shape, output_placements(chosen, 0))
 
 
 @rule(aten.index_add.default, behaviour=ADD)
@@ -115,8 +113,8 @@ def index_add(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     beside = tuple(None if other == dim else other for other in range(whole.dim()))
     placed, given, output = plan_add("index_add", _torch.spec_of(whole), _torch.spec_of(source), beside)
     x, values = move(whole, placed), move(source, given)
-    if output.mesh.get_coordinate() is None:
-        return _torch.wrap(x.new_empty(0), output.spec)
+    if not output.present:
+        return output.absent(x)
     if dim in output.cuts:
         at, mine = owned(at, output.own(dim), output.shape[dim])
         values = values.masked_fill((~mine).view(-1, *[1] * (x.dim() - dim - 1)), 0)

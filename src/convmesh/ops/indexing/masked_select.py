@@ -1,9 +1,9 @@
 """What a mask selects of a tensor: how much that is, only the values say.
 
-Every rank counts what it selects, and all counts together tell each selected element its number. The results are cut in
-the order of these numbers, evenly: `x[mask]` of a cut tensor is a cut tensor, and so is the list of true places. Into a
-selection values come the other way: each rank asks for those with its numbers. Compiled code cannot know how many they
-are, and refuses.
+Every rank counts what it selects, and all counts together tell each selected element its number. The results are
+sharded in the order of these numbers, evenly: `x[mask]` of a sharded tensor is a sharded tensor, and so is the list of
+true places. Into a selection values come the other way: each rank asks for those with its numbers. Compiled code cannot
+know how many they are, and refuses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...comm import Route, line, owner_of, side_by_side
 from ...geometry import shards
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import remember
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, layouts_of, move
 from ...sharding.registry import Behaviour, rule
@@ -32,20 +32,19 @@ aten = torch.ops.aten
 R = Replicate()
 
 SELECTED = Behaviour(
-    "all dimensions; what is selected is cut evenly",
+    "all dimensions; what is selected is sharded evenly",
     "counts, and what changes its owner in the order of what is selected", "compiled code",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """A tensor whose first dimensions are masked, of which at most one is cut, over `mesh_dims`."""
+    """A tensor whose first dimensions are masked, of which at most one is sharded, over `mesh_dims`."""
 
     source: Layout
     mask: Layout
     cut: int
     mesh_dims: tuple[int, ...]
-    here: bool
 
 
 @planned
@@ -60,8 +59,7 @@ def plan_mask(operator: str, spec: _torch.Spec, mask_spec: _torch.Spec) -> MaskP
     cut = max({p.dim for m in mesh_dims if isinstance(p := given[m], Shard)} or {0}, key=lambda dim: input.shape[dim])
     placements: tuple[Placement, ...] = tuple(Shard(cut) if m in mesh_dims else p for m, p in enumerate(given))
     beside = tuple(p if m in mesh_dims else R for m, p in enumerate(placements))
-    here = input.mesh.get_coordinate() is not None
-    return MaskPlan(input.placed(placements), mask.placed(beside), cut, mesh_dims, here)
+    return MaskPlan(input.placed(placements), mask.placed(beside), cut, mesh_dims)
 
 
 @dataclass(frozen=True)
@@ -113,13 +111,13 @@ def spread(values: torch.Tensor, chosen: Selection, plan: MaskPlan) -> torch.Ten
 
 
 def output_of(plan: MaskPlan, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """Where selected rows lie: cut where masked dimensions were, and along those behind them as before."""
+    """The layout of selected rows: sharded where masked dimensions were, and along those behind them as before."""
     behind = len(plan.mask.shape) - 1
     placements = tuple(
         Shard(0) if m in plan.mesh_dims else Shard(p.dim - behind) if isinstance(p, Shard) else p
         for m, p in enumerate(plan.source.placements)
     )
-    return Layout(plan.source.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), dtype)
+    return plan.source.new(shape, placements, dtype)
 
 
 def refuse_compiled(operator: str, tensors: Sequence[tuple[str, object]]) -> None:
@@ -139,7 +137,7 @@ def index_masked(input: DTensor, mask: DTensor) -> DTensor:
     plan = begin_mask("index with a mask", input, mask)
     remember(_torch.spec_of(input))
     x, truth = move(input, plan.source), move(mask, plan.mask)
-    if not plan.here:
+    if not plan.source.present:
         return _torch.wrap(x.new_empty(0), output_of(plan, (0, *input.shape[mask.dim() :]), input.dtype).spec)
     chosen = select_masked(truth, plan)
     rows = gathered(x.reshape(truth.numel(), *x.shape[mask.dim() :])[chosen.mine], chosen, plan)
@@ -147,10 +145,10 @@ def index_masked(input: DTensor, mask: DTensor) -> DTensor:
 
 
 def put_masked(whole: DTensor, mask: DTensor, values: DTensor, adds: bool) -> tuple[torch.Tensor, Layout]:
-    """This rank's part of `whole` with `values` where the mask is true, and where it lies."""
+    """The local tensor of `whole` with `values` where the mask is true, and its layout."""
     plan = begin_mask("index_put with a mask", whole, mask)
     x, truth = move(whole, plan.source).clone(memory_format=torch.contiguous_format), move(mask, plan.mask)
-    if not plan.here:
+    if not plan.source.present:
         return x, plan.source
     chosen = select_masked(truth, plan)
     rows = x.view(truth.numel(), *x.shape[mask.dim() :])
@@ -184,7 +182,7 @@ def masked_scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dic
     number = not whole.dim() and not mask.dim()
     whole, mask = _alike(whole, mask)
     plan = begin_mask("masked_scatter", whole, mask)
-    count = select_masked(move(mask, plan.mask), plan).count if plan.here else 0
+    count = select_masked(move(mask, plan.mask), plan).count if plan.source.present else 0
     flat = aten.view.default(aten.clone.default(values, memory_format=torch.contiguous_format), [values.numel()])
     local, layout = put_masked(whole, mask, aten.slice.Tensor(flat, 0, 0, count), False)
     result = _torch.wrap(local, layout.dense.spec)
@@ -209,7 +207,7 @@ def nonzero(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     truth = input if input.dtype == torch.bool else aten.ne.Scalar(input, 0)
     plan = begin_mask("nonzero", truth, truth)
     local = move(truth, plan.mask)
-    if not plan.here:
+    if not plan.source.present:
         return _torch.wrap(local.new_empty(0, dtype=torch.int64), output_of(plan, (0, input.dim()), torch.int64).spec)
     chosen = select_masked(local, plan)
     starts = torch.tensor([plan.mask.own(dim).start for dim in range(input.dim())], device=local.device)

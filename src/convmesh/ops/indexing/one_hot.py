@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...sharding.implicit_replication import the_same_everywhere
-from ...sharding.registry import Behaviour, composite, rule
+from ...sharding.registry import Behaviour, composite
 
-aten = torch.ops.aten
+ONE_HOT = Behaviour("all dimensions", "all-reduce of one number, for bad labels")
 
 
-@composite("one_hot")
-def one_hot(labels: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+@composite("one_hot", ONE_HOT)
+def one_hot(labels: DTensor, num_classes: int = -1) -> torch.Tensor:
     """[...] -> [... C]"""
-    if not isinstance(labels, DTensor):
-        result: torch.Tensor = _torch.composite(aten.one_hot.default, (labels, num_classes), {})
-        return result
     count = num_classes if num_classes >= 0 or not labels.numel() else int(labels.max().item()) + 1
     # All ranks hear of a wrong label, and raise alike.
     if labels.dtype != torch.int64 or count < 1 or (not _torch.tracing() and bool(_beyond(labels, count).item())):
@@ -30,8 +25,3 @@ def one_hot(labels: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 def _beyond(labels: torch.Tensor, count: int) -> torch.Tensor:
     return ((labels < 0) | (labels >= count)).any()
-
-
-@rule(aten.one_hot.default, behaviour=Behaviour("all dimensions", "all-reduce of one number, for bad labels"))
-def one_hot_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return one_hot(*_torch.arguments(operator, args, kwargs))

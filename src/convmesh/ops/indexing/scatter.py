@@ -1,7 +1,7 @@
 """`scatter` and its kin: every value of a source goes to a place along a dimension, where an index says.
 
-torch makes the gradients of `gather`, of sorting and of extremes of it. Along a cut dimension each rank writes what it
-owns: values and indices are made whole for that, or travel to who owns their places, whichever is less.
+torch makes the gradients of `gather`, of sorting and of extremes of it. Along a sharded dimension each rank writes what
+it owns: values and indices are replicated for that, or sent to who owns their places, whichever is less.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ R = Replicate()
 
 SCATTER = Behaviour(
     "all dimensions",
-    "nothing, where the indexed dimension is whole; else indices and values, to the owners of their places; on CPUs "
-    "one number, for bad indices, where these are cut",
+    "nothing, where the indexed dimension is not sharded; else indices and values, to the owners of their places; on "
+    "CPUs one number, for bad indices, where these are sharded",
     "an input and an index with different numbers of dimensions, but for 0-d beside 1-d",
 )  # fmt: skip
-ZEROS = Behaviour("in backward cut as the tensor was whose gradient it becomes", "nothing")
+ZEROS = Behaviour("in backward sharded as the tensor was whose gradient it becomes", "nothing")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class ScatterPlan:
     operands: tuple[Layout, ...]
     output: Layout
     routes: bool
-    here: bool
 
 
 @rule(
@@ -69,7 +68,7 @@ def scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     x, at, given = (
         move(tensor, layout) for tensor, layout in zip((whole, index, values), (*plan.operands, None), strict=False)
     )
-    if plan.here and 0 not in plan.operands[1].shape:
+    if plan.output.present and 0 not in plan.operands[1].shape:
         write = partial(_written, partial(_functional, operator, how), x, dim, at, source if values is None else given)
         size = plan.operands[0].shape[dim] if whole.dim() else 1
         settled = plan.operands[0].cuts[dim] if plan.routes else ()
@@ -126,9 +125,8 @@ def _plan(
     given = [layout for layout in (whole, index, source) if layout is not None]
     named = list(zip(names, given, strict=False))
     rank, count = len(whole.shape), len(given)
-    here = whole.mesh.get_coordinate() is not None
     if not prod(index.shape):  # torch takes any index that is empty
-        return ScatterPlan(tuple(given), whole.dense, False, here)
+        return ScatterPlan(tuple(given), whole.dense, False)
     if any(len(layout.shape) != rank for layout in given) or not -max(1, rank) <= dim < max(1, rank):
         raise refuse(operator, f"dimension {dim} of tensors of {[len(t.shape) for t in given]} dimensions", named,
                      "give all of them the same number of dimensions")  # fmt: skip
@@ -153,15 +151,14 @@ def _plan(
     wanted = [] if wish is None else [Wanted(wish, prod(whole.shape))]
     chosen = choose(operator, rows, named, wanted, fits=fits, extra=price)
     operands = tuple(layout.placed(input_placements(chosen, number)) for number, layout in enumerate(given))
-    stride = dense_stride(whole.shape, torch.contiguous_format)
-    output = Layout(whole.mesh, output_placements(chosen, 0), whole.shape, stride, whole.dtype)
+    output = whole.new(whole.shape, output_placements(chosen, 0))
     sent = any(row.name == "sent" for row in chosen)
-    return ScatterPlan(operands, output, sent, here)
+    return ScatterPlan(operands, output, sent)
 
 
 @rule(aten.new_zeros.default, behaviour=ZEROS)
 def new_zeros(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Zeros that a gradient is written into lie where the tensor does, if that was remembered."""
+    """Zeros that a gradient is written into are placed as the tensor, if that was remembered."""
     like, sizes = args
     shape = tuple(map(_torch.known, sizes))
     placements = placements_of(like.device_mesh, shape) if prod(shape) else None

@@ -24,7 +24,7 @@ def _places(shape: tuple[int, ...], index: Any) -> list[torch.Tensor]:
     return list(torch.unravel_index(torch.where(flat < 0, flat + count, flat), shape))
 
 
-@rule(aten.take.default, behaviour=Behaviour("nothing", "nothing: along cut dimensions a pending sum"))
+@rule(aten.take.default, behaviour=Behaviour("nothing", "nothing: along sharded dimensions Partial(sum)"))
 def take(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, index = _torch.arguments(operator, args, kwargs)
     specs_of("take", (("input", input),))
@@ -33,7 +33,7 @@ def take(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     return taken
 
 
-@rule(aten.put.default, behaviour=Behaviour("all dimensions", "values that are cut, to all"))
+@rule(aten.put.default, behaviour=Behaviour("all dimensions", "values that are sharded are replicated"))
 def put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, index, values, adds = _torch.arguments(operator, args, kwargs)
     specs_of("put", (("input", input), ("values", values)))

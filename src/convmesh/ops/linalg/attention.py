@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import sqrt
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ... import _torch
 from ...kernels.attention import cpu_kernel_takes, has_gradient_on_dtensors
 from ...sharding.errors import refuse
-from ...sharding.registry import Behaviour, composite, rule, while_installed
+from ...sharding.registry import Behaviour, composite, while_installed
 
 aten = torch.ops.aten
 
@@ -27,16 +26,16 @@ ATTENTION = Behaviour(
 )  # fmt: skip
 
 
-@composite("scaled_dot_product_attention")
+@composite("scaled_dot_product_attention", ATTENTION)
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """[... T d] [... S d] [... S e] -> [... T e]; torch's own where it has rules for what is sharded."""
     tokens = query.dim() - 2
-    cut = any(_cuts(tensor, tokens) for tensor in (query, key, value))
+    sharded = any(_sharded(tensor, tokens) for tensor in (query, key, value))
     own = isinstance(query, DTensor) and not has_gradient_on_dtensors(query.device)
-    if not cut and not (own and not enable_gqa):
+    if not sharded and not (own and not enable_gqa):
         operator = aten.scaled_dot_product_attention.default
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         result: torch.Tensor = _torch.composite(operator, given, {"scale": scale, "enable_gqa": enable_gqa})
@@ -44,7 +43,7 @@ def attention(
     if enable_gqa:
         raise refuse("scaled_dot_product_attention", "grouped queries over sharded tokens",
                      (("query", query), ("key", key)), "repeat the heads of keys and values")  # fmt: skip
-    key, value = _whole(key, tokens), _whole(value, tokens)
+    key, value = _gathered(key, tokens), _gathered(value, tokens)
     if attn_mask is None and not dropout_p and not is_causal and _fused(query, key, value):
         fused: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, scale=scale)[
             0
@@ -60,27 +59,22 @@ def attention(
     return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
 
 
-@rule(aten.scaled_dot_product_attention.default, behaviour=ATTENTION)
-def attention_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return attention(*args, **kwargs)
-
-
 def _fused(*tensors: torch.Tensor) -> bool:
     return all(isinstance(tensor, DTensor) for tensor in tensors) and cpu_kernel_takes(*tensors)
 
 
-def _cuts(tensor: torch.Tensor, dim: int) -> bool:
+def _sharded(tensor: torch.Tensor, dim: int) -> bool:
     return isinstance(tensor, DTensor) and any(getattr(p, "dim", None) == dim for p in tensor.placements)
 
 
-def _whole(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    if not isinstance(tensor, DTensor) or not _cuts(tensor, dim):
+def _gathered(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    if not isinstance(tensor, DTensor) or not _sharded(tensor, dim):
         return tensor
     return tensor.redistribute(placements=[Replicate() if p == Shard(dim) else p for p in tensor.placements])
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, tokens: int) -> torch.Tensor:
-    """True where a query may look, cut as the queries are."""
+    """True where a query may look, sharded as the queries are."""
     assert isinstance(query, DTensor)
     mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=_torch.local_of(query).device).tril()
     placements: list[Placement] = [Shard(0) if p == Shard(tokens) else Replicate() for p in query.placements]

@@ -1,26 +1,24 @@
 """Linear layers over the last dimension of tensors with sharded dimensions before it.
 
-torch flattens those dimensions into one, and what a cut inner dimension becomes there is no shard of it. A linear
+torch flattens those dimensions into one, and what a sharded inner dimension becomes there is no Shard of it. A linear
 layer is a convolution with a kernel of 1, whose rules know all placements and keep every one: so it is run as that,
 on a channels_last view, which costs no copy and computes the same product.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.registry import Behaviour, composite, rule
+from ...sharding.registry import Behaviour, composite
 
 aten = torch.ops.aten
 
-LINEAR = Behaviour("all dimensions before the last, features in and out, pending sums", "nothing")
+LINEAR = Behaviour("all dimensions before the last, features in and out, Partial(sum)", "nothing")
 
 
-@composite("linear")
+@composite("linear", LINEAR)
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """[... I] [O I] [O] -> [... O]"""
     if _is_pointwise(input, weight, bias):
@@ -30,7 +28,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def _pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    input = input.contiguous()  # as one device makes it, so that gradients lie as they do there
+    input = input.contiguous()  # as one device makes it, so that gradients have its strides
     if input.dim() < 4:
         return _pointwise(input.unsqueeze(1), weight, bias).squeeze(1)
     spatial = input.dim() - 2
@@ -51,20 +49,10 @@ def _is_pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return input.dim() in (3, 4, 5)  # a plain matrix has a rule of its own
 
 
-@rule(aten.linear.default, behaviour=LINEAR)
-def linear_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return linear(*_torch.arguments(operator, args, kwargs))
-
-
-@composite("matmul")
+@composite("matmul", LINEAR)
 def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """A product with a matrix is a linear layer; any other is left to torch."""
-    if isinstance(input, DTensor) and _is_pointwise(input, other, None):
+    if _is_pointwise(input, other, None):
         return _pointwise(input, other.t(), None)
     result: torch.Tensor = _torch.composite(aten.matmul.default, (input, other), {})
     return result
-
-
-@rule(aten.matmul.default, behaviour=LINEAR)
-def matmul_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return matmul(*_torch.arguments(operator, args, kwargs))

@@ -1,47 +1,41 @@
-"""Products of matrices, and of batches of them, whichever of their dimensions are cut.
+"""Products of matrices, and of batches of them, whichever of their dimensions are sharded.
 
-Rows of the first operand and columns of the second stay cut, and so does the batch. A cut dimension that is summed over
-leaves a pending sum: of a Gram matrix over pixels every rank has the terms of its own pixels. Where both rows and
-columns are cut over the same ranks, one of them has to be moved: to the batch, where that has work for all ranks, and
-else the smaller operand is made whole. torch makes einsum, the gradients and attention of these operators.
+Rows of the first operand and columns of the second stay sharded, and so does the batch. Where the dimension that is
+summed over is sharded, the product is Partial(sum): of a Gram matrix over pixels every rank has the terms of its own
+pixels. Where both rows and columns are sharded over the same ranks, one of them has to be moved: to the batch, where
+that has work for all ranks, and else the smaller operand is replicated. torch makes einsum, the gradients and attention
+of these operators.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ... import _torch
 from ...sharding.errors import refuse
-from ...sharding.gradient_placements import Hints
-from ...sharding.layout import Layout, dense_stride
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import layouts_of, move, specs_of
+from ...sharding.gradient_placements import Hints, Placements
+from ...sharding.layout import Layout
+from ...sharding.plan_cache import Table
+from ...sharding.redistribute import layouts_of, specs_of
 from ...sharding.registry import Behaviour, rule
-from ...sharding.sharding_table import Assignment, Row, Wanted, choose, input_placements, output_placements
+from ...sharding.result_strides import results_of
+from ...sharding.sharding_table import Assignment, P, R, Row, Wanted, choose, input_placements
+from ...sharding.table_plan import TablePlan
 from ..indexing.common import idle, whole_price
 
 aten = torch.ops.aten
-R, P = Replicate(), Partial()
 
 PRODUCT = Behaviour(
-    "batch, rows, columns; a pending sum where what is summed over is cut; pending sums",
-    "nothing; where rows and columns are cut over the same ranks an all-to-all to the batch, or the smaller operand",
+    "batch, rows, columns; Partial(sum) where what is summed over is sharded; Partial(sum)",
+    "nothing; where rows and columns are sharded over the same ranks an all-to-all to the batch, or the smaller one",
     "shapes that do not fit",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ProductPlan:
-    operands: tuple[Layout, ...]
-    output: Layout
-    adds: bool  # where the product is Partial one rank adds it, or all add their terms of it
-    here: bool
 
 
 def _rows(batched: bool) -> list[Row]:
@@ -52,8 +46,8 @@ def _rows(batched: bool) -> list[Row]:
         Row("rows", (Shard(m), R), (Shard(m),)),
         Row("columns", (R, Shard(n)), (Shard(n),)),
         Row("summed over", (Shard(k), Shard(k - 1)), (P,)),
-        Row("pending first", (P, R), (P,)),
-        Row("pending second", (R, P), (P,)),
+        Row("sum first", (P, R), (P,)),
+        Row("sum second", (R, P), (P,)),
     ]
     return [rows[0], Row("batch", (Shard(0), Shard(0)), (Shard(0),)), *rows[1:]] if batched else rows
 
@@ -61,23 +55,23 @@ def _rows(batched: bool) -> list[Row]:
 ROWS = {batched: tuple(_rows(batched)) for batched in (False, True)}
 
 
-@planned
-def plan_product(
-    operator: str, first_spec: _torch.Spec, second_spec: _torch.Spec, added_spec: _torch.Spec | None,
-    like: tuple[Placement, ...] | None = None,
-) -> ProductPlan:  # fmt: skip
-    """`added` is what addmm and baddbmm add to the product; `like` is where it should lie, if that is known."""
-    named = [("first", first_spec), ("second", second_spec), ("added", added_spec)]
-    first, second, added = layouts_of(operator, named)
-    shape = _shape(operator, first, second, added)
-    layouts = [(name, t) for name, t in (("first", first), ("second", second), ("added", added)) if t is not None]
-    given = [layout for _, layout in layouts]
+def _plan(
+    operator: _torch.Operator, args: tuple[Any, ...], numbers: Sequence[int], specs: Sequence[_torch.Spec],
+    like: Placements | None,
+) -> TablePlan:  # fmt: skip
+    """`numbers` are the arguments first, second and, if any, added; the product should be placed `like` this, if that
+    is known."""
+    name = _torch.name_of(operator)
+    layouts = list(zip(("first", "second", "added"), specs, strict=False))
+    given = layouts_of(name, layouts)
+    first, second, added = (*given, None)[:3]
+    shape = _shape(name, first, second, added)
 
     def price(row: Row, mesh_dim: int) -> float:
-        """A pending sum is going to be reduced, and what is made whole takes memory, too."""
+        """A Partial product is going to be reduced, and what is replicated takes memory, too."""
         size = first.mesh.size(mesh_dim)
-        whole = whole_price(row, mesh_dim, given)
-        return whole + (2 * prod(shape) * (size - 1) / size if row.outputs[0] == P and like is None else 0)
+        reduced = 2 * prod(shape) * (size - 1) / size if row.outputs[0] == P and like is None else 0
+        return whole_price(row, mesh_dim, given) + reduced
 
     def fits(assignment: Assignment) -> bool:
         """Nothing is moved to a dimension of which half of the ranks would have nothing."""
@@ -85,16 +79,26 @@ def plan_product(
 
     wanted = [] if like is None else [Wanted(like, prod(shape))]
     rows = [new for row in ROWS[len(shape) == 3] for new in _with_added(row, added, shape)]
-    chosen = choose(operator, rows, layouts, wanted, fits=fits, extra=price)
-    operands = tuple(layout.placed(input_placements(chosen, number)) for number, layout in enumerate(given))
-    output = Layout(
-        first.mesh, output_placements(chosen, 0), shape, dense_stride(shape, torch.contiguous_format), first.dtype
+    named = [(name, layout) for (name, _), layout in zip(layouts, given, strict=True)]
+    chosen = choose(name, rows, named, wanted, fits=fits, extra=price)
+    made = results_of(operator, *_torch.by_name(operator, args))
+    local = None if added is None else _added_once
+    # An empty product is no special case: also a rank that has nothing to multiply may have to add.
+    return TablePlan.of(
+        operator, args, dict(zip(numbers, given, strict=True)), chosen, made, local=local, communicates=True
     )
-    place = first.mesh.get_coordinate()
-    here = place is not None
-    once = [m for m, row in enumerate(chosen) if row.outputs[0] == P and row.inputs[-1] != P]
-    adds = place is not None and not any(place[m] for m in once)
-    return ProductPlan(operands, output, adds, here)
+
+
+def _added_once(plan: TablePlan, added: Layout, *_: object) -> Callable[..., torch.Tensor]:
+    """Where the product is Partial one rank adds what is added, or all add their terms of it."""
+    (result,) = plan.results
+    assert result is not None
+    pairs = zip(result.computed.placements, added.placements, strict=True)
+    once = [mesh_dim for mesh_dim, (at, beside) in enumerate(pairs) if at == P and beside != P]
+    adds = all(added.mesh.get_local_rank(mesh_dim) == 0 for mesh_dim in once)
+    return lambda added, first, second, beta, alpha: plan.operator(
+        added, first, second, beta=beta if adds else 0, alpha=alpha
+    )
 
 
 def _shape(operator: str, first: Layout, second: Layout, added: Layout | None) -> tuple[int, ...]:
@@ -112,7 +116,7 @@ def _shape(operator: str, first: Layout, second: Layout, added: Layout | None) -
 
 
 def _with_added(row: Row, added: Layout | None, shape: tuple[int, ...]) -> list[Row]:
-    """The same way to run for a third operand, which is added: sharded as the product is where it has all of that, and
+    """The same row for a third operand, which is added: sharded as the product where it has all of the dimension, and
     Partial or replicated where the product is Partial."""
     if added is None:
         return [row]
@@ -126,7 +130,7 @@ _factors = Hints()
 
 
 def _remember(first: _torch.Spec, second: _torch.Spec) -> None:
-    """Where the factors lie, by the shapes of the products that are their gradients: those should lie there, too."""
+    """The placements of the factors, by the shapes of the products that are their gradients: these should have them."""
     (*batch, m, k), n = first.shape, second.shape[-1]
     # Of a factor whose columns are next to each other in memory torch makes the gradient transposed. That is rarer, so
     # it comes first: where shapes do not tell one from the other, the later one counts.
@@ -142,28 +146,29 @@ def _transposed(spec: _torch.Spec) -> tuple[Placement, ...]:
     return tuple(flip.get(placement, placement) for placement in spec.placements)
 
 
-@rule(aten.mm.default, aten.bmm.default, behaviour=PRODUCT)
+_plans = Table()
+
+
+def _product(
+    operator: _torch.Operator, args: tuple[Any, ...], numbers: Sequence[int], specs: list[_torch.Spec],
+    like: Placements | None = None,
+) -> DTensor:  # fmt: skip
+    plan = _plans.look_up((operator, like, *specs), lambda: _plan(operator, args, numbers, specs, like))
+    _remember(specs[0], specs[1])
+    product: DTensor = plan.run(args)
+    return product
+
+
+@rule(aten.mm.default, aten.bmm.default, behaviour=PRODUCT, knows_strides=True)
 def product(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    first, second = _torch.arguments(operator, args, kwargs)
-    name = _torch.name_of(operator)
-    specs = specs_of(name, (("first", first), ("second", second)))
+    first, second = args = _torch.arguments(operator, args, kwargs)
+    specs = specs_of(_torch.name_of(operator), (("first", first), ("second", second)))
     like = _factors.recall((specs[0].mesh, tuple(first.shape), tuple(second.shape)))
-    plan = plan_product(name, *specs, None, like)
-    _remember(*specs)
-    if not plan.here:
-        return _torch.wrap(_torch.local_of(first).new_empty(0), plan.output.spec)
-    result = operator(move(first, plan.operands[0]), move(second, plan.operands[1]))
-    return _torch.wrap(result.contiguous(), plan.output.spec)
+    return _product(operator, args, (0, 1), specs, like)
 
 
-@rule(aten.addmm.default, aten.baddbmm.default, behaviour=PRODUCT)
+@rule(aten.addmm.default, aten.baddbmm.default, behaviour=PRODUCT, knows_strides=True)
 def product_and_sum(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    added, first, second, beta, alpha = _torch.arguments(operator, args, kwargs)
-    name = _torch.name_of(operator)
-    specs = specs_of(name, (("first", first), ("second", second), ("added", added)))
-    plan = plan_product(name, *specs)
-    _remember(*specs[:2])
-    if not plan.here:
-        return _torch.wrap(_torch.local_of(first).new_empty(0), plan.output.spec)
-    a, b, c = (move(tensor, layout) for tensor, layout in zip((first, second, added), plan.operands, strict=True))
-    return _torch.wrap(operator(c, a, b, beta=beta if plan.adds else 0, alpha=alpha).contiguous(), plan.output.spec)
+    added, first, second, *_ = args = _torch.arguments(operator, args, kwargs)
+    specs = specs_of(_torch.name_of(operator), (("first", first), ("second", second), ("added", added)))
+    return _product(operator, args, (1, 2, 0), specs)

@@ -5,27 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.registry import composite, rule
+from ...sharding.registry import composite
 from .elementwise import MEAN, NONE
 from .nll_loss import FORWARD
 
 aten = torch.ops.aten
 
 
-@composite("nll_loss_nd")
+@composite("nll_loss_nd", FORWARD)
 def nll_loss_nd(
     input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = MEAN,
     ignore_index: int = -100,
 ) -> torch.Tensor:  # fmt: skip
     """The rule for `nll_loss2d_forward` takes any number of spatial dimensions, so nothing has to be flattened."""
-    arguments = (input, target, weight, reduction, ignore_index)
-    if not isinstance(input, DTensor):
-        result: torch.Tensor = _torch.composite(aten.nll_loss_nd.default, arguments, {})
-        return result
-    return _likelihood(*arguments)[0]
+    return _likelihood(input, target, weight, reduction, ignore_index)[0]
 
 
 def _likelihood(input: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,12 +30,12 @@ def _likelihood(input: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Te
     return loss, weights
 
 
-@composite("cross_entropy_loss")
+@composite("cross_entropy_loss", FORWARD)
 def cross_entropy(
     input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = MEAN,
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    if not isinstance(input, DTensor) or label_smoothing == 0.0 or target.is_floating_point():
+    if label_smoothing == 0.0 or target.is_floating_point():
         arguments = (input, target, weight, reduction, ignore_index, label_smoothing)
         result: torch.Tensor = _torch.composite(aten.cross_entropy_loss.default, arguments, {})
         return result
@@ -56,10 +51,3 @@ def cross_entropy(
     if reduction == MEAN:
         smooth = smooth / weights
     return (1 - label_smoothing) * loss + label_smoothing / input.shape[dim] * smooth
-
-
-@rule(aten.nll_loss_nd.default, aten.cross_entropy_loss.default, behaviour=FORWARD)
-def whole(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """In inference mode they reach DTensor as they are."""
-    function = nll_loss_nd if operator is aten.nll_loss_nd.default else cross_entropy
-    return function(*_torch.arguments(operator, args, kwargs))

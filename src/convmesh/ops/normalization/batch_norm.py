@@ -1,4 +1,4 @@
-"""Batch norm: statistics by channel over the whole batch and space, on however many ranks these lie."""
+"""Batch norm: statistics by channel over all of batch and space, however these are sharded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move, place
 from ...sharding.registry import Behaviour, made_of_others, rule
-from ..reductions.plan import absent, wide, wrap_dense
-from .common import Named, Spread, arrange, new, rows
+from ..reductions.plan import wide
+from .common import Named, Spread, arrange, rows
 
 aten = torch.ops.aten
 
@@ -35,7 +35,6 @@ class BatchNormPlan:
     statistics: Layout
     saved: Layout  # what backward is given of them
     spread: Spread
-    present: bool  # False on a rank outside of the mesh
 
 
 @planned
@@ -53,15 +52,14 @@ def plan_batch_norm(operator: str, training: bool, *specs: _torch.Spec | None) -
     placed = operands[0]
     assert placed is not None
     by_channel = tuple(Shard(0) if p == Shard(1) else Replicate() for p in placed.placements)
-    statistics = new(input, (input.shape[1],), by_channel, wide(input.dtype))
+    statistics = input.new((input.shape[1],), by_channel, wide(input.dtype))
     return BatchNormPlan(
         operands,
         placed.dense,
         statistics,
         # In evaluation torch saves nothing, since backward has the running statistics.
-        statistics if training else new(input, (0,), (Replicate(),) * input.mesh.ndim, statistics.dtype),
+        statistics if training else statistics.new((0,), statistics.replicated().placements),
         Spread.over(placed, (0, *range(2, dims))),
-        input.mesh.get_coordinate() is not None,
     )
 
 
@@ -73,7 +71,7 @@ def _check(operator: str, named: Named, input: Layout) -> None:
             raise refuse(operator, f"{name} needs one number for each of the {input.shape[1]} channels", named,
                          f"give it shape ({input.shape[1]},)")  # fmt: skip
         if name.startswith("running") and given is not None and any(isinstance(p, Partial) for p in given.placements):
-            raise refuse(operator, f"{name} is a pending sum", named, f"redistribute {name} to Replicate first")
+            raise refuse(operator, f"{name} is Partial", named, f"redistribute {name} to Replicate first")
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,9 @@ def _normalise(
     tensors = (input, weight, bias, *running)
     check_placed(operator, tuple(zip(names, tensors, strict=True)))
     plan = plan_batch_norm(operator, training, *(None if t is None else _torch.spec_of(t) for t in tensors))
-    if not plan.present:
-        saved = absent(input, plan.saved)
-        return _Normalised(absent(input, plan.output), saved, saved, running)
+    if not plan.output.present:
+        saved = plan.saved.absent(input)
+        return _Normalised(plan.output.absent(input), saved, saved, running)
     x, w, b, *given = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=False))
     compiled = plan.spread.compiled()
     mean, var = _moments(plan, x, compiled) if training else (t.to(plan.statistics.dtype) for t in given)
@@ -105,7 +103,7 @@ def _normalise(
         steps = zip(running, (mean, unbiased), strict=True)
         running = tuple(_updated(old, value, plan, momentum, in_place) for old, value in steps)
     saved_mean, saved_rstd = (_torch.wrap(t, plan.saved.spec) for t in statistics)
-    return _Normalised(wrap_dense(y, plan.output), saved_mean, saved_rstd, running)
+    return _Normalised(plan.output.wrap(y), saved_mean, saved_rstd, running)
 
 
 def _moments(plan: BatchNormPlan, x: torch.Tensor, compiled: bool) -> Pair:
@@ -130,7 +128,7 @@ def _apply(
 
 
 def _updated(old: Any, value: torch.Tensor, plan: BatchNormPlan, momentum: float, in_place: bool) -> Any:
-    """A running statistic moved towards the new value, where it lies."""
+    """A running statistic moved towards the new value, at its own placements."""
     if old is None:
         return None
     there = Layout.of(_torch.spec_of(old))
@@ -189,5 +187,5 @@ def batch_norm_by_name(operator: _torch.Operator, args: tuple[Any, ...], kwargs:
 def _reserve(result: _Normalised) -> DTensor:
     """The scratch that some kernels hand to their backward: ours needs none."""
     layout = Layout.of(_torch.spec_of(result.mean))
-    empty = new(layout, (0,), (Replicate(),) * layout.mesh.ndim, torch.uint8)
+    empty = layout.new((0,), (Replicate(),) * layout.mesh.ndim, torch.uint8)
     return _torch.wrap(_torch.local_of(result.mean).new_empty(0, dtype=torch.uint8), empty.spec)

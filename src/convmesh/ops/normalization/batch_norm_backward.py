@@ -11,13 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...kernels.normalization import Pair, input_gradient, sums_of_channels
-from ...sharding.layout import Layout
+from ...sharding.layout import Layout, all_absent
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move, move_beside
 from ...sharding.registry import rule
-from ..reductions.plan import wrap_dense
 from .batch_norm import BACKWARD, plan_batch_norm
-from .common import Spread, all_absent, parameter_gradient, place_parameters
+from .common import Spread, parameter_gradient, place_parameters
 
 aten = torch.ops.aten
 
@@ -29,7 +28,6 @@ class BackwardPlan:
     statistics: Layout
     spread: Spread
     parameter: tuple[Layout, Layout]  # where the gradients of weight and bias are, and where they go
-    present: bool
 
 
 @planned
@@ -43,7 +41,7 @@ def plan_backward(
     parameter = plain if weight is None else Layout.of(weight)
     return BackwardPlan(
         x, w, forward.statistics, forward.spread,
-        parameter_gradient(parameter, x, plain, pending=not training), forward.present,
+        parameter_gradient(parameter, x, plain, pending=not training),
     )  # fmt: skip
 
 
@@ -56,8 +54,8 @@ def _backward(
     check_placed("batch_norm_backward", tuple(zip(names, (gradient, input, weight, *running, *saved), strict=True)))
     specs = (None if t is None else _torch.spec_of(t) for t in (input, weight, *running))
     plan = plan_backward(training, *specs)
-    if not plan.present:
-        return all_absent(input, (plan.input, plan.parameter[1], plan.parameter[1]), mask)
+    if not plan.input.present:
+        return all_absent((plan.input, plan.parameter[1], plan.parameter[1]), input, mask)
     gy, x, w = move_beside(gradient, plan.input), move(input, plan.input), move(weight, plan.weight)
     if training:
         mean, rstd = (move(t, plan.statistics) for t in (mean, rstd))
@@ -65,7 +63,7 @@ def _backward(
         mean, var = (move(t, plan.statistics.typed(t.dtype)).to(plan.statistics.dtype) for t in running)
         rstd = (var + eps).rsqrt()
     gx, sums = _gradients(plan, gy, x, w, (mean, rstd), training, mask[0])
-    for_input = None if gx is None else wrap_dense(gx, plan.input.dense)
+    for_input = None if gx is None else plan.input.dense.wrap(gx)
     return for_input, *place_parameters(sums, [plan.parameter] * 2, mask[1:])
 
 

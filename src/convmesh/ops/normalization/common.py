@@ -1,4 +1,4 @@
-"""What all normalisations share: moments of a rank's own values, merged over the ranks that cut what they are taken of.
+"""What all normalisations share: moments of a rank's own values, merged over the ranks that share a set.
 
 The merged moments cost one all-reduce of a few numbers, and then every rank normalises what it has. Backward is the
 same with the two sums that its formula needs.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import kernels
 from ...comm import agreed, start_reducing
@@ -23,9 +23,8 @@ from ...kernels.normalization import Pair
 from ...sharding.layout import Layout
 from ...sharding.redistribute import place
 from ...sharding.sharding_table import Assignment, Row, Wanted, choose, input_placements
-from ...strides import dense_stride
 from .._core.cached_tensors import Numbers
-from ..reductions.plan import absent, counts, cutting
+from ..reductions.plan import counts
 from ..reductions.variance import merge
 
 Named = Sequence[tuple[str, Layout | None]]
@@ -42,7 +41,7 @@ class Spread:
 
     @staticmethod
     def over(layout: Layout, dims: Sequence[int]) -> Spread:
-        mesh_dims = cutting(layout, dims)
+        mesh_dims = layout.sharded_over(dims)
         found = counts(layout, dims, mesh_dims)
         return Spread(layout.mesh, mesh_dims, tuple(n / max(1, sum(found)) for n in found), sum(found))
 
@@ -82,7 +81,7 @@ class Spread:
 
 @lru_cache(maxsize=256)
 def rows(kept: tuple[int, ...], scaled: tuple[tuple[int, int], ...], parameters: int) -> tuple[Row, ...]:
-    """(input, *parameters) -> (): along `kept` dimensions parameters are whole, along `scaled` ones cut like the input.
+    """(input, *parameters) -> (): parameters are replicated along `kept` dimensions, and sharded along `scaled` ones.
 
     `scaled` are pairs of a dimension of the input and the parameters' dimension that goes with it.
     """
@@ -105,7 +104,7 @@ def arrange(
 def parameter_gradient(parameter: Layout, input: Layout, placed: Layout, pending: bool) -> tuple[Layout, Layout]:
     """Where the gradient of a parameter that was `placed` beside the `input` is, and where it goes.
 
-    `pending` if every rank has the sum over its own part of the input only.
+    `pending` if every rank has the sum over its local tensor of the input only.
     """
     sums = tuple(
         Partial() if pending and isinstance(at, Shard) and not isinstance(beside, Shard) else beside
@@ -113,10 +112,6 @@ def parameter_gradient(parameter: Layout, input: Layout, placed: Layout, pending
     )
     wanted = Wanted(parameter.placements, prod(parameter.shape))
     return placed.placed(sums), placed.placed(tuple(wanted.becomes(*entry) for entry in enumerate(sums)))
-
-
-def new(like: Layout, shape: tuple[int, ...], placements: tuple[Placement, ...], dtype: torch.dtype) -> Layout:
-    return Layout(like.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), dtype)
 
 
 def place_parameters(
@@ -127,8 +122,3 @@ def place_parameters(
         place(gradient.to(computed.dtype), computed, wanted) if needed else None
         for gradient, (computed, wanted), needed in zip(gradients, places, asked, strict=True)
     )
-
-
-def all_absent(input: DTensor, layouts: Sequence[Layout], asked: Sequence[bool]) -> tuple[DTensor | None, ...]:
-    """The gradients that a rank outside of the mesh returns."""
-    return tuple(absent(input, layout) if needed else None for layout, needed in zip(layouts, asked, strict=True))

@@ -1,4 +1,4 @@
-"""Group norm: statistics by sample and group, with space cut, and channels cut between groups or inside of them."""
+"""Group norm: statistics by sample and group, with space and channels sharded, between groups or inside of them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ... import _torch
 from ...geometry import Interval
 from ...kernels.normalization import Pair, input_gradient, moments_of_groups, normalised, sums_by_set
 from ...sharding.errors import refuse
-from ...sharding.layout import Layout
+from ...sharding.layout import Layout, all_absent
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move, move_beside
 from ...sharding.registry import Behaviour, made_of_others, rule
 from .._core.cached_tensors import Numbers
-from ..reductions.plan import absent, counts, cutting, wide, wrap_dense
-from .common import Named, Spread, all_absent, arrange, new, parameter_gradient, place_parameters, rows  # fmt: skip
+from ..reductions.plan import counts, wide
+from .common import Named, Spread, arrange, parameter_gradient, place_parameters, rows  # fmt: skip
 
 aten = torch.ops.aten
 
 made_of_others(aten.group_norm.default)
 
-TRAVELS = "nothing; all-reduce of 2 numbers a group, sample and rank where space or a group is cut"
-BEHAVIOUR = Behaviour("batch, channels, space", TRAVELS)
+COMMUNICATION = "nothing; all-reduce of 2 numbers a group, sample and rank where space or a group is sharded"
+BEHAVIOUR = Behaviour("batch, channels, space", COMMUNICATION)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class GroupNormPlan:
     per_group: int
     whole_groups: bool  # every rank has whole groups, and knows these only; else it knows all groups
     parameters: tuple[tuple[Layout, Layout], ...]
-    present: bool
 
     def columns(self, device: torch.device) -> torch.Tensor:
         """For each of this rank's channels, which column of the statistics it belongs to."""
@@ -90,16 +89,14 @@ def plan_group_norm(operator: str, groups: int, *specs: _torch.Spec | None) -> G
     by_group = tuple(p if p in cut else Replicate() for p in placed.placements)
     by_channel = tuple(Shard(0) if p == Shard(1) else Replicate() for p in placed.placements)
     dtype = next((given.dtype for given in (weight, bias) if given is not None), input.dtype)
-    whole = new(input, (input.shape[1],), by_channel, dtype)
-    present = input.mesh.get_coordinate() is not None
+    whole = input.new((input.shape[1],), by_channel, dtype)
     return GroupNormPlan(
         operands, placed.dense,
-        new(input, (input.shape[0], groups), by_group,
+        input.new((input.shape[0], groups), by_group,
             wide(input.dtype)),
         Spread.over(placed, range(2, dims)) if whole_groups else _spread_groups(placed, groups, per_group),
-        placed.own(1) if present else Interval(0, 0), per_group, whole_groups,
+        placed.own(1) if input.present else Interval(0, 0), per_group, whole_groups,
         tuple(parameter_gradient(given or whole, placed, whole, pending=True) for given in (weight, bias)),
-        present,
     )  # fmt: skip
 
 
@@ -114,9 +111,9 @@ def _check(operator: str, groups: int, named: Named, input: Layout) -> None:
 
 
 def _spread_groups(placed: Layout, groups: int, per_group: int) -> Spread:
-    """Where channels are cut inside of groups, a rank's share is another for every group."""
+    """Where channels are sharded inside of groups, a rank's share is another for every group."""
     space = range(2, len(placed.shape))
-    mesh_dims = cutting(placed, (1, *space))
+    mesh_dims = placed.sharded_over((1, *space))
     values = per_group * prod(placed.shape[2:])
     shares = []
     for number, at in enumerate(product(*(range(placed.mesh.size(mesh_dim)) for mesh_dim in mesh_dims))):
@@ -133,8 +130,8 @@ def group_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     tensors = (input, weight, bias)
     check_placed("group_norm", tuple(zip(("input", "weight", "bias"), tensors, strict=True)))
     plan = plan_group_norm("group_norm", groups, *(None if t is None else _torch.spec_of(t) for t in tensors))
-    if not plan.present:
-        return tuple(absent(input, layout) for layout in (plan.output, plan.statistics, plan.statistics))
+    if not plan.output.present:
+        return tuple(layout.absent(input) for layout in (plan.output, plan.statistics, plan.statistics))
     x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
     x = x.contiguous(memory_format=plan.output.memory_format)
     if not plan.spread.mesh_dims and x.numel():
@@ -143,7 +140,7 @@ def group_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     else:
         y, mean, rstd = _normalise(plan, x, w, b, eps)
     statistics = plan.statistics.typed(mean.dtype).spec
-    return wrap_dense(y, plan.output), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
+    return plan.output.wrap(y), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
 
 
 def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
@@ -176,8 +173,8 @@ def group_norm_backward(
     check_placed("group_norm_backward", tuple(zip(names, (gradient, input, mean, rstd, weight), strict=True)))
     specs = (_torch.spec_of(input), None if weight is None else _torch.spec_of(weight), None)
     plan = plan_group_norm("group_norm_backward", groups, *specs)
-    if not plan.present:
-        return all_absent(input, (plan.output, *(wanted for _, wanted in plan.parameters)), mask)
+    if not plan.output.present:
+        return all_absent((plan.output, *(wanted for _, wanted in plan.parameters)), input, mask)
     x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
     gy = move_beside(gradient, plan.output)
     m, r = (move(t, plan.statistics.typed(t.dtype)) for t in (mean, rstd))
@@ -187,7 +184,7 @@ def group_norm_backward(
         gx, *gradients = operator(gy, x, m, r, w, *sizes, plan.groups, mask)
     else:
         gx, *gradients = _gradients(plan, gy, x, m, r, w)
-    for_input = wrap_dense(gx, plan.output) if mask[0] else None
+    for_input = plan.output.wrap(gx) if mask[0] else None
     return for_input, *place_parameters(gradients, plan.parameters, mask[1:])
 
 

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.distributed.tensor import DTensor
 
-from ... import _torch
-from ...sharding.registry import composite, rule
+from ...sharding.registry import composite
 from .group_norm import BEHAVIOUR
 
-aten = torch.ops.aten
 
-
-@composite("instance_norm")
+@composite("instance_norm", BEHAVIOUR)
 def instance_norm(
     input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None, use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool,
 ) -> torch.Tensor:  # fmt: skip
-    if not isinstance(input, DTensor):
-        rest = (weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled)
-        result: torch.Tensor = _torch.composite(aten.instance_norm.default, (input, *rest), {})
-        return result
     input = input.contiguous()  # as on one device
     if not use_input_stats:
         return torch.batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, cudnn_enabled)
@@ -33,9 +23,3 @@ def instance_norm(
                 if running is not None:
                     running.mul_(1 - momentum).add_(value.mean(0).to(running.dtype) * momentum)
     return torch.group_norm(input, input.shape[1], weight, bias, eps, cudnn_enabled)
-
-
-@rule(aten.instance_norm.default, behaviour=BEHAVIOUR)
-def whole(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """In inference mode it reaches DTensor as it is."""
-    return instance_norm(*_torch.arguments(operator, args, kwargs))

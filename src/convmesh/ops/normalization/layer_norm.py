@@ -2,147 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from ... import _torch
 from ...kernels.normalization import Pair, input_gradient, moments_of_sets, normalised, sums_by_set
-from ...sharding.errors import refuse
+from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import check_placed, move, move_beside
-from ...sharding.registry import Behaviour, made_of_others, rule
-from ..reductions.plan import absent, wide, wrap_dense
-from .common import Named, Spread, all_absent, arrange, new, parameter_gradient, place_parameters, rows
+from ...sharding.registry import Behaviour, made_of_others
+from ...sharding.sharding_table import P, R, Row, Shard
+from ...sharding.table_plan import TablePlan
+from ...sharding.table_rule import Like, table_rule
+from ..reductions.plan import wide
+from .common import Spread
 
 aten = torch.ops.aten
 
 made_of_others(aten.layer_norm.default, aten.rms_norm.default)
 
-TRAVELS = "nothing; all-reduce of 2 numbers a row and rank where normalised dimensions are cut"
-BEHAVIOUR = Behaviour("all dimensions", TRAVELS)
+LAYER_NORM = Behaviour(
+    "all dimensions", "nothing; all-reduce of 2 numbers a row and rank where normalised dimensions are sharded"
+)
+
+Shape = Sequence[int]
 
 
-@dataclass(frozen=True)
-class LayerNormPlan:
-    operands: tuple[Layout | None, ...]  # input, weight, bias
-    output: Layout
-    statistics: Layout
-    spread: Spread
-    outer: tuple[int, ...]  # the dimensions that are not normalised over, and those that are
-    inner: tuple[int, ...]
-    parameters: tuple[tuple[Layout, Layout], ...]  # where the gradients of weight and bias are, and where they go
-    present: bool
+def first_normalised(input: Layout, shape: Shape, *parameters: Layout | None) -> int:
+    """The first of the dimensions that are normalised over."""
+    sizes, axis = tuple(shape), input.ndim - len(shape)
+    if axis < 0 or not sizes or input.shape[axis:] != sizes:
+        raise Unfit(f"the input's last sizes are not {sizes}", "give its trailing sizes")
+    if any(given is not None and given.shape != sizes for given in parameters):
+        raise Unfit(f"weight or bias has another shape than {sizes}", "give it that shape")
+    return axis
 
 
-@planned
-def plan_layer_norm(operator: str, normal_shape: tuple[int, ...], *specs: _torch.Spec | None) -> LayerNormPlan:
-    input, weight, bias = (None if spec is None else Layout.of(spec) for spec in specs)
-    assert input is not None
-    named: Named = (("input", input), ("weight", weight), ("bias", bias))
-    axis = len(input.shape) - len(normal_shape)
-    if axis < 0 or not normal_shape or input.shape[axis:] != normal_shape:
-        raise refuse(operator, f"the input's last sizes are not {normal_shape}", named, "give its trailing sizes")
-    for name, given in named[1:]:
-        if given is not None and given.shape != normal_shape:
-            raise refuse(operator, f"{name} has another shape than {normal_shape}", named, "give it that shape")
-    outer, inner = tuple(range(axis)), tuple(range(axis, len(input.shape)))
-    operands = arrange(operator, rows(outer, tuple((dim, dim - axis) for dim in inner), 2), named)
-    placed = operands[0]
-    assert placed is not None
-    by_row = tuple(p if isinstance(p, Shard) and p.dim < axis else Replicate() for p in placed.placements)
-    beside = tuple(
-        Shard(p.dim - axis) if isinstance(p, Shard) and p.dim >= axis else Replicate() for p in placed.placements
-    )
-    dtype = next((given.dtype for given in (weight, bias) if given is not None), input.dtype)
-    whole = new(input, normal_shape, beside, dtype)
-    return LayerNormPlan(
-        operands, placed.dense, new(input, (*input.shape[:axis], *[1] * len(inner)), by_row, wide(input.dtype)),
-        Spread.over(placed, inner), outer, inner,
-        tuple(parameter_gradient(given or whole, placed, whole, pending=True) for given in (weight, bias)),
-        input.mesh.get_coordinate() is not None,
-    )  # fmt: skip
+def forward_rows(input: Layout, shape: Shape, *parameters: Layout | None, statistics: int) -> Iterator[Row]:
+    """input, parameters -> output, statistics of each row"""
+    axis, count = first_normalised(input, shape, *parameters), len(parameters)
+    yield Row("replicated", (R,) * (1 + count), (R,) * (1 + statistics))
+    for dim in range(axis):
+        yield Row("rows", (Shard(dim), *(R,) * count), (Shard(dim),) * (1 + statistics))
+    for dim in range(axis, input.ndim):
+        yield Row("normalised", (Shard(dim), *(Shard(dim - axis),) * count), (Shard(dim), *(R,) * statistics))
 
 
-@rule(aten.native_layer_norm.default, behaviour=BEHAVIOUR)
-def layer_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    input, shape, weight, bias, eps = _torch.arguments(operator, args, kwargs)
-    tensors = (input, weight, bias)
-    check_placed("layer_norm", tuple(zip(("input", "weight", "bias"), tensors, strict=True)))
-    specs = (None if t is None else _torch.spec_of(t) for t in tensors)
-    plan = plan_layer_norm("layer_norm", tuple(int(size) for size in shape), *specs)
-    if not plan.present:
-        return tuple(absent(input, layout) for layout in (plan.output, plan.statistics, plan.statistics))
-    x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
-    if not plan.spread.mesh_dims:
-        y, mean, rstd = operator(x, list(shape), w, b, eps)
-    else:
-        y, mean, rstd = _normalise(plan, x, w, b, eps)
-    statistics = plan.statistics.typed(mean.dtype).spec
-    return wrap_dense(y, plan.output), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
+def backward_rows(input: Layout, shape: Shape, *parameters: Layout | None, statistics: int) -> Iterator[Row]:
+    """grad_output, input, statistics, parameters -> gradients of input and parameters"""
+    axis, count = first_normalised(input, shape, *parameters), len(parameters)
+    yield Row("replicated", (R,) * (2 + statistics + count), (R,) * (1 + count))
+    for dim in range(axis):
+        at = Shard(dim)
+        yield Row("rows", (*(at,) * (2 + statistics), *(R,) * count), (at, *(P,) * count))
+    for dim in range(axis, input.ndim):
+        at, beside = Shard(dim), (Shard(dim - axis),) * count
+        yield Row("normalised", (at, at, *(R,) * statistics, *beside), (at, *beside))
 
 
-def _normalise(plan: LayerNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
-    x = x.to(plan.statistics.dtype).contiguous()
-    by_row = (*x.shape[: len(plan.outer)], *[1] * len(plan.inner))
-    compiled = plan.spread.compiled()
-    mean, var = plan.spread.merge(*(t.view(by_row) for t in moments_of_sets(x, prod(by_row), compiled)))
-    y = normalised(x, (mean, var), eps, compiled=compiled)
-    y = y if w is None else y.mul_(w)
-    return (y if b is None else y.add_(b)), mean, (var + eps).rsqrt()
+def spread_of(input: Layout, shape: Shape) -> Spread:
+    return Spread.over(input, range(input.ndim - len(shape), input.ndim))
 
 
-@rule(aten.native_layer_norm_backward.default, behaviour=BEHAVIOUR)
-def layer_norm_backward(
-    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor | None, ...]:
-    gradient, input, shape, mean, rstd, weight, bias, mask = _torch.arguments(operator, args, kwargs)
-    names = ("grad_output", "input", "mean", "rstd", "weight", "bias")
-    check_placed("layer_norm_backward", tuple(zip(names, (gradient, input, mean, rstd, weight, bias), strict=True)))
-    tensors = (input, weight, bias)
-    specs = (None if t is None else _torch.spec_of(t) for t in tensors)
-    plan = plan_layer_norm("layer_norm_backward", tuple(int(size) for size in shape), *specs)
-    if not plan.present:
-        return all_absent(input, (plan.output, *(wanted for _, wanted in plan.parameters)), mask)
-    x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
-    gy = move_beside(gradient, plan.output)
-    m, r = (move(t, plan.statistics.typed(t.dtype)) for t in (mean, rstd))
-    if not plan.spread.mesh_dims and x.numel():
-        gx, *gradients = operator(gy, x, list(shape), m, r, w, b, mask)
-    else:
-        gx, *gradients = _gradients(plan, gy, x, m, r, w, mask)
-    for_input = wrap_dense(gx, plan.output) if mask[0] else None
-    return for_input, *place_parameters(gradients, plan.parameters, mask[1:])
+def _normalised(plan: TablePlan, input: Layout, shape: Shape, *_: object) -> Callable[..., tuple[torch.Tensor, ...]]:
+    spread = spread_of(input, shape)
+    if not spread.mesh_dims:
+        return plan.operator
+
+    def local(x: torch.Tensor, shape: Shape, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
+        x = x.to(wide(x.dtype)).contiguous()
+        rows = x.shape[: x.dim() - len(shape)]
+        by_row = (*rows, *[1] * len(shape))
+        compiled = spread.compiled()
+        mean, var = spread.merge(*(t.view(by_row) for t in moments_of_sets(x, prod(rows), compiled)))
+        y = normalised(x, (mean, var), eps, compiled=compiled)
+        y = y if w is None else y.mul_(w)
+        return (y if b is None else y.add_(b)), mean, (var + eps).rsqrt()
+
+    return local
+
+
+@table_rule(aten.native_layer_norm.default, behaviour=LAYER_NORM, local=_normalised, communicates=True)
+def layer_norm(input: Layout, shape: Shape, weight: Layout | None, bias: Layout | None, eps: float) -> Iterator[Row]:
+    return forward_rows(input, shape, weight, bias, statistics=2)
 
 
 def _gradients(
-    plan: LayerNormPlan, gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, w: Any,
-    mask: Sequence[bool],
-) -> tuple[Any, ...]:  # fmt: skip
-    gy, x = (t.to(mean.dtype) for t in (gy, x))
-    compiled = plan.spread.compiled()
-    for_input = for_weight = for_bias = None
-    if mask[0]:
-        scaled = gy if w is None else gy * w
-        sums = plan.spread.start_adding_up(*sums_by_set(scaled, x, mean, rstd, compiled))
+    plan: TablePlan, grad_output: Layout, input: Layout, shape: Shape, *_: object
+) -> Callable[..., tuple[Any, ...]]:
+    spread = spread_of(input, shape)
+    outer = tuple(range(input.ndim - len(shape)))
+    if not spread.mesh_dims and 0 not in input.local_shape:
+        return plan.operator
 
-        def means() -> Pair:
-            first, second = sums()
-            return first / plan.spread.count, second / plan.spread.count
+    def over_rows(values: torch.Tensor) -> torch.Tensor:
+        return values.sum(outer) if outer else values
 
-        for_input = input_gradient(scaled, x, (mean, rstd), means, compiled=compiled)
-    if mask[1]:
-        for_weight = _over_rows((x - mean).mul_(rstd).mul_(gy), plan)
-    if mask[2]:
-        for_bias = _over_rows(gy, plan)
-    return for_input, for_weight, for_bias
+    def local(
+        gy: torch.Tensor, x: torch.Tensor, shape: Shape, mean: torch.Tensor, rstd: torch.Tensor, w: Any, b: Any,
+        mask: Sequence[bool],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        gy, x = (t.to(mean.dtype) for t in (gy, x))
+        compiled = spread.compiled()
+        for_input = for_weight = for_bias = None
+        if mask[0]:
+            scaled = gy if w is None else gy * w
+            sums = spread.start_adding_up(*sums_by_set(scaled, x, mean, rstd, compiled))
+
+            def means() -> Pair:
+                first, second = sums()
+                return first / spread.count, second / spread.count
+
+            for_input = input_gradient(scaled, x, (mean, rstd), means, compiled=compiled)
+        if mask[1]:
+            for_weight = over_rows((x - mean).mul_(rstd).mul_(gy))
+        if mask[2]:
+            for_bias = over_rows(gy)
+        return for_input, for_weight, for_bias
+
+    return local
 
 
-def _over_rows(values: torch.Tensor, plan: LayerNormPlan) -> torch.Tensor:
-    return values.sum(plan.outer) if plan.outer else values
+@table_rule(
+    aten.native_layer_norm_backward.default, behaviour=LAYER_NORM, local=_gradients, communicates=True,
+    results=(None, Like("weight", decides=False), Like("bias", decides=False)),
+)  # fmt: skip
+def layer_norm_backward(
+    grad_output: Layout, input: Layout, shape: Shape, mean: Layout, rstd: Layout, weight: Layout | None,
+    bias: Layout | None, mask: Sequence[bool],
+) -> Iterator[Row]:  # fmt: skip
+    return backward_rows(input, shape, weight, bias, statistics=2)

@@ -2,67 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from ... import _torch
 from ...comm import all_reduce
-from ...sharding.redistribute import check_placed, move, move_beside
-from ...sharding.registry import Behaviour, rule
-from ..reductions.plan import absent, wide, wrap_dense
-from .common import all_absent, place_parameters
-from .layer_norm import LayerNormPlan, plan_layer_norm
+from ...sharding.layout import Layout
+from ...sharding.registry import Behaviour
+from ...sharding.sharding_table import Row
+from ...sharding.table_plan import TablePlan
+from ...sharding.table_rule import Like, table_rule
+from ..reductions.plan import wide
+from .common import Spread
+from .layer_norm import Shape, backward_rows, forward_rows, spread_of
 
 aten = torch.ops.aten
 
-TRAVELS = "nothing; all-reduce of one number a row where normalised dimensions are cut"
-BEHAVIOUR = Behaviour("all dimensions", TRAVELS)
+RMS_NORM = Behaviour(
+    "all dimensions", "nothing; all-reduce of one number a row where normalised dimensions are sharded"
+)
 
 
-def _plan(input: Any, shape: Any, weight: Any, *more: tuple[str, Any]) -> LayerNormPlan:
-    check_placed("rms_norm", (("input", input), ("weight", weight), *more))
-    weight_spec = None if weight is None else _torch.spec_of(weight)
-    return plan_layer_norm("rms_norm", tuple(int(size) for size in shape), _torch.spec_of(input), weight_spec, None)
+def _mean(values: torch.Tensor, spread: Spread, dims: int) -> torch.Tensor:
+    """Over the last dimensions, and all ranks that have some of them."""
+    own = values.sum(tuple(range(-dims, 0)), keepdim=True)
+    return all_reduce(own, spread.mesh, spread.mesh_dims) / spread.count
 
 
-@rule(aten._fused_rms_norm.default, behaviour=BEHAVIOUR)
-def rms_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    input, shape, weight, eps = _torch.arguments(operator, args, kwargs)
-    plan = _plan(input, shape, weight)
-    if not plan.present:
-        return absent(input, plan.output), absent(input, plan.statistics)
-    x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
-    if not plan.spread.mesh_dims:
-        y, rstd = operator(x, list(shape), w, eps)
-        return wrap_dense(y, plan.output), _torch.wrap(rstd, plan.statistics.typed(rstd.dtype).spec)
-    x = x.to(plan.statistics.dtype)
-    square = _summed(plan, x.square()) / plan.spread.count
-    rstd = (square + (torch.finfo(input.dtype).eps if eps is None else eps)).rsqrt()
-    y = x * rstd
-    return wrap_dense(y if w is None else y.mul_(w), plan.output), _torch.wrap(rstd, plan.statistics.spec)
+def _normalised(plan: TablePlan, input: Layout, shape: Shape, *_: object) -> Callable[..., tuple[torch.Tensor, ...]]:
+    spread = spread_of(input, shape)
+    if not spread.mesh_dims:
+        return plan.operator
+
+    def local(x: torch.Tensor, shape: Shape, w: Any, eps: float | None) -> tuple[torch.Tensor, ...]:
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        x = x.to(wide(x.dtype))
+        rstd = (_mean(x.square(), spread, len(shape)) + eps).rsqrt()
+        y = x * rstd
+        return y if w is None else y.mul_(w), rstd
+
+    return local
 
 
-@rule(aten._fused_rms_norm_backward.default, behaviour=BEHAVIOUR)
+@table_rule(aten._fused_rms_norm.default, behaviour=RMS_NORM, local=_normalised, communicates=True)
+def rms_norm(input: Layout, shape: Shape, weight: Layout | None, eps: float | None) -> Iterator[Row]:
+    return forward_rows(input, shape, weight, statistics=1)
+
+
+def _gradients(
+    plan: TablePlan, grad_output: Layout, input: Layout, shape: Shape, *_: object
+) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    spread, outer = spread_of(input, shape), tuple(range(input.ndim - len(shape)))
+
+    def local(
+        gy: torch.Tensor, x: torch.Tensor, shape: Shape, rstd: torch.Tensor, w: Any, mask: Sequence[bool]
+    ) -> tuple[torch.Tensor | None, ...]:
+        gy = gy.to(wide(x.dtype))
+        normal = x * rstd
+        scaled = gy if w is None else gy * w
+        for_weight = (gy * normal).sum(outer) if outer else gy * normal
+        mean = _mean(scaled * normal, spread, len(shape))
+        gx = (scaled - normal.mul_(mean)).mul_(rstd)
+        return gx if mask[0] else None, for_weight if mask[1] else None
+
+    return local
+
+
+@table_rule(
+    aten._fused_rms_norm_backward.default, behaviour=RMS_NORM, local=_gradients, communicates=True,
+    results=(None, Like("weight", decides=False)),
+)  # fmt: skip
 def rms_norm_backward(
-    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor | None, ...]:
-    gradient, input, shape, rstd, weight, mask = _torch.arguments(operator, args, kwargs)
-    plan = _plan(input, shape, weight, ("grad_output", gradient), ("rstd", rstd))
-    if not plan.present:
-        return all_absent(input, (plan.output, plan.parameters[0][1]), mask)
-    x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
-    gy = move_beside(gradient, plan.output).to(wide(input.dtype))
-    r = move(rstd, plan.statistics.typed(rstd.dtype))
-    normal = x * r
-    scaled = gy if w is None else gy * w
-    for_weight = (gy * normal).sum(plan.outer) if plan.outer else gy * normal
-    mean = _summed(plan, scaled * normal) / plan.spread.count
-    gx = (scaled - normal.mul_(mean)).mul_(r)
-    for_input = wrap_dense(gx, plan.output) if mask[0] else None
-    return for_input, *place_parameters([for_weight], plan.parameters[:1], mask[1:])
-
-
-def _summed(plan: LayerNormPlan, values: torch.Tensor) -> torch.Tensor:
-    return all_reduce(values.sum(plan.inner, keepdim=True), plan.output.mesh, plan.spread.mesh_dims)
+    grad_output: Layout, input: Layout, shape: Shape, rstd: Layout, weight: Layout | None, mask: Sequence[bool]
+) -> Iterator[Row]:
+    return backward_rows(input, shape, weight, statistics=1)

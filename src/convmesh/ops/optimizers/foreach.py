@@ -122,7 +122,7 @@ def unscale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     found = local[1]
     cuts: dict[DeviceMesh, set[int]] = {}
     for target in lists.targets:
-        if target is not None and target.mesh.get_coordinate() is not None:
+        if target is not None and target.present:
             cuts.setdefault(target.mesh, set()).update(dim for dims in target.cuts.values() for dim in dims)
     for mesh, cut in cuts.items():
         found.copy_(all_reduce(found, mesh, sorted(cut), "max"))

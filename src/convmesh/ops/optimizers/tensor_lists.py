@@ -172,7 +172,7 @@ class Lists:
         if tensor.dim() < len(target.shape):
             local: torch.Tensor = self._whole(tensor)
             return local
-        if target.mesh.get_coordinate() is None:
+        if not target.present:
             return _torch.local_of(tensor)
         moved: torch.Tensor = move(tensor, target)
         return moved

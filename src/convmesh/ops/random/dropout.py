@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...kernels.mt19937 import is_generator_of
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.redistribute import check_placed
 from ...sharding.registry import made_of_others, rule, unlisted
 from .bernoulli import zeros_and_ones
@@ -47,11 +47,9 @@ def native_dropout(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dic
 
 def _noise(operator: _torch.Operator, layout: Layout, model: DTensor, p: float) -> torch.Tensor:
     """0 or 1 / (1 - p), drawn exactly as the operator does it on this device."""
-    if layout.mesh.get_coordinate() is not None:
-        # A CPU draws them in the order of the dimensions, however the input lies in memory.
-        stride = dense_stride(layout.shape, torch.contiguous_format)
-        plain = Layout(layout.mesh, layout.placements, layout.shape, stride, layout.dtype)
-        ones = zeros_and_ones(plain, _torch.local_of(model).device, None, 1 - p, None)
+    if layout.present:
+        # A CPU draws them in the order of the dimensions, whatever the strides of the input are.
+        ones = zeros_and_ones(layout.new(layout.shape), _torch.local_of(model).device, None, 1 - p, None)
         if ones is not None:
             return ones.mul_(1 / (1 - p))
 

@@ -133,7 +133,7 @@ def _beside(tensor: DTensor, layout: Layout) -> torch.Tensor:
     """This rank's part of a tensor that is used elementwise with one that lies as `layout` says."""
     tensor = reduce_once([tensor]).get(id(tensor), tensor)
     own = Layout.of(_torch.spec_of(tensor))
-    if layout.mesh.get_coordinate() is None:
+    if not layout.present:
         return _torch.local_of(tensor)
     target = own.placed(layout.placements if own.shape == layout.shape else (Replicate(),) * own.mesh.ndim)
     local: torch.Tensor = move(tensor, target)
@@ -153,7 +153,7 @@ def _write(tensor: DTensor, drawn: torch.Tensor) -> DTensor:
 def _zeros_and_ones(
     layout: Layout, model: DTensor, p: float, generator: torch.Generator | None, into: torch.Tensor | None = None
 ) -> torch.Tensor:
-    if layout.mesh.get_coordinate() is not None:
+    if layout.present:
         drawn = zeros_and_ones(layout, _torch.local_of(model).device, into, p, generator)
         if drawn is not None:
             return drawn

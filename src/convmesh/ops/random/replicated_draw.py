@@ -63,7 +63,7 @@ def where_drawn(spec: _torch.Spec, dtype: torch.dtype | None, stride: Stride | N
 def draw_own(layout: Layout, model: DTensor, generator: torch.Generator | None, draw: Draw) -> torch.Tensor:
     """This rank's part of what `draw` fills an empty tensor with."""
     local = _torch.local_of(model)
-    if layout.mesh.get_coordinate() is None:
+    if not layout.present:
         return local.new_empty(0, dtype=layout.dtype)
     own = tuple(layout.own(dim) for dim in range(len(layout.shape)))
     if prod(layout.shape) > LARGEST_WHOLE and not _torch.tracing():

@@ -1,4 +1,4 @@
-"""Whether tensors are equal, and whether any or all values are true: each rank says of its own part."""
+"""Whether tensors are equal, and whether any or all values are true: each rank says of its local tensor."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...sharding.layout import Layout
 from ...sharding.redistribute import check_placed, move, move_beside
 from ...sharding.registry import Behaviour, rule
 from .basic import SMALL, extreme_of
-from .plan import absent, begin, cutting, settled
+from .plan import begin
 
-EQUAL = Behaviour("all dimensions", "all-reduce of one number; operands that lie differently")
+EQUAL = Behaviour("all dimensions", "all-reduce of one number; operands of other placements")
 
 
 aten = torch.ops.aten
@@ -28,12 +28,12 @@ def equal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     check_placed("equal", (("self", one), ("other", other)))
     if one.shape != other.shape:
         return False
-    layout = settled(Layout.of(_torch.spec_of(one)))
-    if layout.mesh.get_coordinate() is None:
+    layout = Layout.of(_torch.spec_of(one)).without_partial()
+    if not layout.present:
         return True
     mine = move(one, layout)
     same = torch.tensor(int(mine.equal(move_beside(other, layout))), device=mine.device)
-    return bool(all_reduce(same, layout.mesh, cutting(layout, range(len(layout.shape))), "min").item())
+    return bool(all_reduce(same, layout.mesh, layout.sharded_over(), "min").item())
 
 
 @rule(aten.allclose.default, behaviour=EQUAL)
@@ -55,5 +55,5 @@ def quantified(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     plan, local = begin(name, input, dim, keepdim)
     kind = torch.uint8 if input.dtype == torch.uint8 else torch.bool
     if local is None:
-        return absent(input, plan.output.typed(kind))
+        return plan.output.typed(kind).absent(input)
     return plan.wrap(extreme_of(plan, local != 0, greatest=name == "any"), kind)

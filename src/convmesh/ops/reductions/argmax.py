@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from ... import _torch
 from ...sharding.registry import rule
 from .basic import TWICE, check_filled, extreme_of, local_extreme
-from .plan import Reduction, absent, begin
+from .plan import Reduction, begin
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ def argument(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     plan, local = begin(name, input, dim, keepdim)
     check_filled(name, plan, input)
     if local is None:
-        return absent(input, plan.output.typed(torch.int64))
+        return plan.output.typed(torch.int64).absent(input)
     return plan.wrap(_extreme_and_place(plan, local, name == "argmax")[1], torch.int64)
 
 
@@ -34,7 +34,7 @@ def extreme_along(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict
     plan, local = begin(name, input, dim, keepdim)
     check_filled(name, plan, input)
     if local is None:
-        return absent(input, plan.output), absent(input, plan.output.typed(torch.int64))
+        return plan.output.absent(input), plan.output.typed(torch.int64).absent(input)
     value, place = _extreme_and_place(plan, local, name == "max")
     return plan.wrap(value), plan.wrap(place, torch.int64)
 
@@ -57,7 +57,7 @@ def _extreme_and_place(plan: Reduction, local: torch.Tensor, greatest: bool) -> 
 
 
 def _globally(plan: Reduction, place: torch.Tensor) -> torch.Tensor:
-    """The index in the whole tensor of one in this rank's part. Both count along the reduced dimensions in order."""
+    """The index in the full tensor of one in the local tensor. Both count along the reduced dimensions in order."""
     result = torch.zeros_like(place)
     step = 1
     for dim in reversed(plan.dims):

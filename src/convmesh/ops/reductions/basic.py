@@ -12,11 +12,11 @@ from ... import _torch
 from ...sharding.errors import refuse
 from ...sharding.partial import is_pending, reduce_once
 from ...sharding.registry import Behaviour, rule
-from .plan import Reduction, absent, begin, wide
+from .plan import Reduction, begin, wide
 
 aten = torch.ops.aten
 
-STAYS = "all dimensions; reduced ones come out whole"
+STAYS = "all dimensions; reduced ones come out replicated"
 AT_ONCE = "all-reduce of the result, at once: every rank can print a loss"
 LINEAR = Behaviour(STAYS + "; Partial sums and averages stay Partial", AT_ONCE)
 SUM = Behaviour(STAYS + "; Partial sums and averages stay Partial", f"{AT_ONCE} (later in backward)")
@@ -36,7 +36,7 @@ def mean(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         raise refuse("mean", f"there is no mean of dtype {dtype}", [("input", input)], "give a floating point dtype")
     plan, local = begin("mean", input, dim, keepdim, ("sum", "avg"))
     if local is None:
-        return absent(input, plan.output.typed(dtype))
+        return plan.output.typed(dtype).absent(input)
     if not plan.mesh_dims:
         return plan.wrap(local.mean(plan.dims, keepdim=True, dtype=dtype), dtype)
     total = plan.combine(local.sum(plan.dims, keepdim=True, dtype=wide(dtype)))
@@ -54,7 +54,7 @@ def total(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     dtype = dtype or (input.dtype if floating else torch.int64)
     plan, local = begin("sum", input, dim, keepdim, ("sum", "avg"))
     if local is None:
-        return absent(input, plan.output.typed(dtype))
+        return plan.output.typed(dtype).absent(input)
     summed = local.sum(plan.dims, keepdim=True, dtype=wide(dtype) if plan.mesh_dims else dtype)
     if plan.mesh_dims and _torch.in_backward() and summed.dtype == dtype:
         return plan.wrap(summed, dtype, pending=True)
@@ -69,7 +69,7 @@ def extreme(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     plan, local = begin(name, input, dim, keepdim, (name[-3:],))
     check_filled(name, plan, input)
     if local is None:
-        return absent(input, plan.output)
+        return plan.output.absent(input)
     return plan.wrap(extreme_of(plan, local, greatest=name.endswith("max")))
 
 
@@ -114,7 +114,7 @@ def vector_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[s
         check_filled("linalg_vector_norm", plan, input)
     result = (dtype or input.dtype).to_real()
     if local is None:
-        return absent(input, plan.output.typed(result))
+        return plan.output.typed(result).absent(input)
     if not plan.mesh_dims:
         return plan.wrap(torch.linalg.vector_norm(local, order, plan.dims, True, dtype=dtype), result)
     if abs(order) == inf:
@@ -134,7 +134,7 @@ def logsumexp(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     dtype = input.dtype if input.dtype.is_floating_point else torch.get_default_dtype()
     plan, local = begin("logsumexp", input, dim, keepdim)
     if local is None:
-        return absent(input, plan.output.typed(dtype))
+        return plan.output.typed(dtype).absent(input)
     local = local.to(wide(dtype))
     if not plan.mesh_dims:
         return plan.wrap(torch.logsumexp(local, plan.dims, keepdim=True), dtype)

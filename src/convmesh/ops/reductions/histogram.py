@@ -6,17 +6,15 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
 
 from ... import _torch
 from ...comm import all_reduce
 from ...sharding.errors import refuse
 from ...sharding.implicit_replication import the_same_everywhere
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.redistribute import check_placed, move, move_beside
 from ...sharding.registry import Behaviour, rule
 from ..indexing.index_select import local_index
-from .plan import cutting, settled
 
 aten = torch.ops.aten
 
@@ -33,13 +31,13 @@ def bincount(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
         raise refuse("bincount", "it counts rows, and in compiled code not even those: their values are not known",
                      (("input", input), ("weights", weights)),
                      "flatten both, and call it outside of torch.compile")  # fmt: skip
-    layout = settled(Layout.of(_torch.spec_of(input)))
+    layout = Layout.of(_torch.spec_of(input)).without_partial()
     local = move(input, layout)
     dtype = torch.int64 if weights is None else torch.double if weights.dtype != torch.float32 else torch.float32
     counted = local.new_empty(0, dtype=dtype)
     shape: tuple[int, ...] = (minlength,)
-    if layout.mesh.get_coordinate() is not None:
-        mesh_dims = cutting(layout, [0])
+    if layout.present:
+        mesh_dims = layout.sharded_over([0])
         least, most = (int(local.min()), int(local.max())) if local.numel() else (0, -1)
         ends = torch.tensor([-least, most], device=local.device)
         lowest, highest = all_reduce(ends, layout.mesh, mesh_dims, "max").tolist()
@@ -49,9 +47,7 @@ def bincount(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
         counted = aten.bincount.default(local, given, max(minlength, highest + 1))
         counted = all_reduce(counted, layout.mesh, mesh_dims)
         shape = tuple(counted.shape)
-    output = Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim, shape,
-                    dense_stride(shape, torch.contiguous_format), counted.dtype)  # fmt: skip
-    return _torch.wrap(counted, output.spec)
+    return _torch.wrap(counted, layout.replicated().new(shape, dtype=counted.dtype).spec)
 
 
 @rule(aten.histc.default, behaviour=COUNT)
@@ -62,12 +58,12 @@ def histc(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     if low == high and _torch.tracing():
         raise refuse("histc", "compiled code does not know the least and the greatest value", (("input", input),),
                      "give min and max")  # fmt: skip
-    layout = settled(Layout.of(_torch.spec_of(input)))
+    layout = Layout.of(_torch.spec_of(input)).without_partial()
     local = move(input, layout)
-    output = Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim, (bins,), (1,), input.dtype)
-    if layout.mesh.get_coordinate() is None:
-        return _torch.wrap(local.new_empty(0), output.spec)
-    mesh_dims = cutting(layout, range(len(layout.shape)))
+    output = layout.replicated().new((bins,))
+    if not layout.present:
+        return output.absent(local)
+    mesh_dims = layout.sharded_over()
     if low == high and input.numel():
         low, high = _ends(local, layout, mesh_dims)
     counted = aten.histc.default(local, bins, low, high) if local.numel() else local.new_zeros(bins)
@@ -92,11 +88,11 @@ def histogram(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     if not by_edges and within is None and _torch.tracing():
         raise refuse("histogram", "compiled code does not know the least and the greatest value", (("input", input),),
                      "give a range")  # fmt: skip
-    layout = settled(Layout.of(_torch.spec_of(input)))
+    layout = Layout.of(_torch.spec_of(input)).without_partial()
     local, weights = move(input, layout), None if weight is None else move_beside(weight, layout)
-    if layout.mesh.get_coordinate() is None:
+    if not layout.present:
         raise refuse("histogram", "this rank is not in the mesh", (("input", input),), "call it on the mesh's ranks")
-    mesh_dims = cutting(layout, range(len(layout.shape)))
+    mesh_dims = layout.sharded_over()
     if by_edges:
         counted, edges = operator(local, local_index(bins), weight=weights)
     else:

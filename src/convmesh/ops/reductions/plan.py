@@ -1,4 +1,4 @@
-"""Where the operand of a reduction has to be, which ranks hold parts of one result, and where that result lies."""
+"""Plans of reductions: where the operand has to be, over which mesh dimensions it is reduced, where the result is."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial
 
 from ... import _torch
 from ...comm import all_reduce
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import remember
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import layouts_of, move, specs_of
 from .._core.cached_tensors import Numbers
@@ -33,13 +33,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction over `dims` of an operand that lies at `operand`; every rank reduces its part, then all of them."""
+    """A reduction over `dims` of a tensor of layout `operand`: of each local tensor, and then over the ranks."""
 
     operand: Layout
     dims: tuple[int, ...]
     keepdim: bool
     output: Layout
-    mesh_dims: tuple[int, ...]  # those that cut a reduced dimension: along them the results are put together
+    mesh_dims: tuple[int, ...]  # those over which a reduced dimension is sharded: along them results are all-reduced
     counts: tuple[int, ...]  # how many values of one result each rank along these has
 
     @property
@@ -60,9 +60,9 @@ class Reduction:
 
     @cached_property
     def pending(self) -> Layout:
-        """Where the result lies as long as the ranks' sums are not added up."""
-        cut = self.mesh_dims
-        return self.output.placed(tuple(Partial() if m in cut else p for m, p in enumerate(self.output.placements)))
+        """The layout of the result while it is Partial(sum)."""
+        over = self.mesh_dims
+        return self.output.placed(Partial() if m in over else p for m, p in enumerate(self.output.placements))
 
     def wrap(self, result: torch.Tensor, dtype: torch.dtype | None = None, pending: bool = False) -> DTensor:
         """The DTensor of a result that still has the reduced dimensions, of size 1."""
@@ -86,27 +86,10 @@ def plan_reduction(
         raise refuse(operator, f"the input has no dimensions {dims}", [("input", given)], "give dimensions it has")
     # No dimensions mean all of them, as torch has it.
     reduced = tuple(sorted({dim % rank for dim in dims})) if dims and rank else tuple(range(rank))
-    operand = settled(given, partial)
-    mesh_dims = cutting(operand, reduced)
-    sizes = [1 if dim in reduced else size for dim, size in enumerate(given.shape)]
-    shape = tuple(sizes) if keepdim else tuple(size for dim, size in enumerate(sizes) if dim not in reduced)
-    placements = tuple(_reduced(placement, reduced, keepdim) for placement in operand.placements)
-    output = Layout(given.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), given.dtype)
+    operand = given.without_partial(*partial)
+    mesh_dims = operand.sharded_over(reduced)
+    output = operand.without(reduced, keepdim)
     return Reduction(operand, reduced, keepdim, output, mesh_dims, counts(operand, reduced, mesh_dims))
-
-
-def settled(given: Layout, partial: tuple[str, ...] = ()) -> Layout:
-    """Without Partial placements, but for those whose `reduce_op` is in `partial`."""
-
-    def stays(placement: Placement) -> bool:
-        return type(placement) is Shard or (type(placement) is Partial and placement.reduce_op in partial)
-
-    return given.placed(tuple(p if stays(p) else Replicate() for p in given.placements))
-
-
-def cutting(layout: Layout, dims: Sequence[int]) -> tuple[int, ...]:
-    """The mesh dimensions over which any of the tensor's `dims` is cut into several parts."""
-    return tuple(sorted(m for dim in dims for m in layout.cuts.get(dim, ()) if layout.mesh.size(m) > 1))
 
 
 def counts(layout: Layout, dims: Sequence[int], mesh_dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -118,34 +101,12 @@ def counts(layout: Layout, dims: Sequence[int], mesh_dims: tuple[int, ...]) -> t
     return tuple(found)
 
 
-def _reduced(placement: Placement, dims: tuple[int, ...], keepdim: bool) -> Placement:
-    if not isinstance(placement, Shard):
-        return placement
-    if placement.dim in dims:
-        return Replicate()
-    return placement if keepdim else Shard(placement.dim - sum(dim < placement.dim for dim in dims))
-
-
 def begin(
     operator: str, input: Any, dim: int | Sequence[int] | None, keepdim: bool, partial: tuple[str, ...] = ()
 ) -> tuple[Reduction, torch.Tensor | None]:
-    """The plan of a reduction, and this rank's part of its operand: None on a rank outside of the mesh."""
+    """The plan of a reduction, and the local tensor of its operand: None on a rank outside of the mesh."""
     (spec,) = specs_of(operator, (("input", input),))
     dims = dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     plan = plan_reduction(operator, spec, dims, keepdim, partial)
-    remember(
-        spec
-    )  # its gradient is expanded to its shape, or written into zeros; an earlier tensor's place is forgotten
-    if plan.mesh.get_coordinate() is None:
-        return plan, None
-    return plan, move(input, plan.operand)
-
-
-def absent(input: DTensor, layout: Layout) -> DTensor:
-    """What a rank outside of the mesh returns."""
-    return _torch.wrap(_torch.local_of(input).new_empty(0, dtype=layout.dtype), layout.spec)
-
-
-def wrap_dense(local: torch.Tensor, layout: Layout) -> DTensor:
-    """A result in the layout's type and memory format."""
-    return _torch.wrap(local.to(layout.dtype).contiguous(memory_format=layout.memory_format), layout.spec)
+    remember(spec)  # its gradient is expanded to its shape, or written into zeros; an earlier tensor's is forgotten
+    return plan, move(input, plan.operand) if plan.output.present else None

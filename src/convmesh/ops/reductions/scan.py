@@ -1,4 +1,4 @@
-"""Running sums, and products of values, along cut dimensions: each rank's own, and what the ranks before it have."""
+"""Running sums, and products, along sharded dimensions: each rank's own, and what the ranks before it have."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...comm import line, side_by_side
 from ...sharding.redistribute import move
 from ...sharding.registry import Behaviour, rule
 from ..sorting.sort_topk import begin_order, run_whole
-from .plan import absent, begin
+from .plan import begin
 
 aten = torch.ops.aten
 
-RUNNING = Behaviour("all dimensions", "nothing; each rank's total, to all others, if the dimension is cut")
-PRODUCT = Behaviour("all dimensions; reduced ones come out whole", "each rank's product to all others")
+RUNNING = Behaviour("all dimensions", "nothing; each rank's total, to all others, if the dimension is sharded")
+PRODUCT = Behaviour("all dimensions; reduced ones come out replicated", "each rank's product to all others")
 
 
 @rule(aten.cumsum.default, aten.cumprod.default, behaviour=RUNNING)
@@ -25,7 +25,7 @@ def running(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     input, dim, dtype = _torch.arguments(operator, args, kwargs)
     plan = begin_order(operator, (input, dim, dtype))
     cut = plan.given.cuts.get(plan.dim, ())
-    if not cut or not plan.here:
+    if not cut or not plan.given.present:
         result: DTensor = run_whole(operator, (input, dim, dtype), plan)
         return result
     local = move(input, plan.given)
@@ -47,7 +47,7 @@ def prod(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     dtype = dtype or (input.dtype if floating else torch.int64)
     plan, local = begin("prod", input, dim, keepdim)
     if local is None:
-        return absent(input, plan.output.typed(dtype))
+        return plan.output.typed(dtype).absent(input)
     own = local.to(dtype)
     for reduced in plan.dims:
         own = own.prod(reduced, keepdim=True)

@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
 
 from ... import _torch
 from ...comm import side_by_side
 from ...sharding.errors import refuse
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
-from .plan import cutting, settled
 
 aten = torch.ops.aten
 
@@ -31,11 +29,11 @@ def unique(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     if _torch.tracing() or (inverse and input.dtype.is_floating_point):
         raise refuse("unique", "compiled code knows no values, and floating point numbers are not looked up",
                      (("input", input),), "call it on labels, outside of torch.compile")  # fmt: skip
-    layout = settled(Layout.of(spec))
+    layout = Layout.of(spec).without_partial()
     local = move(input, layout)
     values, counts = local.new_empty(0), local.new_empty(0, dtype=torch.int64)
     found = counts
-    if layout.mesh.get_coordinate() is not None:
+    if layout.present:
         values, counts = _of_all(local, layout)
         found = torch.searchsorted(values, local.contiguous()) if inverse else found
     counts = counts if counted else counts[:0]
@@ -49,7 +47,7 @@ def unique(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
 def _of_all(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     """The different values in their order, and how often each one is there."""
     own, counts = torch.unique(local, return_counts=True)
-    mesh_dims = cutting(layout, range(len(layout.shape)))
+    mesh_dims = layout.sharded_over()
     if not mesh_dims:
         return own, counts
     lengths = side_by_side(torch.tensor(len(own), device=own.device), layout.mesh, mesh_dims).tolist()
@@ -65,7 +63,5 @@ def _of_all(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Te
 
 
 def _row(layout: Layout, values: torch.Tensor) -> Layout:
-    """All of it on every rank."""
-    shape = tuple(values.shape)
-    stride = dense_stride(shape, torch.contiguous_format)
-    return Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim, shape, stride, values.dtype)
+    """Replicated."""
+    return layout.replicated().new(values.shape, dtype=values.dtype)

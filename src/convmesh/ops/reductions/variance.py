@@ -1,7 +1,7 @@
 """Mean and variance over sharded dimensions.
 
-Each rank has the mean of its own values and their variance about it. Means and variances of all ranks stand side by
-side on every rank and are merged there, about the common mean: nothing large is ever subtracted from something large.
+Each rank has the mean of its own values and their variance about it. Means and variances of all ranks are
+all-gathered and merged on every rank, about the common mean: nothing large is ever subtracted from something large.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...sharding.errors import refuse
 from ...sharding.registry import Behaviour, made_of_others, rule
 from .._core.cached_tensors import Numbers
 from .basic import STAYS
-from .plan import Reduction, absent, begin, wide
+from .plan import Reduction, begin, wide
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.T
         var = mean.abs()
     if not plan.mesh_dims:
         return mean, var
-    if mean.is_complex():  # the spread of a complex number is that of its two parts, which travel apart
+    if mean.is_complex():  # the spread of a complex number is that of its two parts, which are merged apart
         real, imaginary = (
             merge(part, var / 2, plan.shares, plan.mesh, plan.mesh_dims) for part in (mean.real, mean.imag)
         )
@@ -77,8 +77,8 @@ def variance(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     real = input.dtype.to_real()
     with_mean = name.endswith("_mean")
     if local is None:
-        nothing = absent(input, plan.output.typed(real))
-        return (nothing, absent(input, plan.output)) if with_mean else nothing
+        nothing = plan.output.typed(real).absent(input)
+        return (nothing, plan.output.absent(input)) if with_mean else nothing
     mean, var = moments(plan, local.to(wide(local.dtype)))
     if not plan.count:
         mean, var = mean * nan, var * nan

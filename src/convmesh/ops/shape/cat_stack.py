@@ -38,7 +38,6 @@ class JoinPlan:
     operands: tuple[Layout, ...]
     output: Layout
     remap: Remap | None  # None where the dimension is not cut: then the stock operator joins local parts
-    here: bool
 
 
 def with_meshes(operator: str, tensors: Sequence[Any]) -> list[DTensor]:
@@ -71,21 +70,19 @@ def join_plan(
     formats = {layout.memory_format for layout in operands}
     same = formats.pop() if len(formats) == 1 and len(shape) == len(operands[0].shape) else torch.contiguous_format
     output = Layout(operands[0].mesh, output_placements(chosen, 0), shape, dense_stride(shape, same), dtype)
-    here = output.mesh.get_coordinate() is not None
     remap = None
-    if here and along is not None and any(output.mesh.size(m) > 1 for m in output.cuts.get(along[0], ())):
+    if output.present and along is not None and output.sharded_over(along[:1]):
         dim, joined = along
         remap = Remap.of(output, {dim: joined}, [layout.shape[dim] for layout in placed])
-    return JoinPlan(placed, output, remap, here)
+    return JoinPlan(placed, output, remap)
 
 
 def run(plan: JoinPlan, tensors: Sequence[DTensor], stock: Callable[[list[torch.Tensor]], torch.Tensor]) -> DTensor:
     local = [move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True)]
-    if not plan.here:
-        return _torch.wrap(local[0].new_empty(0), plan.output.spec)
+    if not plan.output.present:
+        return plan.output.absent(local[0])
     local = [part if part.dtype == plan.output.dtype else part.to(plan.output.dtype) for part in local]
-    result = plan.remap(local) if plan.remap is not None else stock(local)
-    return _torch.wrap(result.contiguous(memory_format=plan.output.memory_format), plan.output.spec)
+    return plan.output.wrap(plan.remap(local) if plan.remap is not None else stock(local))
 
 
 @planned

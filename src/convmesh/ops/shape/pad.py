@@ -138,8 +138,8 @@ def _border_pad(spatial: int, kind: str, make: Make) -> None:
         pads = tuple(map(int, pads))
         check_placed(f"{name}_backward", (("grad_output", gradient), ("input", input)))
         plan, result = plan_backward(_torch.spec_of(gradient), _torch.spec_of(input), pads)
-        if not plan.here:
-            return _torch.wrap(_torch.local_of(gradient).new_empty(0), result.spec)
+        if not result.present:
+            return result.absent(gradient)
         gy = move(gradient, plan.output)
         if plan.remap is not None:
             gx = plan.remap.adjoint(gy)
@@ -147,7 +147,7 @@ def _border_pad(spatial: int, kind: str, make: Make) -> None:
             gx = gy.new_zeros(result.local_shape)
         else:
             gx = backward_operator(gy, gy.new_empty(result.local_shape), pads)
-        return _torch.wrap(gx.contiguous(memory_format=result.memory_format), result.spec)
+        return result.wrap(gx)
 
 
 for _spatial in (1, 2, 3):
@@ -155,18 +155,13 @@ for _spatial in (1, 2, 3):
     _border_pad(_spatial, "replication", index_map.replication_pad)
 
 
-@composite("pad")
+@composite("pad", PAD)
 def pad(input: torch.Tensor, pads: list[int], mode: str = "constant", value: float | None = None) -> torch.Tensor:
     """`F.pad`, of which torch makes one operator or another, but writes into views where the padding is circular."""
     if mode == "circular" and isinstance(input, DTensor):
         return _circular(input, pads)
     result: torch.Tensor = _torch.composite(aten.pad.default, (input, pads, mode, value), {})
     return result
-
-
-@rule(aten.pad.default, behaviour=PAD)
-def pad_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return pad(*_torch.arguments(operator, args, kwargs))
 
 
 def _circular(input: DTensor, pads: list[int]) -> torch.Tensor:

@@ -46,7 +46,7 @@ def rename(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     if output is None:
         return _torch.stock(operator, args, kwargs)
     local = _torch.local_of(input)
-    if output.mesh.get_coordinate() is None:
+    if not output.present:
         return _torch.wrap(local.new_empty(0, dtype=output.dtype), output.spec)
     if operator is aten.view_as_real.default and local.is_conj():
         return _torch.wrap(operator(local.resolve_conj()), output.spec)  # of a DTensor, nobody sees that it is one

@@ -21,11 +21,10 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ... import _torch
 from ...geometry import Interval, merged, where_cut
 from ...sharding.gradient_placements import Hints, Placements
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout, dense_stride, reduced
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
-from .._core.index_copy_plan import settled
 from .flat_reshard import Flow, flow_of
 from .view_copies import copy_of
 
@@ -73,7 +72,7 @@ def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None
     layout = Layout.of(spec)
     if prod(layout.shape) != prod(shape) or not prod(shape):
         return None  # torch complains, or there is nothing to move
-    given = tuple(settled(p) for p in layout.placements)
+    given = tuple(reduced(p, "sum") for p in layout.placements)
     as_it_is = viewed(given, layout, shape)
     stays = as_it_is is not None and (back is None or as_it_is == back)
     if as_it_is is not None and stays and not _resizes_uneven(given, as_it_is, layout, shape):
@@ -149,7 +148,7 @@ def _choices(placement: Placement, layout: Layout) -> list[Placement]:
 def plan_whole_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
     """Where a view lies of a tensor that no rank has a part of only; None where torch's DTensor knows, or complains."""
     layout = Layout.of(spec)
-    if any(isinstance(p, Shard) or _strange(p) for p in layout.placements) or layout.mesh.get_coordinate() is None:
+    if any(isinstance(p, Shard) or _strange(p) for p in layout.placements) or not layout.present:
         return None
     return _view_of_all(layout, layout.placements, shape)
 
@@ -195,10 +194,10 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         return _torch.stock(operator, args, kwargs) if output is None else _as_it_is(operator, args, kwargs, output)
     check_placed("view", (("input", input),))
     went_to = (input.device_mesh, shape, before, plan.output.placements)
-    _came_from.remember(went_to, tuple(settled(placement) for placement in input.placements))
+    _came_from.remember(went_to, tuple(reduced(placement, "sum") for placement in input.placements))
     travels = _travels(input, plan.source)
     local = move(input, plan.source) if travels else _torch.local_of(input)
-    if plan.output.mesh.get_coordinate() is not None:
+    if plan.output.present:
         local = (local if plan.flow is None else plan.flow(local)).reshape(plan.output.local_shape)
     if plan.wanted is plan.output and plan.flow is None and not travels:
         return _torch.as_view(operator, args, kwargs, _torch.wrap(local, plan.output.spec))

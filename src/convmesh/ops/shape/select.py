@@ -19,11 +19,10 @@ from ...comm import Line, from_owner, line, owner_plan
 from ...geometry import HaloPlan
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import Hints
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout, dense_stride, reduced
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
-from .._core.index_copy_plan import settled
 from .slice_split import index_of, sharded, view_of, without
 
 aten = torch.ops.aten
@@ -44,7 +43,7 @@ def plan_select(spec: _torch.Spec, dim: int, index: int) -> SelectPlan:
     size = layout.shape[dim]
     if not -size <= index < size:
         raise refuse("select", f"dimension {dim} has no index {index}", (("input", layout),), "give one that it has")
-    source = layout.placed(tuple(settled(p) for p in layout.placements))
+    source = layout.without_partial("sum")
     whole = tuple(Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in source.placements)
     mesh_dims = tuple(m for m in source.cuts.get(dim, ()) if source.mesh.size(m) > 1)
     mesh_sizes = tuple(source.mesh.size(m) for m in mesh_dims)
@@ -98,7 +97,7 @@ def plan_select_backward(
     # A Partial of the whole tensor would be whole on every rank: the one index is added up instead.
     cut = [before is not None and at == Shard(dim) for at in before or gradient.placements]
     source = tuple(
-        Replicate() if sharded and isinstance(p, Partial) else settled(p)
+        Replicate() if sharded and isinstance(p, Partial) else reduced(p, "sum")
         for p, sharded in zip(gradient.placements, cut, strict=True)
     )
     placements = []

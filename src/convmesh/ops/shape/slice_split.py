@@ -16,11 +16,11 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ... import _torch
 from ...geometry import index_map
 from ...sharding.errors import refuse
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout, dense_stride, reduced
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
-from .._core.index_copy_plan import Maps, copy, settled
+from .._core.index_copy_plan import Maps, copy
 from .view_copies import copy_of
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ made_of_others(
     aten.split.sizes, aten.hsplit.int, aten.vsplit.int, aten.dsplit.int,
 )  # fmt: skip
 
-SPLIT = Behaviour("all dimensions, pending sums", "what changes its owner, for each part")
+SPLIT = Behaviour("all dimensions, Partial(sum)", "what changes its owner, for each part")
 SLICE_BACKWARD = Behaviour("all dimensions, pending sums", "what changes its owner along the dimension")
 
 
@@ -79,7 +79,7 @@ def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
 def plan_whole_slice(spec: _torch.Spec, dim: int, start: int | None, stop: int | None, step: int) -> Layout | None:
     """Where a slice of a dimension lies that is not cut; None where only torch's DTensor knows, or complains."""
     layout = Layout.of(spec)
-    if not _torch.plain_order(spec) or layout.mesh.get_coordinate() is None or not layout.shape or step < 1:
+    if not _torch.plain_order(spec) or not layout.present or not layout.shape or step < 1:
         return None
     count, _ = bounds(layout.shape[dim], start, stop, step)
     shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :])
@@ -164,8 +164,8 @@ def unbind(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     check_placed("unbind", (("input", input),))
     target, results = plan_unbind(_torch.spec_of(input), dim)
     x = move(input, target)
-    if results.mesh.get_coordinate() is None:
-        return [_torch.wrap(x.new_empty(0), results.spec) for _ in range(input.shape[dim])]
+    if not results.present:
+        return [results.absent(x) for _ in range(input.shape[dim])]
     return [index_of(input, dim, at, _torch.wrap(_own(one), results.spec)) for at, one in enumerate(x.unbind(dim))]
 
 
@@ -192,7 +192,7 @@ def plan_unbind(spec: _torch.Spec, dim: int) -> tuple[Layout, Layout]:
 
 def recut(layout: Layout, dim: int) -> tuple[Placement, ...]:
     """Placements that do not cut `dim`: the mesh dimensions that did cut another one, the largest that is whole."""
-    placements = [settled(placement) for placement in layout.placements]
+    placements = [reduced(placement, "sum") for placement in layout.placements]
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard) and placement.dim == dim:
             taken = {other.dim for other in placements if isinstance(other, Shard)}

@@ -36,7 +36,7 @@ def _count(operator: str, input: Any, length: int, size: int, step: int) -> int:
 def plan_windows(spec: _torch.Spec, dim: int, count: int, size: int, step: int) -> Layout | None:
     """Where windows of a dimension lie that is not cut; None where only torch's DTensor knows."""
     layout = Layout.of(spec)
-    if layout.mesh.get_coordinate() is None or not _torch.plain_order(spec):
+    if not layout.present or not _torch.plain_order(spec):
         return None
     shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :], size)
     stride = (*layout.stride[:dim], layout.stride[dim] * step, *layout.stride[dim + 1 :], layout.stride[dim])

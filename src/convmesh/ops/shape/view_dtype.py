@@ -30,7 +30,7 @@ def view_as_type(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
     input, dtype = _torch.arguments(operator, args, kwargs)
     (spec,) = check_placed("view", (("input", input),))
     source, output = _plan_type(spec, dtype)
-    if input.placements == source.placements and output.mesh.get_coordinate() is not None:
+    if input.placements == source.placements and output.present:
         return view_of(operator, args, kwargs, output)
     return _torch.wrap(move(input, source).view(dtype), output.spec)
 

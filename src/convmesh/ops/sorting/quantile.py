@@ -30,31 +30,23 @@ def median(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     return aten.where.self(aten.isnan.default(last), last, middle)
 
 
-@composite("quantile.scalar")
+@composite("quantile.scalar", SORTED)
 def quantile_of_number(
     input: torch.Tensor, q: float, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
 ) -> torch.Tensor:
-    if not isinstance(input, DTensor):
-        operator, given = aten.quantile.scalar, (input, q, dim, keepdim)
-        result: torch.Tensor = _torch.composite(operator, given, {"interpolation": interpolation})
-        return result
     return _quantile(input, torch.tensor(q, dtype=input.dtype), dim, keepdim, interpolation)
 
 
-@composite("quantile")
+@composite("quantile", SORTED)
 def quantile(
     input: torch.Tensor, q: torch.Tensor, dim: int | None = None, keepdim: bool = False, *,
     interpolation: str = "linear",
 ) -> torch.Tensor:  # fmt: skip
     """[..., n, ...] [k] -> [k, ...]"""
-    if not isinstance(input, DTensor):
-        operator, given = aten.quantile.default, (input, q, dim, keepdim)
-        result: torch.Tensor = _torch.composite(operator, given, {"interpolation": interpolation})
-        return result
     if not q.dim():
         return _quantile(input, q, dim, keepdim, interpolation)
     found = [_quantile(input, one, dim, keepdim, interpolation) for one in q.unbind()]
-    return torch.stack(found, -1).movedim(-1, 0)  # which is how it lies in memory on one device
+    return torch.stack(found, -1).movedim(-1, 0)  # with the strides of one device
 
 
 def _quantile(input: torch.Tensor, q: torch.Tensor, dim: int | None, keepdim: bool, interpolation: str) -> torch.Tensor:
@@ -79,8 +71,3 @@ def _quantile(input: torch.Tensor, q: torch.Tensor, dim: int | None, keepdim: bo
     if not keepdim:
         return value_at
     return value_at.view([1] * input.dim()) if dim is None else value_at.unsqueeze(dim)
-
-
-@rule(aten.quantile.default, aten.quantile.scalar, behaviour=SORTED)
-def quantile_in_inference_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return (quantile if operator is aten.quantile.default else quantile_of_number)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Sorting a row that is cut: every rank sorts its own, values travel to the rank of their size, then to their place.
+"""Sorting a row that is sharded: every rank sorts its own, values go to the rank of their size, then to their place.
 
 Which sizes go to which rank is read off samples. They only decide how evenly the work is spread: the result is exact.
 """
@@ -16,7 +16,7 @@ SAMPLES = 64  # of each rank
 def sample_sort(
     values: torch.Tensor, layout: Layout, dim: int, descending: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """This rank's part of the sorted row, and where its values were. Equal values keep their order."""
+    """The local tensor of the sorted row, and where its values were. Equal values keep their order."""
     mesh, cut = layout.mesh, layout.cuts[dim]
     ranked, order = values.sort(descending=descending, stable=True)
     route = Route.to(_bucket(ranked, layout, dim, descending), mesh, cut)

@@ -1,7 +1,7 @@
 """Operators that need all of a dimension in its order: sorting, ranks, running products.
 
-Where it is cut, another dimension is cut in its stead: everyone sends everyone a block, and the results stay where
-they are. Of `topk` only each rank's own candidates travel. A row that is all there is to sort is sorted by all ranks.
+Where it is sharded, another dimension is sharded instead, by an all-to-all, and the results stay there. Of `topk` only
+each rank's own candidates are sent. A row that is all there is to sort is sorted by all ranks.
 """
 
 from __future__ import annotations
@@ -12,67 +12,62 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from ... import _torch
 from ...comm import side_by_side
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import remember
-from ...sharding.layout import Layout, dense_stride
+from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import layouts_of, move, specs_of
 from ...sharding.registry import Behaviour, rule
-from ..indexing.common import idle
 from .sample_sort import sample_sort
 
 aten = torch.ops.aten
 R = Replicate()
 
 ORDERED = Behaviour(
-    "all dimensions; another one is cut where the ordered one was",
-    "nothing; an all-to-all if the ordered dimension is cut; a gather if no other has an index for every rank",
+    "all dimensions; another one is sharded in place of the ordered one",
+    "nothing; an all-to-all if the ordered dimension is sharded; a gather if no other has an index for every rank",
     "a dimension that is not there",
 )  # fmt: skip
 SORTED = Behaviour(
-    "all dimensions; another one is cut where the sorted one was, if there is another",
-    "nothing; an all-to-all if the sorted dimension is cut", "compiled code on a cut row without other dimensions",
+    "all dimensions; another one is sharded in place of the sorted one, if there is another",
+    "nothing; an all-to-all if the sorted dimension is sharded",
+    "compiled code on a sharded row without other dimensions",
 )  # fmt: skip
 TOPK = Behaviour(
     "all other dimensions",
-    "nothing; if the dimension is cut, k candidates of every rank, or an all-to-all where these are many",
+    "nothing; if the dimension is sharded, k candidates of every rank, or an all-to-all where these are many",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class OrderPlan:
-    given: Layout  # without pending sums
-    source: Layout
+    given: Layout  # without Partial
+    source: Layout  # not sharded along the dimension
     dim: int
-    alone: bool  # the dimension is cut, and there is nothing else to cut
-    here: bool
+    alone: bool  # the dimension is sharded, and there is no other of more than one index
 
     @property
     def keeps_cut(self) -> bool:
-        """No mesh dimension loses its cut for the order."""
+        """Nothing that is sharded is replicated for the order."""
         pairs = zip(self.given.placements, self.source.placements, strict=True)
         return all(isinstance(after, Shard) for before, after in pairs if isinstance(before, Shard))
 
     def wrap(self, result: torch.Tensor) -> DTensor:
         """A result that has the ordered dimension, perhaps of another length, or has lost it."""
-        lost = len(self.source.shape) - result.dim()
-        shape, placements = list(self.source.shape), list(self.source.placements)
-        if lost:
-            del shape[self.dim]
-            placements = [
-                Shard(p.dim - (p.dim > self.dim)) if isinstance(p, Shard) else p for p in self.source.placements
-            ]
-        elif shape:
-            shape[self.dim] = result.shape[self.dim]
-        layout = Layout(
-            self.source.mesh, tuple(placements), tuple(shape), dense_stride(tuple(shape), torch.contiguous_format),
-            result.dtype,
-        )  # fmt: skip
-        return _torch.wrap(result.contiguous(), layout.spec)
+        length = result.shape[self.dim] if self.source.ndim and result.dim() == self.source.ndim else None
+        layout = _result(self.source, self.dim, length, result.dtype)
+        return layout.wrap(result) if layout.present else layout.absent(result)
+
+
+@planned
+def _result(source: Layout, dim: int, length: int | None, dtype: torch.dtype) -> Layout:
+    if length is None:
+        return source.without((dim,)).typed(dtype)
+    return source.new((*source.shape[:dim], length, *source.shape[dim + 1 :]), dtype=dtype)
 
 
 @planned
@@ -82,22 +77,9 @@ def plan_order(operator: str, spec: _torch.Spec, dim: int) -> OrderPlan:
     if not -max(1, rank) <= dim < max(1, rank):
         raise refuse(operator, f"the input has no dimension {dim}", [("input", layout)], "give one that it has")
     dim %= max(1, rank)
-    given = layout.placed(tuple(p if type(p) is Shard else R for p in layout.placements))
-    source = given
-    for mesh_dim in given.cuts.get(dim, ()):
-        source = _recut(source, mesh_dim, dim)
+    given = layout.without_partial()
     alone = dim in given.cuts and prod(layout.shape) == layout.shape[dim]
-    return OrderPlan(given, source, dim, alone, layout.mesh.get_coordinate() is not None)
-
-
-def _recut(layout: Layout, mesh_dim: int, dim: int) -> Layout:
-    """Over a mesh dimension, cut the first other dimension that has something for most ranks."""
-    for other in [*(d for d in range(len(layout.shape)) if d != dim), None]:
-        placement: Placement = R if other is None else Shard(other)
-        moved = layout.placed(tuple(placement if m == mesh_dim else p for m, p in enumerate(layout.placements)))
-        if other is None or not idle(layout, moved.placements):
-            break
-    return moved
+    return OrderPlan(given, given.sharded_elsewhere(dim), dim, alone)
 
 
 def begin_order(operator: _torch.Operator, values: tuple[Any, ...]) -> OrderPlan:
@@ -112,9 +94,8 @@ def begin_order(operator: _torch.Operator, values: tuple[Any, ...]) -> OrderPlan
 
 def run_whole(operator: _torch.Operator, values: tuple[Any, ...], plan: OrderPlan) -> Any:
     local = move(values[0], plan.source)
-    if not plan.here:
-        results = _torch.call(operator, (local.new_empty(plan.source.shape), *values[1:]))
-        return tuple(plan.wrap(r) for r in results) if isinstance(results, tuple) else plan.wrap(results)
+    if not plan.source.present:
+        local = local.new_empty(plan.source.shape)  # for the shapes of the results
     results = _torch.call(operator, (local, *values[1:]))
     return tuple(plan.wrap(r) for r in results) if isinstance(results, tuple) else plan.wrap(results)
 
@@ -151,8 +132,8 @@ def sort(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         raise refuse("sort", "how many values go where is not known in compiled code", (("input", values[0]),),
                      "call it outside of torch.compile, or redistribute the input to Replicate()")  # fmt: skip
     local = move(values[0], plan.given)
-    if not plan.here:
-        return _torch.wrap(local, plan.given.spec), _torch.wrap(local.long(), plan.given.typed(torch.int64).spec)
+    if not plan.given.present:
+        return plan.given.absent(local), plan.given.typed(torch.int64).absent(local)
     ranked, places = sample_sort(local.flatten(), plan.given, plan.dim, bool(values[-1]))
     output = plan.given.dense
     return (
@@ -171,7 +152,7 @@ def topk(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if k > (plan.given.shape[plan.dim] if plan.given.shape else 1) or k < 0:
         raise refuse("topk", f"{k} of a dimension of {plan.given.shape}", (("input", values[0]),), "ask for fewer")
     few = 2 * k * prod(plan.given.mesh.size(m) for m in cut) <= plan.given.shape[plan.dim] if cut else False
-    if not cut or not plan.here or (not few and plan.keeps_cut):
+    if not cut or not plan.given.present or (not few and plan.keeps_cut):
         return run_whole(operator, values, plan)
     dim, local = plan.dim, move(values[0], plan.given)
     counts = [min(k, len(part)) for part in plan.given.shards(dim)]
@@ -185,9 +166,5 @@ def topk(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         everyone = side_by_side(room, plan.given.mesh, cut)
         candidates.append(torch.cat([r.narrow(dim, 0, n) for r, n in zip(everyone, counts, strict=True)], dim))
     chosen, at = aten.topk.default(candidates[0], k, dim, largest, ordering)
-    whole = OrderPlan(plan.given, plan.given.placed(_without(plan.given, dim)), dim, False, True)
+    whole = OrderPlan(plan.given, plan.given.replicated(cut), dim, False)
     return whole.wrap(chosen), whole.wrap(candidates[1].gather(dim, at))
-
-
-def _without(layout: Layout, dim: int) -> tuple[Placement, ...]:
-    return tuple(R if p == Shard(dim) else p for p in layout.placements)

@@ -1,37 +1,47 @@
-"""Activations that are elementwise and yet have more than one result, or read their input twice."""
+"""Activations that are elementwise and yet have more than one result or parameter, or read their input twice: PReLU's
+gradient, log-sigmoid, GLU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ... import _torch
 from ...sharding.errors import refuse
+from ...sharding.layout import Layout
 from ...sharding.redistribute import check_placed
 from ...sharding.registry import Behaviour, rule
+from ...sharding.sharding_table import R, Row, elementwise_rows
+from ...sharding.table_rule import table_rule
 
 aten = torch.ops.aten
 
-LOG_SIGMOID = Behaviour("all dimensions", "nothing; pending sums are reduced")
+ELEMENTWISE = Behaviour("all dimensions", "nothing; Partial is reduced")
 GLU = Behaviour(
     "all dimensions", "nothing; what changes its owner if the halved dimension is sharded",
     "an odd number of what is halved",
 )  # fmt: skip
 
 
-@rule(aten.log_sigmoid_forward.default, behaviour=LOG_SIGMOID)
-def log_sigmoid(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@table_rule(aten._prelu_kernel_backward.default, behaviour=ELEMENTWISE)
+def prelu_backward(grad_output: Layout, input: Layout, weight: Layout) -> Iterable[Row]:
+    """Both gradients have the input's shape: torch itself sums the weight's over what it was broadcast along."""
+    return elementwise_rows((grad_output, input, weight), results=2)
+
+
+@table_rule(aten.log_sigmoid_forward.default, behaviour=ELEMENTWISE)
+def log_sigmoid(input: Layout) -> Iterable[Row]:
     """The second result is torch's own, for the gradient: only some devices use it, others leave it empty."""
-    (input,) = args
-    buffer = aten.exp.default(aten.neg.default(aten.abs.default(input)))
-    return aten.sub.Tensor(aten.clamp_max.default(input, 0), aten.log1p.default(buffer)), buffer
+    return elementwise_rows((input,), results=2)
 
 
-@rule(aten.log_sigmoid_backward.default, behaviour=LOG_SIGMOID)
-def log_sigmoid_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    gradient, input, _ = args
-    return aten.mul.Tensor(gradient, aten.sigmoid.default(aten.neg.default(input)))
+@table_rule(aten.log_sigmoid_backward.default, behaviour=ELEMENTWISE)
+def log_sigmoid_backward(grad_output: Layout, input: Layout, buffer: Layout) -> Iterable[Row]:
+    for row in elementwise_rows((grad_output, input)):
+        used = buffer.shape == input.shape
+        yield Row(row.name, (*row.inputs, row.inputs[1] if used else R), row.outputs)
 
 
 def _halves(operator: str, input: Any, dim: int) -> Any:
