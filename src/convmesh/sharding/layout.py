@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from .. import _torch
-from ..geometry import Interval, shards
+from ..geometry import Interval, Shards
 from ..strides import dense_stride as dense_stride
 from ..strides import format_of
 
@@ -66,9 +66,9 @@ class Layout:
                 found[placement.dim] = (*found.get(placement.dim, ()), mesh_dim)
         return found
 
-    def shards(self, dim: int) -> tuple[Interval, ...]:
+    def shards(self, dim: int) -> Shards:
         """What each rank along the cut of `dim` owns of it."""
-        return shards(self.shape[dim], tuple(self.mesh.size(mesh_dim) for mesh_dim in self.cuts.get(dim, ())))
+        return Shards(self.shape[dim], tuple(self.mesh.size(mesh_dim) for mesh_dim in self.cuts.get(dim, ())))
 
     def own(self, dim: int) -> Interval:
         """What this rank owns of `dim`."""

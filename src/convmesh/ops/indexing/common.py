@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ...comm import owner_of
+from ...comm import owners
 from ...sharding.layout import Layout
 from ...sharding.sharding_table import Assignment, Row
 
@@ -30,13 +30,7 @@ def as_lists(*tensors: Any) -> tuple[Any, ...] | None:
 def others(places: torch.Tensor, index: Layout, whole: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """For each place along `dim` that this rank's part of an index names, in their order: which rank of those that cut
     `dim` has it, and where in that rank's part, counted in the order of its elements."""
-    parts = whole.shards(dim)
-    owner = owner_of(places, parts)
-    known = owner.clamp(min=0)
-    lengths, starts = (
-        torch.tensor(values, device=places.device)[known]
-        for values in ([len(part) for part in parts], [part.start for part in parts])
-    )
+    owner, starts, lengths = owners(places, whole.shards(dim))
     offset = torch.zeros_like(places)
     for d in range(places.dim()):
         if d == dim:
@@ -54,7 +48,7 @@ def idle(layout: Layout, placements: tuple[Placement, ...]) -> bool:
     """Whether a tensor would be moved to a dimension of which half of the ranks or more have nothing."""
     moved = layout.placed(placements)
     return any(
-        2 * sum(map(bool, parts := moved.shards(dim))) <= len(parts) > 1
+        2 * (parts := moved.shards(dim)).busy <= len(parts) > 1
         and any(layout.placements[m] != placements[m] and not isinstance(layout.placements[m], Replicate) for m in cut)
         for dim, cut in moved.cuts.items()
     )
