@@ -122,7 +122,7 @@ class Tiling:
     def combine_targets(
         self, blocks: list[torch.Tensor], fills: Sequence[float], combine: Callable[..., None]
     ) -> list[torch.Tensor]:
-        """`sum_targets` of several tensors by another operation than a sum, from ranks in their order.
+        """`sum_targets` of several tensors by another operation than a sum, in any order.
 
         `combine(*so_far, *more)` changes `so_far` in place, which begin as `fills`.
         """
