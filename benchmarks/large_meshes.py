@@ -11,8 +11,8 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import prod
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import convmesh
+from benchmarks.measure import timed
 from tests.harness import Pool
 
 # By the shape of the mesh, the tensor dimensions that its dimensions shard.
@@ -45,7 +46,13 @@ def _operators(mesh: dist.device_mesh.DeviceMesh) -> dict[str, Work]:
     def over_channels(x: DTensor) -> DTensor:
         return weight if x.shape[1] == 4 else _wide(mesh, x.shape[1])
 
+    group = mesh.get_group(mesh.ndim - 1)
+    lists = [0] * group.size()
+    lists[group.rank()] = 64
+    message = torch.randn(64)
+    bare = torch.ops._c10d_functional.all_to_all_single
     return {
+        "one all_to_all_single": lambda x: bare(message, lists, lists, group.group_name),
         "convolution": lambda x: F.conv2d(x, over_channels(x), padding=1),
         "max pool 3 s2": lambda x: F.max_pool2d(x, 3, 2, 1),
         "interpolate": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
@@ -88,18 +95,15 @@ def measure(shape: tuple[int, ...], rounds: int) -> None:
     convmesh.enable()
     operators = _operators(mesh)
     for name, work in operators.items():
-        first, later = [], []
+        first: list[float] = []
+        later: list[float] = []
         for batch in range(2, 3 + rounds):  # every batch size has plans of its own
             x = _tensor(mesh, MESHES[shape], batch)
-            start = perf_counter()
-            work(x)
-            first.append(perf_counter() - start)
-            start = perf_counter()
-            for _ in range(CALLS):
-                work(x)
-            later.append((perf_counter() - start) / CALLS)
+            call = partial(work, x)
+            first.append(timed(call))
+            later += [timed(call) for _ in range(CALLS)]
         # The very first call of all imports and initialises.
-        print(json.dumps([name, statistics.median(first[1:]) * 1e3, statistics.median(later[1:]) * 1e3]), flush=True)
+        print(json.dumps([name, statistics.median(first[1:]) * 1e3, statistics.median(later) * 1e3]), flush=True)
 
 
 def run(pool: Pool, console: Console, rounds: int) -> None:
