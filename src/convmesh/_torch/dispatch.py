@@ -93,10 +93,10 @@ def keeps_communication(handler: Handler) -> Handler:
 
 def _depend(tensor: DTensor, written: bool, args: tuple[Any, ...]) -> None:
     """Make a DTensor depend on the last communication. It keeps its memory, of which others may take notes, unless it
-    is an operand's that is not to be written."""
+    is an operand's that is not to be written, or repeats numbers."""
     local = local_of(tensor)
     given = [memory_of(local_of(arg)) for arg in tree_iter(args) if isinstance(arg, DTensor)]
-    if written or memory_of(local) not in given:
+    if written or (memory_of(local) not in given and 0 not in local.stride()):
         local.copy_(after_the_last(local))
     else:
         relocate(tensor, after_the_last(local), spec_of(tensor))
