@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import batching, convolution, operators, training
+from benchmarks import batching, convolution, large_meshes, operators, training
 from tests.harness import Pool
 
 SUITES = {
@@ -14,6 +14,7 @@ SUITES = {
     "operators": operators.run,
     "batching": batching.run,
     "training": training.run,
+    "large_meshes": large_meshes.run,
 }
 
 

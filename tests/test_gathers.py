@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate
 
 import convmesh
 from convmesh import _torch
-from convmesh.comm.reduce import side_by_side
+from convmesh.comm.reduce import all_gather_stacked
 from convmesh.comm.shared_memory import mailbox
 from tests.cases import place
 from tests.gathers import Sizes, is_sent_whole, is_whole
@@ -36,7 +36,7 @@ def added_up(mesh: DeviceMesh, part: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def put_together(mesh: DeviceMesh, part: torch.Tensor, whole: torch.Tensor) -> None:
-    side_by_side(part, mesh, (0,))
+    all_gather_stacked(part, mesh, (0,))
 
 
 def by_torch(mesh: DeviceMesh, part: torch.Tensor, whole: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from convmesh.comm import all_reduce, side_by_side
+from convmesh.comm import all_gather_stacked, all_reduce
 from convmesh.comm.reduce import FEW_BYTES
 from tests.compare import assert_close
 from tests.harness import Pool
@@ -40,7 +40,7 @@ def reduce(mesh: DeviceMesh, case: tuple[str, tuple[int, ...], torch.dtype]) -> 
 def stack(mesh: DeviceMesh, shape: tuple[int, ...]) -> None:
     every = terms(mesh, shape, torch.int64)
     own = every[mesh.mesh.flatten().tolist().index(mesh.get_rank())]
-    assert torch.equal(side_by_side(own, mesh, tuple(range(mesh.ndim))), every)
+    assert torch.equal(all_gather_stacked(own, mesh, tuple(range(mesh.ndim))), every)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

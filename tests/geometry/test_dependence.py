@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from convmesh.geometry import (
     AdaptiveWindows,
     Dependence,
-    HaloPlan,
     Interval,
     Repeat,
     ShardedDependence,
@@ -16,6 +15,7 @@ from convmesh.geometry import (
     Window,
     taps,
 )
+from tests.geometry.agreement import check_that_ranks_agree
 
 MODES = "nearest", "nearest_exact", "nearest_scaled", "linear", "cubic", "linear_aa", "cubic_aa", "lanczos_aa"
 sizes = st.integers(1, 30)
@@ -72,19 +72,6 @@ def test_ranks_have_what_they_need_and_the_inner_part_needs_nobody(along: Sharde
 
 
 @given(sharded())
-def test_contributions_go_to_the_owners_of_what_they_are_for(along: ShardedDependence) -> None:
-    plan = along.target_plan
-    numbered, indices = plan.contributions
-    # Each contribution by its number: to which index, and from which rank.
-    made = [(i, rank) for rank, (part,) in enumerate(plan.needed) for i in range(part.start, part.stop)]
-    assert isinstance(numbered, HaloPlan)
-    assert numbered.size == len(made)
-    for rank, own in enumerate(plan.owned):
-        pairs = zip(numbered.needed[rank], indices[rank], strict=True)
-        found = [
-            (index, made[number])
-            for numbers, part in pairs
-            for number, index in zip(range(numbers.start, numbers.stop), range(part.start, part.stop), strict=True)
-        ]
-        assert all(index == contribution[0] for index, contribution in found)
-        assert sorted(contribution for _, contribution in found) == sorted(pair for pair in made if pair[0] in own)
+def test_ranks_agree_on_what_they_send_each_other(along: ShardedDependence) -> None:
+    check_that_ranks_agree(along.source_plan)
+    check_that_ranks_agree(along.target_plan)

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convmesh.geometry import HaloPlan, Interval, ShardedDependence, Window, hull, shards, slabs, volume
+from convmesh.geometry import HaloPlan, Interval, Reads, ShardedDependence, Window, hull, shards, slabs, volume
+from tests.geometry.agreement import check_that_ranks_agree
 
 settings.register_profile("geometry", max_examples=300, deadline=None)
 settings.load_profile("geometry")
@@ -47,6 +48,21 @@ def test_intersection_and_length(a: Interval, b: Interval) -> None:
     assert a.covers(b) == (set(range(b.start, b.stop)) <= set(range(a.start, a.stop)))
     assert hull([a, b]).covers(a)
     assert hull([a, b]).covers(b)
+
+
+@given(st.integers(0, 40), mesh_sizes, intervals)
+def test_shards_are_found_by_arithmetic(size: int, sizes: tuple[int, ...], part: Interval) -> None:
+    found = shards(size, sizes)
+    assert [length for length, ranks in found.runs for _ in range(ranks)] == [len(shard) for shard in found]
+    assert list(found.touching(part)) == [rank for rank, shard in enumerate(found) if shard & part]
+    assert found.busy == sum(map(bool, found))
+    assert found.even == (len({len(shard) for shard in found}) == 1)
+
+
+@given(sharded())
+def test_ranks_agree_on_what_they_send_each_other(case: tuple[Window, ShardedDependence]) -> None:
+    check_that_ranks_agree(case[1].source_plan)
+    check_that_ranks_agree(case[1].target_plan)
 
 
 @given(st.integers(0, 40), mesh_sizes)
@@ -200,8 +216,8 @@ def test_slabs_tile_the_border_without_overlap(sides: list[tuple[Interval, Inter
 def test_a_plan_in_parts_sends_each_part_to_who_needs_it() -> None:
     owned = shards(10, (3,))
     needed = ((Interval(8, 10), Interval(0, 2)), (Interval(4, 8),), ())
-    plan = HaloPlan(10, owned, needed)
+    plan = HaloPlan(owned, Reads(shards(3, (3,)), lambda part: needed[part.start], lambda _: Interval(0, 3)))
     assert plan.receives(0) == [(2, Interval(8, 10))]
     assert plan.sends(2) == [(0, Interval(8, 10))]
-    assert plan.sent == 2
+    assert plan.lacks(0) == 2
     assert not plan.silent

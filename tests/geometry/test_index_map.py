@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convmesh.geometry import IndexMap, Interval, index_map, merged, shards, where_cut
+from convmesh.geometry import HaloPlan, IndexMap, Interval, Reads, Shards, index_map, merged, shards, where_cut
+from tests.geometry.agreement import check_that_ranks_agree
 
 SIZES = st.integers(1, 9)
 
@@ -81,3 +83,26 @@ def test_dimensions_that_become_one() -> None:
     image, tokens = (2, 6, 4, 5), (2, 6, 20)
     assert [merged(3, dim, image, tokens) for dim in range(4)] == [False, False, True, True]
     assert [merged(1, dim, image, (2, 120)) for dim in range(4)] == [False, True, True, True]
+
+
+@given(st.data(), SIZES, st.lists(st.integers(1, 5), min_size=1, max_size=2).map(tuple))
+def test_ranks_agree_on_what_they_send_each_other(data: st.DataObject, size: int, mesh_sizes: tuple[int, ...]) -> None:
+    step, start = data.draw(st.integers(1, 5)), data.draw(st.integers(0, size))
+    count = -(-(size - start) // step)
+    before, after = data.draw(st.integers(0, max(0, size - 1))), data.draw(st.integers(0, max(0, size - 1)))
+    maps = [
+        index_map.strided(count, start, step), index_map.spread(size, count, start, step),
+        index_map.flipped(size), index_map.rolled(size, start), index_map.constant_pad(size, before - 2, after - 3),
+        index_map.reflection_pad(size, before, after), index_map.joined([size, count, size]),
+    ]  # fmt: skip
+    for made in maps:
+        for source in range(max([piece.source for piece in made.pieces], default=0) + 1):
+            own = Shards(count if source == 1 else made_from(made, size, count), mesh_sizes)
+            reads = Reads(Shards(made.size, mesh_sizes), partial(made.reads, source=source),
+                          partial(made.read_by, source=source))  # fmt: skip
+            check_that_ranks_agree(HaloPlan(own, reads))
+
+
+def made_from(made: index_map.IndexMap, size: int, count: int) -> int:
+    """The size of the first source: only `spread` has the slice itself."""
+    return count if any(piece.out_step > 1 for piece in made.pieces) else size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,15 +22,14 @@ ALL_TO_ALL: Operator = _operators.all_to_all_single.default
 
 
 def all_to_all(
-    buffer: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int], group: dist.ProcessGroup
+    buffer: torch.Tensor, incoming: list[int], outgoing: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Start sending; the result is there after `wait`. A functional collective, so that compilers can trace it."""
     if buffer.is_complex():  # not every backend knows such numbers, but all know pairs
-        doubled = [2 * count for count in receive_counts], [2 * count for count in send_counts]
+        doubled = [2 * count for count in incoming], [2 * count for count in outgoing]
         return torch.view_as_complex(all_to_all(_pairs(buffer).reshape(-1), *doubled, group).view(-1, 2))
-    incoming, outgoing = list(receive_counts), list(send_counts)
     if tracing():
-        return in_order(buffer, lambda buffer: collectives.all_to_all_single(buffer, incoming, outgoing, group))
+        return in_order(buffer, lambda buffer: collectives.all_to_all_single(buffer, incoming, outgoing, group), True)
     result: torch.Tensor = _operators.all_to_all_single(buffer, incoming, outgoing, group.group_name)
     return result
 
@@ -86,8 +85,8 @@ def intercept_collectives(
             first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
             if first.is_meta:
                 return operator.redispatch(keys & beyond, *args, **kwargs)
-            if operator is ALL_TO_ALL and not first.numel() and is_fake(group_called(args[-1])):
-                # torch's fake group, which sends nothing, wants something to be sent where something is received.
+            if operator is ALL_TO_ALL and is_fake(group_called(args[-1])):
+                # torch's fake group sends nothing, leaves the result as memory happens to be, and is never done.
                 return around(operator, args, lambda: first.new_zeros((sum(args[1]), *first.shape[1:])))
             if first.is_cpu and operator is ALL_TO_ALL:
                 return around(operator, args, lambda: all_to_all_on_cpus(*args, **kwargs))

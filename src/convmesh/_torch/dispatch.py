@@ -10,13 +10,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter
 
 from .arrivals import memory_of
 from .names import Handler, Operator
 from .operators import signature
-from .order import after_the_last, last_communication
-from .tensors import local_of, spec_of, wrap
+from .order import after_the_last, exchanges, last_communication
+from .tensors import local_of, relocate, spec_of
 from .tracing import tracing
 
 
@@ -72,22 +72,34 @@ def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 
 def keeps_communication(handler: Handler) -> Handler:
-    """A rule whose result, where a rank has nothing of it, still depends on what the rule has communicated: a compiler
-    would drop that from such a rank's graph."""
-
-    def tied(tensor: DTensor) -> DTensor:
-        local = local_of(tensor)
-        return tensor if local.numel() else wrap(after_the_last(local), spec_of(tensor))
+    """A rule whose results depend on what it has communicated on every rank, also where a rank has nothing of them or
+    has used nothing of what an exchange has brought: a compiler would drop the communication from such a rank's graph.
+    """
 
     @wraps(handler)
     def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = last_communication()
+        before, exchanged = last_communication(), exchanges()
         result = handler(operator, args, kwargs)
-        if last_communication() is before or operator._schema.is_mutable:
+        if last_communication() is before:
             return result
-        return tree_map_only(DTensor, tied, result)
+        exchanged = exchanges() - exchanged
+        for tensor in tree_iter(result):
+            if isinstance(tensor, DTensor) and (exchanged or not local_of(tensor).numel()):
+                _depend(tensor, operator._schema.is_mutable, args)
+        return result
 
     return run
+
+
+def _depend(tensor: DTensor, written: bool, args: tuple[Any, ...]) -> None:
+    """Make a DTensor depend on the last communication. It keeps its memory, of which others may take notes, unless it
+    is an operand's that is not to be written, or repeats numbers."""
+    local = local_of(tensor)
+    given = [memory_of(local_of(arg)) for arg in tree_iter(args) if isinstance(arg, DTensor)]
+    if written or (memory_of(local) not in given and 0 not in local.stride()):
+        local.copy_(after_the_last(local))
+    else:
+        relocate(tensor, after_the_last(local), spec_of(tensor))
 
 
 def view_rule(handler: Handler) -> Handler:

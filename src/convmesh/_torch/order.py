@@ -16,13 +16,20 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .tracing import tie
 
-# The tracer of the graph, and the result of the last communication in it.
+# The tracer of the graph, and the result of the last communication in it: the token that orders them.
 _last: tuple[Any, torch.Tensor] | None = None
+_exchanges = 0  # of all graphs
 
 
-def in_order(tensor: torch.Tensor, communicate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What `communicate` makes of a tensor while a graph is traced, after what was communicated in it before."""
-    global _last
+def in_order(
+    tensor: torch.Tensor, communicate: Callable[[torch.Tensor], torch.Tensor], exchange: bool = False
+) -> torch.Tensor:
+    """What `communicate` makes of a tensor while a graph is traced, after what was communicated in it before.
+
+    An `exchange` may bring some ranks nothing that they use.
+    """
+    global _last, _exchanges
+    _exchanges += exchange
     tracer = _tracer()
     if _last is not None and tracer is _last[0]:
         tensor = after_the_last(tensor)
@@ -40,6 +47,11 @@ def _tracer() -> Any:
 def last_communication() -> object:
     """Of all graphs; the same object until there is another one."""
     return _last
+
+
+def exchanges() -> int:
+    """How many were traced so far."""
+    return _exchanges
 
 
 def after_the_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Moving data between ranks: lines of ranks, what a rank holds, and the exchange with its adjoint."""
+"""Communication between ranks: rank lines, schedules with their adjoints, and the one exchange that runs them."""
 
 from .agreed_facts import agreed as agreed
 from .agreed_facts import of_first_rank as of_first_rank
@@ -8,8 +8,8 @@ from .bucketed_all_reduce import BUCKET_BYTES as BUCKET_BYTES
 from .bucketed_all_reduce import Summation as Summation
 from .bucketed_all_reduce import Term as Term
 from .bucketed_all_reduce import sum_in_buckets as sum_in_buckets
-from .exchange import Halo as Halo
 from .exchange import Pending as Pending
+from .exchange import fetch as fetch
 from .exchange import give_back as give_back
 from .exchange import start as start
 from .failures.first_failure import post as post
@@ -20,18 +20,19 @@ from .failures.interception import caller as caller
 from .failures.interception import describe as describe
 from .failures.interception import keep_watch as keep_watch
 from .failures.interception import observe as observe
-from .owner import from_owner as from_owner
-from .owner import owner_plan as owner_plan
-from .rank_line import Line as Line
-from .rank_line import line as line
-from .rebox import rebox as rebox
-from .recut import swap as swap
+from .rank_line import RankLine as RankLine
+from .rank_line import rank_line as rank_line
+from .reduce import all_gather_stacked as all_gather_stacked
 from .reduce import all_reduce as all_reduce
-from .reduce import side_by_side as side_by_side
 from .reduce import start_reducing as start_reducing
-from .reflow import to_ranges as to_ranges
-from .reflow import to_stripes as to_stripes
-from .route import Route as Route
-from .route import owner_of as owner_of
+from .routed import owners as owners
+from .routed import routed as routed
+from .schedule import Halo as Halo
+from .schedule import Schedule as Schedule
+from .schedule import boxes as boxes
+from .schedule import broadcast_from_owner as broadcast_from_owner
+from .schedule import flat_ranges as flat_ranges
+from .schedule import halo as halo
+from .schedule import reshard as reshard
 from .traffic import Traffic as Traffic
 from .traffic import count_traffic as count_traffic

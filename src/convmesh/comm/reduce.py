@@ -101,7 +101,7 @@ def groups_along(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[dist.Proces
     return [mesh.get_group(mesh_dim) for mesh_dim in mesh_dims]
 
 
-def side_by_side(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
+def all_gather_stacked(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
     """What each rank along `mesh_dims` has, stacked in the order of these ranks, the first mesh dimension outermost."""
     groups = [mesh.get_group(mesh_dim) for mesh_dim in mesh_dims]
     sizes = [mesh.size(mesh_dim) for mesh_dim in mesh_dims]

@@ -67,7 +67,7 @@ def sides_of(module: nn.Module, input: Sequence[int], output: Sequence[int], lea
 def _needed(plans: Sequence[HaloPlan], place: Sequence[int]) -> Box:
     sides = []
     for plan, rank in zip(plans, place, strict=True):
-        (needed,) = plan.needed[rank]
+        (needed,) = plan.needed.parts(rank)
         sides.append(needed & Interval(0, plan.size))
     return tuple(sides)
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from .halo_plan import HaloPlan, Parts
-from .interval import Interval, shards
+from .halo_plan import HaloPlan, Reads
+from .interval import Interval
+from .moves import Parts
+from .shards import Shards
 
 
 class Dependence(Protocol):
@@ -57,27 +59,28 @@ class ShardedDependence:
     mesh_sizes: tuple[int, ...]
 
     @cached_property
-    def sources(self) -> tuple[Interval, ...]:
+    def sources(self) -> Shards:
         """What each rank owns of the sources."""
-        return shards(self.source_size, self.mesh_sizes)
+        return Shards(self.source_size, self.mesh_sizes)
 
     @cached_property
-    def targets(self) -> tuple[Interval, ...]:
+    def targets(self) -> Shards:
         """What each rank owns of the targets."""
-        return shards(self.target_size, self.mesh_sizes)
+        return Shards(self.target_size, self.mesh_sizes)
 
     @cached_property
     def source_plan(self) -> HaloPlan:
         """Each rank needs the sources that its targets read; this overhangs where the operator pads."""
-        return HaloPlan(self.source_size, self.sources, tuple(map(self.dependence.parts_read, self.targets)))
+        return HaloPlan(self.sources, Reads(self.targets, self.dependence.parts_read, self.dependence.read_by))
 
     @cached_property
     def target_plan(self) -> HaloPlan:
         """Each rank needs the targets that read its sources."""
+        return HaloPlan(self.targets, Reads(self.sources, self._parts_read_by, self.dependence.reads))
+
+    def _parts_read_by(self, source: Interval) -> Parts:
         everything = Interval(0, self.target_size)
-        readers = map(self.dependence.parts_read_by, self.sources)
-        needed = tuple(tuple(part & everything for part in parts) for parts in readers)
-        return HaloPlan(self.target_size, self.targets, needed)
+        return tuple(part & everything for part in self.dependence.parts_read_by(source))
 
     def read_by(self, source: Interval) -> Interval:
         """The targets that read any of `source`."""

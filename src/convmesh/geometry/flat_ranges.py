@@ -1,44 +1,82 @@
-"""Parts of elements in a row that are not in one piece: of a cut dimension with others outside and inside of it."""
+"""Elements numbered in a row, as boxes of a table: a sharded dimension with others outside and inside of it.
+
+The table has a row for each index of the outer dimensions. A rank that shards the dimension in the middle has the same
+columns of all rows; one that shards the outermost has a range of the numbers, which is up to three boxes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .interval import Interval
+from .interval import Box, Interval
+from .shards import Shards
 
 
 @dataclass(frozen=True)
 class Stripes:
-    """Elements numbered over dimensions (outer, size, inner), of which rank `r` owns `parts[r]` of the middle one.
-
-    The number of an element never falls along what a rank owns, so what lies in a range of numbers is a range of it.
-    """
+    """Elements numbered over dimensions (outer, size, inner), of which rank `r` owns `parts[r]` of the middle one."""
 
     outer: int
-    size: int
     inner: int
-    parts: tuple[Interval, ...]
+    shards: Shards
 
     @property
     def row(self) -> int:
         """The elements of one index of the outer dimension."""
-        return self.size * self.inner
+        return self.shards.size * self.inner
 
     def stripe(self, rank: int) -> Interval:
         """What a rank owns of every row."""
-        part = self.parts[rank]
+        part = self.shards[rank]
         return Interval(part.start * self.inner, part.stop * self.inner)
 
-    def count_before(self, rank: int, number: int) -> int:
-        """How many of a rank's elements have a lower number."""
-        row, rest = divmod(number, max(1, self.row))
-        stripe = self.stripe(rank)
-        return row * len(stripe) + min(max(rest - stripe.start, 0), len(stripe))
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        return ((Interval(0, self.outer), self.stripe(rank)),)
 
-    def within(self, rank: int, numbers: Interval) -> Interval:
-        """Which of a rank's elements, counted from its first, have these numbers."""
-        return Interval(self.count_before(rank, numbers.start), self.count_before(rank, numbers.stop))
+    def touching(self, box: Box) -> Iterable[int]:
+        columns = box[1]
+        return self.shards.touching(Interval(columns.start // self.inner, -(-columns.stop // self.inner)))
 
-    def rows(self, numbers: Interval) -> Interval:
-        """The rows from the first to the last that have any of these numbers."""
-        return Interval(numbers.start // max(1, self.row), -(-numbers.stop // max(1, self.row)))
+
+@dataclass(frozen=True)
+class FlatRanges:
+    """Ranges of the elements of a table with rows of length `row`; `owned` is in steps of `inner` elements."""
+
+    owned: Shards
+    inner: int
+    row: int
+
+    def numbers(self, rank: int) -> Interval:
+        part = self.owned[rank]
+        return Interval(part.start * self.inner, part.stop * self.inner)
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The end of a row, whole rows, and the begin of one: those of them that are there, in their order."""
+        numbers = self.numbers(rank)
+        if not numbers:
+            return ()
+        first, last = numbers.start // self.row, (numbers.stop - 1) // self.row
+        begin, end = numbers.start - first * self.row, numbers.stop - last * self.row
+        if first == last:
+            return ((Interval(first, first + 1), Interval(begin, end)),)
+        whole = Interval(first + bool(begin), last + (end == self.row))
+        boxes = (
+            (Interval(first, whole.start), Interval(begin, self.row)),
+            (whole, Interval(0, self.row)),
+            (Interval(whole.stop, last + 1), Interval(0, end)),
+        )
+        return tuple(box for box in boxes if all(box))
+
+    def touching(self, box: Box) -> Iterable[int]:
+        rows, columns = box
+        if not rows or not columns:
+            return ()
+        everything = self._owners(rows.start * self.row + columns.start, (rows.stop - 1) * self.row + columns.stop)
+        if len(everything) <= len(rows):
+            return everything
+        starts = (row * self.row for row in range(rows.start, rows.stop))
+        return sorted({rank for at in starts for rank in self._owners(at + columns.start, at + columns.stop)})
+
+    def _owners(self, start: int, stop: int) -> Sequence[int]:
+        return self.owned.touching(Interval(start // self.inner, (stop - 1) // self.inner + 1))

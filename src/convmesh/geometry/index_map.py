@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from .halo_plan import Parts
 from .interval import Interval
+from .moves import Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,15 @@ class Piece:
 
     def copying(self, source: Interval) -> Piece:
         """The part of the piece whose inputs lie in `source`."""
+        return self._from(*self._copied(source))
+
+    def read_by(self, source: Interval) -> Interval:
+        """The outputs that copy any of `source`, with the one before and the one behind them."""
+        first, last = self._copied(source)
+        first, last = max(0, first - 1), min(last + 1, self.count)
+        return Interval(self.out_start + self.out_step * first, self.out_start + self.out_step * (last - 1) + 1)
+
+    def _copied(self, source: Interval) -> tuple[int, int]:
         first, last = 0, self.count
         if self.in_step > 0:
             first = max(first, -(-(source.start - self.in_start) // self.in_step))
@@ -42,7 +51,7 @@ class Piece:
             last = min(last, (self.in_start - source.start) // -self.in_step + 1)
         elif self.in_start not in source:
             last = 0
-        return self._from(first, last)
+        return first, last
 
     def _from(self, first: int, last: int) -> Piece:
         return Piece(
@@ -78,6 +87,10 @@ class IndexMap:
     def reads(self, out: Interval, source: int = 0) -> Parts:
         """What `out` needs of a source: intervals in their order, which neither overlap nor touch."""
         return _merged([piece.reads for piece in self.within(out) if piece.source == source])
+
+    def read_by(self, part: Interval, source: int = 0) -> Parts:
+        """The outputs that copy any of a part of a source, piece by piece; there may be others among them."""
+        return tuple(piece.read_by(part) for piece in self.pieces if piece.source == source)
 
     def gaps(self, out: Interval) -> Parts:
         """Intervals that have every output of `out` that copies nothing; others may lie in them too."""

@@ -1,11 +1,9 @@
-"""Half-open intervals of indices, boxes of them, and how DTensor shards a dimension into them."""
+"""Half-open intervals of indices, and boxes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +47,6 @@ def hull(intervals: Sequence[Interval]) -> Interval:
     if not filled:
         return Interval(0, 0)
     return Interval(min(i.start for i in filled), max(i.stop for i in filled))
-
-
-def _chunk(interval: Interval, parts: int) -> list[Interval]:
-    """`torch.chunk`: equal parts, rounded up, so that the last ones may hold less, or nothing."""
-    step = -((interval.start - interval.stop) // parts)
-    bounds = [min(interval.start + step * r, interval.stop) for r in range(parts + 1)]
-    return [Interval(a, b) for a, b in pairwise(bounds)]
-
-
-def shards(size: int, mesh_sizes: tuple[int, ...]) -> tuple[Interval, ...]:
-    """Who owns what of a dimension that is sharded over mesh dimensions of these sizes, the first one outermost.
-
-    The ranks are in row-major order over the mesh dimensions, which is the order of what they own.
-    """
-    return _shards(size, mesh_sizes) if type(size) is int else _chunks(size, mesh_sizes)
-
-
-def _chunks(size: int, mesh_sizes: tuple[int, ...]) -> tuple[Interval, ...]:
-    owned = [Interval(0, size)]
-    for parts in mesh_sizes:
-        owned = [chunk for interval in owned for chunk in _chunk(interval, parts)]
-    return tuple(owned)
-
-
-_shards = lru_cache(maxsize=4096)(_chunks)
 
 
 def slabs(outer: Box, inner: Box) -> list[list[Box]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from .interval import shards
+from .shards import Shards
 
 Dims = tuple[int, ...]
 
@@ -50,9 +50,8 @@ def where_cut(dim: int, before: Sequence[int], after: Sequence[int], mesh_sizes:
     inner = prod(before[d] for d in group.before if d > dim)
     for new in reversed(candidates):
         new_inner = prod(after[d] for d in group.after if d > new)
-        old_parts, new_parts = shards(before[dim], mesh_sizes), shards(after[new], mesh_sizes)
-        pairs = zip(old_parts, new_parts, strict=True)
-        if all(old.size * inner == now.size * new_inner for old, now in pairs):
+        old, now = Shards(before[dim], mesh_sizes), Shards(after[new], mesh_sizes)
+        if old.scaled_runs(inner) == now.scaled_runs(new_inner):
             return new
     return None
 

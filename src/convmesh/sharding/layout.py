@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from .. import _torch
-from ..geometry import Interval, shards
+from ..geometry import Interval, Shards
 from ..strides import dense_stride as dense_stride
 from ..strides import format_of, same_stride
 
@@ -82,8 +82,10 @@ class Layout:
     def mostly_empty(self, mesh_dim: int) -> bool:
         """Whether half of the ranks or more have nothing of the dimension that is sharded over a mesh dimension."""
         placement = self.placements[mesh_dim]
-        parts = self.shards(placement.dim) if isinstance(placement, Shard) else ()
-        return 2 * sum(map(bool, parts)) <= len(parts) > 1
+        if not isinstance(placement, Shard):
+            return False
+        parts = self.shards(placement.dim)
+        return 2 * parts.busy <= len(parts) > 1
 
     def beside(self, other: Layout, dim: int) -> Placement:
         """How this tensor, broadcast against `other`, is placed where that is Shard(dim): sharded alike if it has all
@@ -130,9 +132,9 @@ class Layout:
                 found[placement.dim] = (*found.get(placement.dim, ()), mesh_dim)
         return found
 
-    def shards(self, dim: int) -> tuple[Interval, ...]:
+    def shards(self, dim: int) -> Shards:
         """What each rank owns of `dim`, along the mesh dimensions over which it is sharded."""
-        return shards(self.shape[dim], tuple(self.mesh.size(mesh_dim) for mesh_dim in self.cuts.get(dim, ())))
+        return Shards(self.shape[dim], tuple(self.mesh.size(mesh_dim) for mesh_dim in self.cuts.get(dim, ())))
 
     def own(self, dim: int) -> Interval:
         """What this rank owns of `dim`."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from .. import _torch
-from ..comm import Line, from_owner, line, owner_plan, rebox, swap
-from ..geometry import Box
+from ..comm import Schedule, boxes, broadcast_from_owner, fetch, rank_line, reshard
+from ..geometry import Box, Grid, Interval, shards
 from ..strides import usual
 from .errors import PlainTensor, ShardingError, refuse
 from .layout import Layout
@@ -98,79 +97,88 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
 
 
 def relocated(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
-    """This rank's part of a tensor that lies as `source` says, where `target` has it. May have gaps."""
-    # torch makes a pending sum of what every rank has all of, and of nothing else.
+    """This rank's local tensor in the layout `target`, of one in the layout `source`. May have gaps."""
+    for step in plan_redistribution(source, target):
+        local = step(local)
+    return usual(local, target.stride)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A step of a redistribution: from the box of some dimensions that a rank owns to the one that it needs."""
+
+    schedule: Schedule
+    dims: tuple[int, ...]
+    owned: Box
+    needed: Box
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        return fetch(self.schedule, local, self.dims, self.owned, self.needed)
+
+
+@dataclass(frozen=True)
+class ByTorch:
+    """A step that DTensor itself does."""
+
+    source: _torch.Spec
+    target: _torch.Spec
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        return _torch.redistribute(local, self.source, self.target)
+
+
+Step = Exchange | ByTorch
+
+
+@planned
+def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
+    """DTensor's own redistribution gathers on gloo to shard another dimension, and sends padding: so it only does what
+    is left after exchanges."""
+    # torch makes Partial of what every rank has all of, and of nothing else.
     gathered = source.placed(tuple(
         Replicate() if isinstance(p, Shard) and isinstance(q, Partial) else p
         for p, q in zip(source.placements, target.placements, strict=True)
     ))  # fmt: skip
+    steps: list[Step] = []
     if gathered.placements != source.placements:
-        local, source = relocated(local, source, gathered), gathered
-    while (mesh_dim := _next_swap(source, target)) is not None:
-        before, after = source.placements[mesh_dim].dim, target.placements[mesh_dim].dim  # type: ignore[attr-defined]
-        left, right = source.placements[:mesh_dim], source.placements[mesh_dim + 1 :]
-        whole = source.placed((*left, Replicate(), *right)).own(before)
-        local = swap(local, before, whole.size, after, line(source.mesh, (mesh_dim,)))
-        source = source.placed((*left, target.placements[mesh_dim], *right))
-    boxes = _boxes(source, target)
-    if boxes is not None:
-        local, source = rebox(local, boxes.owned, boxes.wanted, boxes.line), source.placed(boxes.placements)
-    for dim in list(source.cuts):
-        if source.shape[dim] == 1 and source.mesh.get_coordinate() is not None:
-            local, source = _shared(local, source, target, dim)
+        steps, source = list(plan_redistribution(source, gathered)), gathered
+    if source.mesh.get_coordinate() is not None:
+        for advance in (_resharded, _reboxed, _broadcast):
+            while (found := advance(source, target)) is not None:
+                exchange, source = found
+                steps += [] if exchange is None else [exchange]
     if source.placements != target.placements:
-        local = _torch.redistribute(local, source.spec, target.spec)
-    return usual(local, target.stride)
+        steps.append(ByTorch(source.spec, target.spec))
+    return tuple(steps)
 
 
-def _shared(local: torch.Tensor, source: Layout, target: Layout, dim: int) -> tuple[torch.Tensor, Layout]:
-    """The only index of a cut dimension goes to all ranks, where the target has it so: gathering would send padding."""
-    mesh_dims = source.cuts[dim]
-    if not all(isinstance(target.placements[m], Replicate) for m in mesh_dims):
-        return local, source
-    placements = tuple(Replicate() if m in mesh_dims else p for m, p in enumerate(source.placements))
-    cutting = tuple(m for m in mesh_dims if source.mesh.size(m) > 1)
-    if cutting:
-        plan = owner_plan(1, 0, tuple(source.mesh.size(m) for m in cutting))
-        local, received = from_owner(local, dim, plan, line(source.mesh, cutting))
-        local = _torch.tie(local, tokens=[received])
-    return local, source.placed(placements)
+def _resharded(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None:
+    """Along one mesh dimension, over which another tensor dimension is to be sharded, and can be at once.
 
-
-def _next_swap(source: Layout, target: Layout) -> int | None:
-    """A mesh dimension over which another dimension is to be cut, and can be at once; DTensor gathers on gloo for it.
-
-    Other mesh dimensions may cut the two further outside, but not further inside.
+    Other mesh dimensions may shard the two further outside, but not further inside.
     """
-    if source.mesh.get_coordinate() is None:
-        return None
-    for mesh_dim, (before, after) in enumerate(zip(source.placements, target.placements, strict=True)):
-        if type(before) is Shard and type(after) is Shard and before != after:
-            innermost = source.cuts[before.dim][-1] == mesh_dim
-            if innermost and source.cuts.get(after.dim, (-1,))[-1] < mesh_dim:
-                return mesh_dim
+    for mesh_dim, (p, q) in enumerate(zip(source.placements, target.placements, strict=True)):
+        if type(p) is not Shard or type(q) is not Shard or p == q:
+            continue
+        if source.cuts[p.dim][-1] != mesh_dim or source.cuts.get(q.dim, (-1,))[-1] >= mesh_dim:
+            continue
+        placements = [*source.placements]
+        placements[mesh_dim] = Replicate()
+        sizes = [source.placed(tuple(placements)).own(dim).size for dim in (p.dim, q.dim)]
+        placements[mesh_dim] = q
+        line = rank_line(source.mesh, (mesh_dim,))
+        before, after = (shards(size, line.sizes)[line.rank] for size in sizes)
+        owned, needed = (before, Interval(0, sizes[1])), (Interval(0, sizes[0]), after)
+        return Exchange(reshard(line, *sizes), (p.dim, q.dim), owned, needed), source.placed(tuple(placements))
     return None
 
 
-@dataclass(frozen=True)
-class Boxes:
-    """What ranks along a line own of a tensor, and what they want of it, which then lies at `placements`."""
-
-    owned: tuple[Box, ...]
-    wanted: tuple[Box, ...]
-    placements: tuple[Placement, ...]
-    line: Line
-
-
-@planned
-def _boxes(source: Layout, target: Layout) -> Boxes | None:
-    """The move of all mesh dimensions over which other dimensions are to be cut; None where there are none of them.
-
-    Those that cut a dimension together move together.
-    """
+def _reboxed(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None:
+    """Along all mesh dimensions over which other tensor dimensions are to be sharded, together with those that share a
+    tensor dimension with them."""
     pairs = list(zip(source.placements, target.placements, strict=True))
     moving = {m for m, (p, q) in enumerate(pairs) if type(p) is Shard and type(q) is Shard and p != q}
-    if not moving or source.mesh.get_coordinate() is None:
+    if not moving:
         return None
     goal = source.placed(tuple(q if m in moving else p for m, (p, q) in enumerate(pairs)))
     while True:
@@ -179,15 +187,32 @@ def _boxes(source: Layout, target: Layout) -> Boxes | None:
         if found <= moving:
             break
         moving |= found
-    mesh_dims = tuple(sorted(moving))
-    here = {m: source.mesh.get_local_rank(m) for m in range(source.mesh.ndim)}
-    ranks = [
-        here | dict(zip(mesh_dims, place, strict=True))
-        for place in product(*(range(source.mesh.size(m)) for m in mesh_dims))
-    ]
-    dims = range(len(source.shape))
-    owned, wanted = (tuple(tuple(layout.part_at(dim, at) for dim in dims) for at in ranks) for layout in (source, goal))
-    return Boxes(owned, wanted, goal.placements, line(source.mesh, mesh_dims))
+    mesh_dims, dims = tuple(sorted(moving)), tuple(sorted(touched))
+    line = rank_line(source.mesh, mesh_dims)
+    owned, needed = (_grid(layout, dims, mesh_dims) for layout in (source, goal))
+    (own,), (need,) = owned.boxes(line.rank), needed.boxes(line.rank)
+    return Exchange(boxes(line, owned, needed), dims, own, need), goal
+
+
+def _grid(layout: Layout, dims: tuple[int, ...], mesh_dims: tuple[int, ...]) -> Grid:
+    over = tuple(tuple(map(mesh_dims.index, layout.cuts.get(dim, ()))) for dim in dims)
+    return Grid(tuple(map(layout.mesh.size, mesh_dims)), tuple(map(layout.shards, dims)), over)
+
+
+def _broadcast(source: Layout, target: Layout) -> tuple[Exchange | None, Layout] | None:
+    """The only index of a sharded dimension to all ranks, where the target is replicated: DTensor's all-gather would
+    send padding."""
+    for dim, mesh_dims in source.cuts.items():
+        if source.shape[dim] == 1 and all(isinstance(target.placements[m], Replicate) for m in mesh_dims):
+            placements = tuple(Replicate() if m in mesh_dims else p for m, p in enumerate(source.placements))
+            several = tuple(m for m in mesh_dims if source.mesh.size(m) > 1)
+            exchange = None
+            if several:
+                schedule = broadcast_from_owner(line := rank_line(source.mesh, several), 1, 0)
+                owned = shards(1, line.sizes)[line.rank]
+                exchange = Exchange(schedule, (dim,), (owned,), (Interval(0, 1),))
+            return exchange, source.placed(placements)
+    return None
 
 
 def move_beside(tensor: DTensor, other: Layout) -> torch.Tensor:

@@ -89,7 +89,7 @@ def _said_by_all(text: str, mesh: DeviceMesh) -> list[str]:
     """What each rank says, in lines; what several say in one, and nothing of those that say nothing."""
     letters = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b" ")
     mine = torch.tensor(list(letters), dtype=torch.uint8, device=mesh.device_type)
-    everybody = comm.side_by_side(mine, mesh, tuple(range(mesh.ndim))).tolist()
+    everybody = comm.all_gather_stacked(mine, mesh, tuple(range(mesh.ndim))).tolist()
     said: dict[str, list[str]] = {}
     for rank, row in zip(mesh.mesh.flatten().tolist(), everybody, strict=True):
         said.setdefault(bytes(row).decode(errors="replace").strip(" \0"), []).append(str(rank))

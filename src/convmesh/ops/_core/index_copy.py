@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import prod
 
 import torch
 
 from ... import _torch
-from ...comm import Block, Halo, Held, Line, give_back, line, start
-from ...geometry import Box, HaloPlan, IndexMap, Interval, Piece, shards
+from ...comm import Block, Halo, Held, RankLine, Schedule, give_back, halo, rank_line, start
+from ...geometry import Box, HaloPlan, IndexMap, Interval, Piece, Reads, shards
 from ...sharding.layout import Layout, dense_stride
 from ...strides import memory_format
 
@@ -32,12 +32,26 @@ class Axis:
     dim: int
     map: IndexMap
     plans: tuple[HaloPlan, ...]
-    line: Line | None  # None where the dimension is not cut: then this rank is number 0 of one
+    line: RankLine | None  # None where the dimension is not sharded: then this rank is number 0 of one
     out: Interval
 
     @property
     def rank(self) -> int:
         return 0 if self.line is None else self.line.rank
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Of the first source, along this dimension alone."""
+        assert self.line is not None
+        return halo(self.line, Halo(0, self.plans[0], (Interval(0, self.plans[0].size),)))
+
+
+@dataclass(frozen=True)
+class Job:
+    """An exchange of several sources, or of several boxes of one."""
+
+    sources: tuple[int, ...]
+    schedule: Schedule
 
 
 @dataclass(frozen=True)
@@ -59,11 +73,14 @@ class Remap:
             mesh_sizes = tuple(layout.mesh.size(m) for m in mesh_dims)
             outs = shards(index_map.size, mesh_sizes)
             plans = tuple(
-                HaloPlan(size, shards(size, mesh_sizes), tuple(index_map.reads(out, source) for out in outs))
+                HaloPlan(
+                    shards(size, mesh_sizes),
+                    Reads(outs, partial(index_map.reads, source=source), partial(index_map.read_by, source=source)),
+                )
                 for source, size in enumerate(sizes if sizes is not None else [layout.shape[dim]])
             )
-            along = line(layout.mesh, mesh_dims) if prod(mesh_sizes) > 1 else None
-            axes.append(Axis(dim, index_map, plans, along, outs[0 if along is None else along.rank]))
+            line = rank_line(layout.mesh, mesh_dims) if prod(mesh_sizes) > 1 else None
+            axes.append(Axis(dim, index_map, plans, line, outs[0 if line is None else line.rank]))
         return Remap(tuple(axes))
 
     @property
@@ -74,25 +91,27 @@ class Remap:
         """The output's part; always a new tensor, into which every number is copied once."""
         held = [Held.own(source, self.dims, self._own(number)) for number, source in enumerate(sources)]
         result = self._allocate(sources[0], fill)
-        received: list[torch.Tensor | None] = []
         written = 0  # how many blocks of each source
         # Along one dimension after the other, which brings the corners too.
         for number, axis in enumerate(self.axes):
             if axis.line is None:
                 continue
-            jobs = self._jobs(number, len(sources))
-            pending = start([held[source] for source, _ in jobs], [halo for _, halo in jobs], axis.line)
-            if not received and all(axis.map.disjoint for axis in self.axes):  # this rank's own, while messages travel
+            job = self._job(number, len(sources))
+            pending = start(job.schedule, [held[source] for source in job.sources])
+            if not written and self._disjoint:  # this rank's own, while messages are under way
                 written = 1
                 self._write(result, held, slice(0, written))
-            for (source, _), blocks in zip(jobs, pending.finish(), strict=True):
+            for source, blocks in zip(job.sources, pending.finish(), strict=True):
                 held[source] = held[source].plus(blocks)
-            received.append(pending.received)
         self._write(result, held, slice(written, None))
-        return _torch.tie(result, *sources, tokens=received)
+        return _torch.tie(result, *sources)
 
     @cached_property
-    def _known_jobs(self) -> dict[tuple[int, int], list[tuple[int, Halo]]]:
+    def _disjoint(self) -> bool:
+        return all(axis.map.disjoint for axis in self.axes)
+
+    @cached_property
+    def _known_jobs(self) -> dict[tuple[int, int], Job]:
         """By axis and number of sources: found in the first call, and the same in all others."""
         return {}
 
@@ -122,16 +141,19 @@ class Remap:
             (axis.dim, gap.start - axis.out.start, gap.size) for axis in self.axes for gap in axis.map.gaps(axis.out)
         ]
 
-    def _jobs(self, number: int, sources: int) -> list[tuple[int, Halo]]:
-        """What travels along one of the axes, with what has come along those before it."""
+    def _job(self, number: int, sources: int) -> Job:
+        """What is sent along one of the axes, with what has come along those before it."""
         if (number, sources) in self._known_jobs:
             return self._known_jobs[number, sources]
-        self._known_jobs[number, sources] = jobs = [
+        line = self.axes[number].line
+        assert line is not None
+        halos = [
             (source, Halo(number, self.axes[number].plans[source], (*before, *self._own(source)[number:])))
             for source in range(sources)
-            for before in product(*(done.plans[source].needed[done.rank] for done in self.axes[:number]))
+            for before in product(*(done.plans[source].needed.parts(done.rank) for done in self.axes[:number]))
         ]
-        return jobs
+        made = Job(tuple(source for source, _ in halos), halo(line, *(one for _, one in halos)))
+        return self._known_jobs.setdefault((number, sources), made)
 
     def _write(self, result: torch.Tensor, held: Sequence[Held], which: slice) -> None:
         """Copy what pieces have of some of the blocks."""
@@ -175,7 +197,7 @@ def _adjoint(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
     plan = axis.plans[0]
     shape = list(gradient.shape)
     blocks = []
-    for part in plan.needed[axis.rank]:
+    for part in plan.needed.parts(axis.rank):
         shape[axis.dim] = part.size
         blocks.append(Block((part,), gradient.new_zeros(shape)))
     for piece in axis.map.within(axis.out):
@@ -196,7 +218,7 @@ def _adjoint(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
     held = Held((axis.dim,), tuple(blocks))
     if axis.line is None:
         return held.read((own,))
-    return give_back(held, axis.dim, plan, axis.line)
+    return give_back(axis.schedule, held, (own,))
 
 
 def _stepped(data: torch.Tensor, dim: int, step: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 
 from ... import _torch
-from ...comm import Halo, Held, Line, Pending, give_back, line, start
+from ...comm import Block, Halo, Held, Pending, RankLine, Schedule, give_back, halo, rank_line, start
 from ...geometry import Box, Dependence, HaloPlan, Interval, ShardedDependence, hull, slabs
 from ...sharding.layout import Layout
 
@@ -30,7 +30,7 @@ class Tiling:
 
     dims: tuple[int, ...]
     sharded: tuple[ShardedDependence, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[RankLine, ...]
 
     @classmethod
     def of(
@@ -44,7 +44,7 @@ class Tiling:
             if prod(mesh_sizes) > 1:
                 dims.append(dim)
                 sharded.append(ShardedDependence(dependence, sources[dim], targets[dim], mesh_sizes))
-                lines.append(line(layout.mesh, mesh_dims))
+                lines.append(rank_line(layout.mesh, mesh_dims))
         return cls(tuple(dims), tuple(sharded), tuple(lines))
 
     @cached_property
@@ -90,55 +90,57 @@ class Tiling:
         return box[self.dims.index(dim)] if dim in self.dims else Interval(0, size)
 
     @cached_property
-    def source_plans(self) -> list[HaloPlan]:
-        return [along.source_plan for along in self.sharded]
+    def source_halos(self) -> Halos:
+        return Halos(self.dims, tuple(along.source_plan for along in self.sharded), self.lines)
 
     @cached_property
-    def target_plans(self) -> list[HaloPlan]:
-        return [along.target_plan for along in self.sharded]
+    def target_halos(self) -> Halos:
+        return Halos(self.dims, tuple(along.target_plan for along in self.sharded), self.lines)
 
     def fetch_sources(self, own: torch.Tensor) -> Fetch:
         """Start to fetch the sources that this rank's targets read."""
-        return Fetch(self, self.source_plans, self.sources, own)
+        return Fetch(self.source_halos, own)
 
     def fetch_targets(self, own: torch.Tensor) -> Fetch:
         """Start to fetch the targets that read this rank's sources."""
-        return Fetch(self, self.target_plans, self.targets, own)
+        return Fetch(self.target_halos, own)
 
     def sum_sources(self, block: torch.Tensor) -> torch.Tensor:
         """The adjoint of `fetch_sources`: owners get the sum of all ranks' blocks, of their boxes `sources_read`."""
-        return self._sum(block, self.sources_read, self.source_plans)
+        return self._sum(block, self.sources_read, self.source_halos)
 
     def sum_targets(self, block: torch.Tensor) -> torch.Tensor:
         """The adjoint of `fetch_targets`: owners get the sum of all ranks' blocks, of their boxes `readers`."""
-        return self._sum(block, self.readers, self.target_plans)
+        return self._sum(block, self.readers, self.target_halos)
 
-    def _sum(self, block: torch.Tensor, box: Box, plans: Sequence[HaloPlan]) -> torch.Tensor:
-        for dim, side, plan, along in reversed(list(zip(self.dims, box, plans, self.lines, strict=True))):
-            if not plan.silent or side != plan.owned[along.rank]:
-                block = give_back(Held.own(block, (dim,), (side,)), dim, plan, along)
+    def _sum(self, block: torch.Tensor, box: Box, halos: Halos) -> torch.Tensor:
+        for dim, side, own, schedule in reversed(list(zip(self.dims, box, halos.owned, halos.alone, strict=True))):
+            if not schedule.silent or side != own:
+                block = give_back(schedule, Held.own(block, (dim,), (side,)), (own,))
         return block
 
     def combine_targets(
         self, blocks: list[torch.Tensor], fills: Sequence[float], combine: Callable[..., None]
     ) -> list[torch.Tensor]:
-        """`sum_targets` of several tensors by another operation than a sum, from ranks in their order.
+        """`sum_targets` of several tensors by another operation than a sum, in any order.
 
         `combine(*so_far, *more)` changes `so_far` in place, which begin as `fills`.
         """
-        for dim, plan, along in zip(self.dims, self.target_plans, self.lines, strict=True):
-            numbered, indices = plan.contributions
-            own, wanted = (numbered.owned[along.rank],), plan.owned[along.rank]
-            held = [Held.own(block, (dim,), own) for block in blocks]
-            under_way = [start([one], [Halo(0, numbered, own)], along) for one in held]
-            held = [one.plus(pending.finish()[0]) for one, pending in zip(held, under_way, strict=True)]
+        halos = self.target_halos
+        for dim, side, own, schedule in zip(self.dims, self.readers, halos.owned, halos.alone, strict=True):
+            held = [Held.own(block, (dim,), (side,)) for block in blocks]
+            under_way = [start(schedule.transposed(), [one]) for one in held]
             shape = [*blocks[0].shape]
-            shape[dim] = len(wanted)
+            shape[dim] = len(own)
             results = [block.new_full(shape, fill) for block, fill in zip(blocks, fills, strict=True)]
-            for number, targets in zip(numbered.needed[along.rank], indices[along.rank], strict=True):
-                so_far = (result.narrow(dim, targets.start - wanted.start, len(targets)) for result in results)
-                combine(*so_far, *(one.read((number,)) for one in held))
-            results[0] = _torch.tie(results[0], *blocks, tokens=[pending.received for pending in under_way])
+            mine = (side & own,)
+            more = [[Block(mine, one.read(mine))] * bool(mine[0]) + pending.finish()[0]
+                    for one, pending in zip(held, under_way, strict=True)]  # fmt: skip
+            for arrived in zip(*more, strict=True):
+                (targets,) = arrived[0].box
+                so_far = (result.narrow(dim, targets.start - own.start, len(targets)) for result in results)
+                combine(*so_far, *(block.data for block in arrived))
+            results[0] = _torch.tie(results[0], *blocks)
             blocks = results
         return blocks
 
@@ -147,16 +149,46 @@ class Tiling:
         return zip(self.sharded, (along.rank for along in self.lines), strict=True)
 
 
+@dataclass(frozen=True, eq=False)
+class Halos:
+    """What this rank owns and needs of one side of a tiling, and the schedules that bring it."""
+
+    dims: tuple[int, ...]
+    plans: tuple[HaloPlan, ...]
+    lines: tuple[RankLine, ...]
+
+    @cached_property
+    def owned(self) -> Box:
+        return tuple(plan.owned[line.rank] for plan, line in zip(self.plans, self.lines, strict=True))
+
+    @cached_property
+    def needed(self) -> Box:
+        """What this rank needs along each sharded dimension, in one interval and without overhangs."""
+        sides = zip(self.plans, self.lines, strict=True)
+        return tuple(hull(plan.needed.parts(line.rank)) & Interval(0, plan.size) for plan, line in sides)
+
+    @cached_property
+    def in_turn(self) -> tuple[Schedule, ...]:
+        """One dimension after the other, each with what those before it have brought, so that corners come too."""
+        return tuple(
+            halo(line, Halo(axis, plan, (*self.needed[:axis], *self.owned[axis:])))
+            for axis, (plan, line) in enumerate(zip(self.plans, self.lines, strict=True))
+        )
+
+    @cached_property
+    def alone(self) -> tuple[Schedule, ...]:
+        """Every dimension by itself, whatever the extent of the others."""
+        sides = zip(self.plans, self.lines, strict=True)
+        return tuple(halo(line, Halo(0, plan, (Interval(0, plan.size),))) for plan, line in sides)
+
+
 class Fetch:
     """Halos of one tensor under way, one sharded dimension after the other, which brings the corners too."""
 
-    def __init__(self, tiling: Tiling, plans: Sequence[HaloPlan], own_box: Box, own: torch.Tensor):
-        self.own_box = own_box
-        self.held = Held.own(own, tiling.dims, own_box)
-        self.needed = needed_here(plans, tiling.lines)
-        self._plans, self._lines = plans, tiling.lines
-        self._received: list[torch.Tensor | None] = []
-        self._axis = -1
+    def __init__(self, halos: Halos, own: torch.Tensor):
+        self.own_box, self.needed = halos.owned, halos.needed
+        self.held = Held.own(own, halos.dims, halos.owned)
+        self._schedules = iter(halos.in_turn)
         self._pending: Pending | None = None
         self._start_next()
 
@@ -164,35 +196,23 @@ class Fetch:
         """Wait for the dimension under way, and start the next."""
         assert self._pending is not None
         (blocks,) = self._pending.finish()
-        self._received.append(self._pending.received)
         self.held = self.held.plus(blocks)
         self._start_next()
 
     def complete(self) -> Held:
-        """All that this rank needs. What is computed of it has to be tied to the exchange."""
+        """All that this rank needs."""
         while self._pending is not None:
             self.advance()
         return self.held
 
     def tie(self, result: torch.Tensor) -> torch.Tensor:
-        """`result`, in a way that keeps the compiler from leaving out an exchange of which this rank uses nothing."""
+        """`result`, which depends on the tensor on every rank, also where it uses nothing of it."""
         self.complete()
-        return _torch.tie(result, self.held.blocks[0].data, tokens=self._received)
+        return _torch.tie(result, self.held.blocks[0].data)
 
     def _start_next(self) -> None:
-        self._axis += 1
-        axis = self._axis
-        if axis == len(self._plans):
-            self._pending = None
-            return
-        box = (*self.needed[:axis], *self.own_box[axis:])
-        self._pending = start([self.held], [Halo(axis, self._plans[axis], box)], self._lines[axis])
-
-
-def needed_here(plans: Sequence[HaloPlan], lines: Sequence[Line]) -> Box:
-    """What this rank needs along each sharded dimension, in one interval and without overhangs."""
-    sides = zip(plans, lines, strict=True)
-    return tuple(hull(plan.needed[line.rank]) & Interval(0, plan.size) for plan, line in sides)
+        schedule = next(self._schedules, None)
+        self._pending = None if schedule is None else start(schedule, [self.held])
 
 
 def patch(

@@ -81,8 +81,12 @@ def _cheaper_to_fetch_input(local: LocalConvolution, weight_shape: Sequence[int]
     Computed from global sizes only, because all ranks have to fetch the same side.
     """
     tiling = local.tiling
-    fine = _part_sent(tiling.source_plans) * weight_shape[1] * prod(local.fine_sizes)
-    coarse = _part_sent(tiling.target_plans) * (weight_shape[0] // max(1, local.conv.groups)) * prod(local.coarse_sizes)
+    fine = _part_sent(tiling.source_halos.plans) * weight_shape[1] * prod(local.fine_sizes)
+    coarse = (
+        _part_sent(tiling.target_halos.plans)
+        * (weight_shape[0] // max(1, local.conv.groups))
+        * prod(local.coarse_sizes)
+    )
     return coarse < fine if local.conv.transposed else fine < coarse
 
 

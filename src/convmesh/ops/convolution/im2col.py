@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ... import _torch
-from ...comm import Halo, Held, Line, line, start
-from ...geometry import HaloPlan, Interval, Window, shards
+from ...comm import Halo, Held, Schedule, fetch, halo, rank_line
+from ...geometry import HaloPlan, Interval, Reads, Shards, Window
 from ...sharding.layout import Layout, dense_stride
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
@@ -51,8 +51,8 @@ class Windows:
 class UnfoldPlan:
     source: Layout
     output: Layout
-    halo: HaloPlan | None  # None where rows and columns are whole: then the stock operator does it
-    line: Line | None
+    schedule: Schedule | None  # None where rows and columns are not sharded: then the stock operator does it
+    held: Interval  # what this rank owns of the rows or columns that it reads
     rows: Interval  # the rows of windows that this rank needs
     own: Interval  # what this rank produces: columns, or image rows
     columns: int  # in a row of windows
@@ -60,9 +60,10 @@ class UnfoldPlan:
 
 def _plan(
     layout: Layout, shape: tuple[int, ...], channels: int, per_row: int, parts: Callable[[Interval], Interval],
-    needs: Callable[[Interval], Interval],
+    needs: Callable[[Interval], Interval], readers: Callable[[Interval], Interval],
 ) -> UnfoldPlan:  # fmt: skip
-    """`parts` are the rows of windows that belong to what a rank produces, and `needs` what these take of the input."""
+    """`parts` are the rows of windows that belong to what a rank produces, and `needs` what these take of the input;
+    `readers` is what is produced of some of the input."""
     lead = max(len(layout.shape), len(shape)) - 3  # 0 without a batch
     placements = _placements(layout, lead, channels)
     source = layout.placed(placements)
@@ -70,14 +71,15 @@ def _plan(
     cut = lead + 1
     mesh_dims = tuple(m for m in source.cuts.get(cut, ()) if layout.mesh.size(m) > 1)
     if not mesh_dims or layout.mesh.get_coordinate() is None:
-        return UnfoldPlan(source, output, None, None, Interval(0, 0), Interval(0, 0), per_row)
+        return UnfoldPlan(source, output, None, Interval(0, 0), Interval(0, 0), Interval(0, 0), per_row)
     sizes = tuple(layout.mesh.size(m) for m in mesh_dims)
-    made = shards(shape[cut], sizes)
-    size = layout.shape[cut]
-    needed = tuple((needs(parts(part)) & Interval(0, size),) for part in made)
-    along = line(layout.mesh, mesh_dims)
-    own = made[along.rank]
-    return UnfoldPlan(source, output, HaloPlan(size, shards(size, sizes), needed), along, parts(own), own, per_row)
+    made, owned = Shards(shape[cut], sizes), Shards(layout.shape[cut], sizes)
+    whole = Interval(0, layout.shape[cut])
+    halo_plan = HaloPlan(owned, Reads(made, lambda part: (needs(parts(part)) & whole,), readers))
+    line = rank_line(layout.mesh, mesh_dims)
+    own = made[line.rank]
+    schedule = halo(line, Halo(0, halo_plan, (whole,)))
+    return UnfoldPlan(source, output, schedule, owned[line.rank], parts(own), own, per_row)
 
 
 def _placements(layout: Layout, lead: int, channels: int) -> tuple[Placement, ...]:
@@ -89,13 +91,10 @@ def _placements(layout: Layout, lead: int, channels: int) -> tuple[Placement, ..
     )
 
 
-def _fetch(plan: UnfoldPlan, x: torch.Tensor) -> tuple[Held, torch.Tensor | None]:
-    assert plan.halo is not None
-    assert plan.line is not None
-    cut, rank = max(x.dim(), len(plan.output.shape)) - 2, plan.line.rank
-    held = Held.own(x, (cut,), (plan.halo.owned[rank],))
-    pending = start([held], [Halo(0, plan.halo, plan.halo.needed[rank])], plan.line)
-    return held.plus(pending.finish()[0]), pending.received
+def _fetch(plan: UnfoldPlan, x: torch.Tensor, needed: Interval) -> torch.Tensor:
+    assert plan.schedule is not None
+    cut = max(x.dim(), len(plan.output.shape)) - 2
+    return fetch(plan.schedule, x, (cut,), (plan.held,), (needed,))
 
 
 @planned
@@ -106,11 +105,22 @@ def plan_unfold(spec: _torch.Spec, windows: Windows) -> UnfoldPlan:
         made = aten.im2col.default(whole, windows.kernel, windows.dilation, windows.padding, windows.stride)
     shape = tuple(made.shape)
     per_row = shape[-1] // windows.rows.coarse_size(layout.shape[-2])
-    return _plan(layout, shape, layout.shape[-3], per_row, lambda part: _rows(part, per_row), windows.rows.reads)
+
+    def readers(rows: Interval) -> Interval:
+        return _times(windows.rows.read_by(rows), per_row)
+
+    return _plan(
+        layout, shape, layout.shape[-3], per_row, lambda part: _rows(part, per_row), windows.rows.reads, readers
+    )
 
 
 def _rows(columns: Interval, per_row: int) -> Interval:
     return Interval(columns.start // per_row, -(-columns.stop // per_row)) if columns else Interval(0, 0)
+
+
+def _times(rows: Interval, per_row: int) -> Interval:
+    """The columns of rows of windows."""
+    return Interval(rows.start * per_row, rows.stop * per_row)
 
 
 @rule(aten.im2col.default, behaviour=UNFOLD)
@@ -120,16 +130,15 @@ def unfold(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     windows = Windows(*(tuple(map(int, pair)) for pair in numbers))  # type: ignore[arg-type]
     plan = plan_unfold(_torch.spec_of(input), windows)
     x = move(input, plan.source)
-    if plan.halo is None:
+    if plan.schedule is None:
         return _torch.wrap(_stock(plan, x, lambda: operator(x, *numbers)), plan.output.spec)
-    held, received = _fetch(plan, x)
-    rows = held.read((windows.rows.reads(plan.rows),))
+    rows = _fetch(plan, x, windows.rows.reads(plan.rows))
     if plan.own and rows.numel():
         made = aten.im2col.default(rows, *windows.local)
         y = made.narrow(-1, plan.own.start - plan.rows.start * plan.columns, len(plan.own)).contiguous()
     else:
         y = x.new_zeros(plan.output.local_shape)
-    return _torch.wrap(_torch.tie(y, x, tokens=[received]), plan.output.spec)
+    return _torch.wrap(_torch.tie(y, x), plan.output.spec)
 
 
 def _stock(plan: UnfoldPlan, local: torch.Tensor, run: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -150,7 +159,10 @@ def plan_fold(spec: _torch.Spec, size: Pair, windows: Windows) -> UnfoldPlan:
     def rows(part: Interval) -> Interval:
         return windows.rows.read_by(part) & Interval(0, high)
 
-    return _plan(layout, shape, shape[-3], per_row, rows, lambda r: Interval(r.start * per_row, r.stop * per_row))
+    def readers(columns: Interval) -> Interval:
+        return windows.rows.reads(_rows(columns, per_row))
+
+    return _plan(layout, shape, shape[-3], per_row, rows, lambda rows: _times(rows, per_row), readers)
 
 
 @rule(aten.col2im.default, behaviour=FOLD)
@@ -160,14 +172,13 @@ def fold(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     windows = Windows(*(tuple(map(int, pair)) for pair in numbers))  # type: ignore[arg-type]
     plan = plan_fold(_torch.spec_of(input), tuple(map(int, size)), windows)
     x = move(input, plan.source)
-    if plan.halo is None:
+    if plan.schedule is None:
         return _torch.wrap(_stock(plan, x, lambda: operator(x, size, *numbers)), plan.output.spec)
-    held, received = _fetch(plan, x)
-    columns = held.read((Interval(plan.rows.start * plan.columns, plan.rows.stop * plan.columns),))
+    columns = _fetch(plan, x, _times(plan.rows, plan.columns))
     reach = windows.rows.reads(plan.rows)
     if columns.numel() and plan.own:
         made = aten.col2im.default(columns, (len(reach), size[1]), *windows.local)
         y = Held.own(made, (made.dim() - 2,), (reach,)).read((plan.own,)).contiguous()
     else:
         y = x.new_zeros(plan.output.local_shape)
-    return _torch.wrap(_torch.tie(y, x, tokens=[received]), plan.output.spec)
+    return _torch.wrap(_torch.tie(y, x), plan.output.spec)

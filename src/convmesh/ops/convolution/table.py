@@ -71,7 +71,7 @@ def local_groups(
     for channels in (conv.input_channels(weight_shape), conv.output_channels(weight_shape)):
         per_group = channels // conv.groups
         parts = shards(channels, mesh_sizes)
-        if per_group == 0 or any(len(part) % per_group for part in parts):
+        if per_group == 0 or any(size % per_group for size, _ in parts.runs):
             return None
         counts.append([len(part) // per_group for part in parts])
     return counts[0] if counts[0] == counts[1] else None

@@ -5,7 +5,7 @@ The fine side of the windows has the tiling's sources, the coarse side its targe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from math import prod
 from typing import NamedTuple, cast
@@ -13,8 +13,8 @@ from typing import NamedTuple, cast
 import torch
 
 from ...comm import Held
-from ...geometry import Box, HaloPlan, Interval, Tap, Window, slabs, volume
-from .._core.tiles import LARGEST_BORDER, Tiling, needed_here
+from ...geometry import Box, Interval, Tap, Window, slabs, volume
+from .._core.tiles import LARGEST_BORDER, Halos, Tiling
 
 
 class Meeting(NamedTuple):
@@ -90,17 +90,15 @@ class ConvolutionTiling(Tiling):
 
     @cached_property
     def _met_by_fine_halos(self) -> Meetings:
-        return self._met(self.source_plans, self.sources, lambda halo, number: (halo, self.targets[number]))
+        return self._met(self.source_halos, lambda halo, number: (halo, self.targets[number]))
 
     @cached_property
     def _met_by_coarse_halos(self) -> Meetings:
-        return self._met(self.target_plans, self.targets, lambda halo, number: (self.sources[number], halo))
+        return self._met(self.target_halos, lambda halo, number: (self.sources[number], halo))
 
-    def _met(
-        self, plans: Sequence[HaloPlan], own: Box, sides: Callable[[Interval, int], tuple[Interval, Interval]]
-    ) -> Meetings:
-        needed = needed_here(plans, self.lines)
-        halos = slabs(needed, tuple(a & b for a, b in zip(own, needed, strict=True)))
+    def _met(self, fetched: Halos, sides: Callable[[Interval, int], tuple[Interval, Interval]]) -> Meetings:
+        inside = tuple(a & b for a, b in zip(fetched.owned, fetched.needed, strict=True))
+        halos = slabs(fetched.needed, inside)
         return tuple(
             tuple(
                 Meeting(number, halo, piece)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ...comm import owner_of
+from ...comm import owners
 from ...sharding.layout import Layout
 from ...sharding.sharding_table import Assignment, Row
 
@@ -30,13 +30,7 @@ def as_lists(*tensors: Any) -> tuple[Any, ...] | None:
 def others(places: torch.Tensor, index: Layout, whole: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """For each place along `dim` that the local tensor of an index names, in their order: which rank of those that
     share `dim` has it, and where in its local tensor, counted in the order of its elements."""
-    parts = whole.shards(dim)
-    owner = owner_of(places, parts)
-    known = owner.clamp(min=0)
-    lengths, starts = (
-        torch.tensor(values, device=places.device)[known]
-        for values in ([len(part) for part in parts], [part.start for part in parts])
-    )
+    owner, starts, lengths = owners(places, whole.shards(dim))
     offset = torch.zeros_like(places)
     for d in range(places.dim()):
         if d == dim:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import _torch
-from ...comm import Route
+from ...comm import routed
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import remember
 from ...sharding.layout import Layout
@@ -85,7 +85,7 @@ def _owned(x: torch.Tensor, places: torch.Tensor, plan: GatherPlan, dim: int) ->
 
 def _asked(x: torch.Tensor, places: torch.Tensor, plan: GatherPlan, dim: int) -> torch.Tensor:
     owner, offset = others(places, plan.index, plan.source, dim)
-    route = Route.to(owner, plan.source.mesh, plan.source.cuts[dim])
+    route = routed(owner, plan.source.mesh, plan.source.cuts[dim])
     return route.send_back(x.reshape(-1)[route.send(offset)]).view(places.shape)
 
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
-from ...comm import Route, line, owner_of, side_by_side
-from ...geometry import shards
+from ...comm import all_gather_stacked, owners, rank_line, routed
+from ...geometry import Shards
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import remember
 from ...sharding.layout import Layout
@@ -78,16 +78,16 @@ def select_masked(mask: torch.Tensor, plan: MaskPlan) -> Selection:
     mesh, rows = plan.source.mesh, prod(plan.mask.shape[: plan.cut])
     counts = mask.reshape(rows, mask.numel() // max(1, rows)).sum(1)
     # In the order of all elements, a row of this rank comes after those of the ranks before it in the same row.
-    everyone = side_by_side(counts, mesh, plan.mesh_dims).t().reshape(-1)
-    along = line(mesh, plan.mesh_dims)
+    everyone = all_gather_stacked(counts, mesh, plan.mesh_dims).t().reshape(-1)
+    along = rank_line(mesh, plan.mesh_dims)
     before = (everyone.cumsum(0) - everyone).view(rows, along.size)[:, along.rank]
     shift = before - (counts.cumsum(0) - counts)
     numbers = torch.arange(len(mine), device=mask.device) + shift.repeat_interleave(counts)
     return Selection(mine, numbers, int(everyone.sum()))
 
 
-def _ranges(plan: MaskPlan, count: int) -> Any:
-    return shards(count, tuple(plan.source.mesh.size(m) for m in plan.mesh_dims))
+def _ranges(plan: MaskPlan, count: int) -> Shards:
+    return Shards(count, tuple(plan.source.mesh.size(m) for m in plan.mesh_dims))
 
 
 def gathered(rows: torch.Tensor, chosen: Selection, plan: MaskPlan) -> torch.Tensor:
@@ -95,7 +95,7 @@ def gathered(rows: torch.Tensor, chosen: Selection, plan: MaskPlan) -> torch.Ten
     if not plan.mesh_dims:
         return rows
     ranges = _ranges(plan, chosen.count)
-    route = Route.to(owner_of(chosen.numbers, ranges), plan.source.mesh, plan.mesh_dims)
+    route = routed(owners(chosen.numbers, ranges)[0], plan.source.mesh, plan.mesh_dims)
     numbers, came = route.send(chosen.numbers), route.send(rows)
     return torch.empty_like(came).index_copy_(0, numbers - ranges[route.line.rank].start, came)
 
@@ -104,10 +104,9 @@ def spread(values: torch.Tensor, chosen: Selection, plan: MaskPlan) -> torch.Ten
     """For what this rank has selected its rows, where every rank has its part of all of them."""
     if not plan.mesh_dims:
         return values
-    owner = owner_of(chosen.numbers, ranges := _ranges(plan, chosen.count))
-    starts = torch.tensor([part.start for part in ranges], device=owner.device)
-    route = Route.to(owner, plan.source.mesh, plan.mesh_dims)
-    return route.send_back(values[route.send(chosen.numbers - starts[owner])])
+    owner, start, _ = owners(chosen.numbers, _ranges(plan, chosen.count))
+    route = routed(owner, plan.source.mesh, plan.mesh_dims)
+    return route.send_back(values[route.send(chosen.numbers - start)])
 
 
 def output_of(plan: MaskPlan, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from ... import _torch
-from ...comm import Route
+from ...comm import routed
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import placements_of
 from ...sharding.layout import Layout, dense_stride
@@ -105,7 +105,7 @@ def _written(
         written = functional(room, dim, torch.where(mine, at - own.start, len(own)), source)
         return written.narrow(dim, 0, len(own))
     owner, offset = others(at, plan.operands[1], plan.operands[0], dim)
-    route = Route.to(owner, plan.operands[0].mesh, plan.operands[0].cuts[dim])
+    route = routed(owner, plan.operands[0].mesh, plan.operands[0].cuts[dim])
     values = source.expand(at.shape) if isinstance(source, torch.Tensor) and source.dim() else source
     if isinstance(values, torch.Tensor) and values.dim():
         values = values[tuple(slice(size) for size in at.shape)].reshape(-1)

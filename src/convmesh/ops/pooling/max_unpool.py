@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
-from ...comm import Route, owner_of
+from ...comm import owners, routed
 from ...geometry import Interval, shards
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout, dense_stride
@@ -89,14 +89,14 @@ def _write_routed(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], 
     owner = torch.zeros_like(at)
     for axis, index in enumerate(coordinates(at, sizes)):
         # The owner's rank along each mesh dimension, which counts by its step among all ranks.
-        number, mesh_dims = owner_of(index, layout.shards(first + axis)), layout.cuts.get(first + axis, ())
+        number, mesh_dims = owners(index, layout.shards(first + axis))[0], layout.cuts.get(first + axis, ())
         for mesh_dim in reversed(mesh_dims):
             step = prod(layout.mesh.size(m) for m in plan.routed if m > mesh_dim)
             owner += number % layout.mesh.size(mesh_dim) * step
             number = number.div(layout.mesh.size(mesh_dim), rounding_mode="floor")
     owner.masked_fill_((at < 0) | (at >= volume), -1)
     planes = torch.arange(prod(values.shape[:first]), device=at.device).view(*values.shape[:first], *[1] * len(sizes))
-    route = Route.to(owner.flatten(), layout.mesh, plan.routed)
+    route = routed(owner.flatten(), layout.mesh, plan.routed)
     places, came = route.send((planes * volume + at).flatten()), route.send(values.flatten())
     extents = [len(side) for side in plan.own]
     along = [index - side.start for index, side in zip(coordinates(places % volume, sizes), plan.own, strict=True)]

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 import torch
 
 from ... import _torch
-from ...comm import Line, line, rebox
-from ...geometry import Box, Interval, shards
+from ...comm import Schedule, boxes, fetch, rank_line
+from ...geometry import Box, Grid, Interval, Shards
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 
@@ -33,19 +32,19 @@ class Share:
     total: int  # elements of the tensor
     saved: int  # numbers that no rank has to draw, less those that it could while it sends
     jumps: int
-    sizes: tuple[int, ...]  # of what it draws: rows, and the dimensions in them
-    owned: tuple[Box, ...]  # what is drawn, by rank of the line
-    wanted: tuple[Box, ...]
-    line: Line | None  # None if ranks draw just what they need
+    owned: Box  # what this rank draws: rows, and the dimensions in them
+    needed: Box  # what it gets, likewise
+    schedule: Schedule | None  # None if ranks draw just what they need
 
     def pays(self) -> bool:
         return self.saved > self.jumps * JUMP
 
     def handed_out(self, drawn: torch.Tensor) -> torch.Tensor:
         """This rank's part of the tensor, from what it has drawn, both in the order of memory."""
-        if self.line is None:
+        if self.schedule is None:
             return drawn
-        return rebox(drawn.view(self.sizes), self.owned, self.wanted, self.line)
+        sizes = tuple(map(len, self.owned))
+        return fetch(self.schedule, drawn.view(sizes), tuple(range(len(sizes))), self.owned, self.needed)
 
 
 @planned
@@ -61,7 +60,7 @@ def plan_share(spec: _torch.Spec) -> Share | None:
         return _share(layout, order[cut[0] :], [Interval(0, outer)], outer)
     dim, inside = order[cut[0]], order[cut[1] :] if len(cut) > 1 else ()
     rows = prod(shape[at] for at in order[cut[0] + 1 :] if at not in inside)  # of one index of this dimension
-    own, largest = layout.own(dim), max(map(len, layout.shards(dim)))
+    own, largest = layout.own(dim), len(layout.shards(dim)[0])
     starts = [at * shape[dim] for at in range(outer)]
     ranges = [Interval((start + own.start) * rows, (start + own.stop) * rows) for start in starts]
     return _share(layout, inside, ranges, outer * largest * rows)
@@ -70,22 +69,24 @@ def plan_share(spec: _torch.Spec) -> Share | None:
 def _share(layout: Layout, inside: Sequence[int], ranges: Sequence[Interval], most: int) -> Share:
     """Of rows in these ranges, which have the dimensions `inside`. Any rank needs parts of `most` rows at most."""
     mesh, sizes = layout.mesh, tuple(layout.shape[dim] for dim in inside)
-    cutting = {mesh_dim for dim in inside for mesh_dim in layout.cuts.get(dim, ()) if mesh.size(mesh_dim) > 1}
-    mesh_dims, row, rows = tuple(sorted(cutting)), prod(sizes), sum(map(len, ranges))
-    along = line(mesh, mesh_dims) if mesh_dims else None
-    places = [dict(zip(mesh_dims, at, strict=True)) for at in product(*(range(mesh.size(m)) for m in mesh_dims))]
-    shares = shards(rows, (len(places),))
-    mine = shares[along.rank if along else 0]
-    largest = -(-most // len(places)) * row
+    over = [tuple(m for m in layout.cuts.get(dim, ()) if mesh.size(m) > 1) for dim in inside]
+    mesh_dims, row, rows = tuple(sorted({m for dims in over for m in dims})), prod(sizes), sum(map(len, ranges))
+    line = rank_line(mesh, mesh_dims)
+    full = [Interval(0, size) for size in (rows, *sizes)]
+    along = [tuple(map(mesh_dims.index, dims)) for dims in over]
+    inner = [Shards(size, tuple(map(mesh.size, dims))) for size, dims in zip(sizes, over, strict=True)]
+    drawn = Grid(line.sizes, (Shards(rows, line.sizes), *full[1:]), (tuple(range(len(mesh_dims))), *[()] * len(sizes)))
+    needed = Grid(line.sizes, (full[0], *inner), ((), *along))
+    (own,), (need,) = drawn.boxes(line.rank), needed.boxes(line.rank)
+    largest = -(-most // line.size) * row
     return Share(
-        drawn=tuple(Interval(part.start * row, part.stop * row) for part in _parts(mine, ranges)),
+        drawn=tuple(Interval(part.start * row, part.stop * row) for part in _parts(own[0], ranges)),
         total=prod(layout.shape),
-        saved=prod(layout.shape) - largest - (largest // SENT if along else 0),
+        saved=prod(layout.shape) - largest - (largest // SENT if mesh_dims else 0),
         jumps=len(ranges) + 1,
-        sizes=(len(mine), *sizes),
-        owned=tuple((share, *(Interval(0, size) for size in sizes)) for share in shares),
-        wanted=tuple((Interval(0, rows), *(layout.part_at(dim, at) for dim in inside)) for at in places),
-        line=along,
+        owned=own,
+        needed=need,
+        schedule=boxes(line, drawn, needed) if mesh_dims else None,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...comm import line, side_by_side
+from ...comm import all_gather_stacked, rank_line
 from ...sharding.redistribute import move
 from ...sharding.registry import Behaviour, rule
 from ..sorting.sort_topk import begin_order, run_whole
@@ -32,8 +32,8 @@ def running(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     own = operator(local, plan.dim, dtype=dtype)
     adds = operator is aten.cumsum.default
     whole = (local.sum if adds else local.prod)(plan.dim, keepdim=True, dtype=own.dtype)
-    everyone = side_by_side(whole, plan.given.mesh, cut)
-    before = everyone[: line(plan.given.mesh, cut).rank]
+    everyone = all_gather_stacked(whole, plan.given.mesh, cut)
+    before = everyone[: rank_line(plan.given.mesh, cut).rank]
     own = own + before.sum(0) if adds else own * before.prod(0)
     own = _torch.tie(own, tokens=[everyone.reshape(-1)[:1]])  # of which the first rank uses nothing
     return _torch.wrap(own.contiguous(), plan.given.typed(own.dtype).dense.spec)
@@ -52,5 +52,5 @@ def prod(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     for reduced in plan.dims:
         own = own.prod(reduced, keepdim=True)
     if plan.mesh_dims:
-        own = side_by_side(own, plan.mesh, plan.mesh_dims).prod(0)
+        own = all_gather_stacked(own, plan.mesh, plan.mesh_dims).prod(0)
     return plan.wrap(own, dtype)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...comm import side_by_side
+from ...comm import all_gather_stacked
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
 from ...sharding.redistribute import check_placed, move
@@ -50,13 +50,13 @@ def _of_all(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Te
     mesh_dims = layout.sharded_over()
     if not mesh_dims:
         return own, counts
-    lengths = side_by_side(torch.tensor(len(own), device=own.device), layout.mesh, mesh_dims).tolist()
+    lengths = all_gather_stacked(torch.tensor(len(own), device=own.device), layout.mesh, mesh_dims).tolist()
     together = []
     for mine in (own, counts):
         room = mine.new_zeros(max(lengths))
         room[: len(mine)] = mine
         wide = room.byte() if room.dtype == torch.bool else room
-        everyone = side_by_side(wide, layout.mesh, mesh_dims).to(room.dtype)
+        everyone = all_gather_stacked(wide, layout.mesh, mesh_dims).to(room.dtype)
         together.append(torch.cat([row[:length] for row, length in zip(everyone, lengths, strict=True)]))
     values, places = torch.unique(together[0], return_inverse=True)
     return values, counts.new_zeros(len(values)).index_add_(0, places, together[1])

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import _torch
-from ...comm import side_by_side
+from ...comm import all_gather_stacked
 from ...sharding.errors import refuse
 from ...sharding.registry import Behaviour, made_of_others, rule
 from .._core.cached_tensors import Numbers
@@ -40,7 +40,7 @@ def merge(
 
     `shares` says for every rank which part of the values is its own: a number, or one for every result.
     """
-    parts = side_by_side(torch.stack([mean, var]), mesh, mesh_dims)
+    parts = all_gather_stacked(torch.stack([mean, var]), mesh, mesh_dims)
     means, variances = parts[:, 0], parts[:, 1]
     weights = shares.on(mean.device, mean.dtype)
     weights = weights.view(*weights.shape, *[1] * (means.dim() - 1)) if weights.dim() == 1 else weights

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from ...comm import Line, line, to_ranges, to_stripes
-from ...geometry import Group, Interval, Stripes, groups, shards, where_cut
+from ...comm import Block, Held, RankLine, Schedule, flat_ranges, rank_line, start
+from ...geometry import FlatRanges, Group, Interval, Shards, Stripes, groups, volume, where_cut
 from ...sharding.layout import Layout
 
 Placements = tuple[Placement, ...]
@@ -29,16 +30,30 @@ class Flow:
     first: int
     count: int
     stripes: Stripes
-    ranges: tuple[Interval, ...]
+    ranges: FlatRanges
     into_ranges: bool  # else out of them
-    line: Line | None  # None on a rank outside of the mesh
+    line: RankLine | None  # None on a rank outside of the mesh
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        assert self.line is not None
+        schedule = flat_ranges(self.line, self.stripes, self.ranges)
+        return schedule if self.into_ranges else schedule.transposed()
 
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
-        """In the right order, to be reshaped."""
+        """(lead, elements, trail), in the right order, to be reshaped."""
         assert self.line is not None
-        lead, trail = local.shape[: self.first], local.shape[self.first + self.count :]
-        flat = local.reshape(prod(lead), prod(local.shape[self.first : self.first + self.count]), prod(trail))
-        return (to_ranges if self.into_ranges else to_stripes)(flat, self.stripes, self.ranges, self.line)
+        lead, trail = prod(local.shape[: self.first]), prod(local.shape[self.first + self.count :])
+        stripes, ranges = (regions.boxes(self.line.rank) for regions in (self.stripes, self.ranges))
+        owned, needed = (stripes, ranges) if self.into_ranges else (ranges, stripes)
+        flat = local.reshape(lead, sum(map(volume, owned)), trail)
+        parts = flat.split([volume(box) for box in owned], 1) if owned else [flat]
+        boxes = owned or ((Interval(0, 0), Interval(0, 0)),)
+        tables = (part.view(lead, len(box[0]), len(box[1]), trail) for part, box in zip(parts, boxes, strict=True))
+        held = Held((1, 2), tuple(map(Block, boxes, tables)))
+        held = held.plus(start(self.schedule, [held]).finish()[0])
+        made = [held.read(box).reshape(lead, volume(box), trail) for box in needed]
+        return made[0] if len(made) == 1 else torch.cat([flat[:, :0], *made], 1)
 
 
 def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> Flow | None:
@@ -59,29 +74,24 @@ def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> 
     found = [(dim, _stripes(shape, group.after, dim, mesh_sizes)) for dim in group.after]
     usable = [
         (dim, after) for dim, after in found
-        if 1 in (before.outer, after.outer) and (dim in wished or 2 * _busy(after) > prod(mesh_sizes))
+        if 1 in (before.outer, after.outer) and (dim in wished or 2 * after.shards.busy > prod(mesh_sizes))
     ]  # fmt: skip
     if not usable:
         return None
-    new, after = min(usable, key=lambda pair: (pair[0] not in wished, -_busy(pair[1])))
+    new, after = min(usable, key=lambda pair: (pair[0] not in wished, -pair[1].shards.busy))
     source = tuple(Shard(old) if m in mesh_dims else p for m, p in enumerate(layout.placements))
     target = tuple(Shard(new) if m in mesh_dims else _kept(p, layout, shape) for m, p in enumerate(layout.placements))
     into = after.outer == 1
     stripes, ranges = (before, after) if into else (after, before)
-    along = line(layout.mesh, mesh_dims) if layout.mesh.get_coordinate() is not None else None
-    owned = tuple(ranges.stripe(rank) for rank in range(prod(mesh_sizes)))
-    return Flow(source, target, group.before[0], len(group.before), stripes, owned, into, along)
-
-
-def _busy(stripes: Stripes) -> int:
-    """How many ranks have anything."""
-    return sum(map(bool, stripes.parts))
+    line = rank_line(layout.mesh, mesh_dims) if layout.mesh.get_coordinate() is not None else None
+    owned = FlatRanges(ranges.shards, ranges.inner, stripes.row)
+    return Flow(source, target, group.before[0], len(group.before), stripes, owned, into, line)
 
 
 def _stripes(shape: Sequence[int], dims: Sequence[int], cut: int, mesh_sizes: tuple[int, ...]) -> Stripes:
     outer, inner = (prod(shape[dim] for dim in side) for side in ([d for d in dims if d < cut],
                                                                   [d for d in dims if d > cut]))  # fmt: skip
-    return Stripes(outer, shape[cut], inner, shards(shape[cut], mesh_sizes))
+    return Stripes(outer, inner, Shards(shape[cut], mesh_sizes))
 
 
 def _stuck(group: Group, layout: Layout, shape: tuple[int, ...]) -> bool:

@@ -8,7 +8,6 @@ The gradient goes back to where the tensor was. What torch can do as a view stay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
-from ...geometry import Interval, merged, where_cut
+from ...geometry import merged, where_cut
 from ...sharding.gradient_placements import Hints, Placements
 from ...sharding.layout import Layout, dense_stride, reduced
 from ...sharding.plan_cache import planned
@@ -100,11 +99,7 @@ def _new_tensor(layout: Layout, placements: Placements, shape: tuple[int, ...]) 
 def _resizes_uneven(before: Placements, after: Placements, layout: Layout, shape: tuple[int, ...]) -> bool:
     """Whether an unevenly cut dimension is flattened, or made by it: torch does not do that, even where it could."""
     pairs = [(p, q) for p, q in zip(before, after, strict=True) if isinstance(p, Shard) and isinstance(q, Shard)]
-    return any(layout.shape[p.dim] != shape[q.dim] and not _is_even(layout.shards(p.dim)) for p, q in pairs)
-
-
-def _is_even(parts: Sequence[Interval]) -> bool:
-    return all(part.size == parts[0].size for part in parts)
+    return any(layout.shape[p.dim] != shape[q.dim] and not layout.shards(p.dim).even for p, q in pairs)
 
 
 def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> tuple[Placements, bool]:

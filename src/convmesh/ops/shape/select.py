@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from ... import _torch
-from ...comm import Line, from_owner, line, owner_plan
-from ...geometry import HaloPlan
+from ...comm import Schedule, broadcast_from_owner, fetch, rank_line
+from ...geometry import Interval
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import Hints
 from ...sharding.layout import Layout, dense_stride, reduced
@@ -32,8 +32,8 @@ aten = torch.ops.aten
 class SelectPlan:
     source: Layout
     output: Layout
-    halo: HaloPlan
-    line: Line | None  # None where one rank has the whole dimension
+    schedule: Schedule | None  # None where every rank has the full dimension
+    own: Interval
     here: bool
 
 
@@ -46,11 +46,12 @@ def plan_select(spec: _torch.Spec, dim: int, index: int) -> SelectPlan:
     source = layout.without_partial("sum")
     whole = tuple(Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in source.placements)
     mesh_dims = tuple(m for m in source.cuts.get(dim, ()) if source.mesh.size(m) > 1)
-    mesh_sizes = tuple(source.mesh.size(m) for m in mesh_dims)
-    halo = owner_plan(size, index % size, mesh_sizes)
     here = source.mesh.get_coordinate() is not None
-    along = line(source.mesh, mesh_dims) if here and mesh_dims else None
-    return SelectPlan(source, without(source.placed(whole), dim), halo, along, here)
+    schedule = None
+    if here and mesh_dims:
+        schedule = broadcast_from_owner(rank_line(source.mesh, mesh_dims), size, index % size)
+    own = source.own(dim) if here else Interval(0, 0)
+    return SelectPlan(source, without(source.placed(whole), dim), schedule, own, here)
 
 
 @planned
@@ -79,9 +80,11 @@ def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     if not plan.here:
         return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
     x = move(input, plan.source)
-    one, received = from_owner(x, dim, plan.halo, plan.line)
-    one = one.squeeze(dim).clone(memory_format=torch.contiguous_format)
-    result = _torch.wrap(_torch.tie(one, x, tokens=[received]), plan.output.spec)
+    at = int(index) % input.shape[dim]
+    one = Interval(at, at + 1)
+    local = x.narrow(dim, at, 1) if plan.schedule is None else fetch(plan.schedule, x, (dim,), (plan.own,), (one,))
+    local = local.squeeze(dim).clone(memory_format=torch.contiguous_format)
+    result = _torch.wrap(_torch.tie(local, x), plan.output.spec)
     return index_of(input, dim, index, result)
 
 

@@ -44,8 +44,8 @@ def _plan_type(spec: _torch.Spec, dtype: torch.dtype) -> tuple[Layout, Layout]:
     output = Layout(layout.mesh, placements, tuple(seen.shape), tuple(seen.stride()), dtype)
     last = len(layout.shape) - 1
     if last in source.cuts and layout.dtype.itemsize != dtype.itemsize:
-        lengths = [len(part) * layout.dtype.itemsize for part in source.shards(last)]
-        if lengths != [len(part) * dtype.itemsize for part in output.shards(last)]:
+        bytes_before = source.shards(last).scaled_runs(layout.dtype.itemsize)
+        if bytes_before != output.shards(last).scaled_runs(dtype.itemsize):
             raise refuse("view", f"parts of the last dimension would be others in {dtype}", (("input", layout),),
                          "cut another dimension, or one that all ranks have the same of")  # fmt: skip
     return source, output

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...comm import Route, line, owner_of, side_by_side
+from ...comm import all_gather_stacked, owners, rank_line, routed
 from ...sharding.layout import Layout
 
 SAMPLES = 64  # of each rank
@@ -19,27 +19,27 @@ def sample_sort(
     """The local tensor of the sorted row, and where its values were. Equal values keep their order."""
     mesh, cut = layout.mesh, layout.cuts[dim]
     ranked, order = values.sort(descending=descending, stable=True)
-    route = Route.to(_bucket(ranked, layout, dim, descending), mesh, cut)
+    route = routed(_bucket(ranked, layout, dim, descending), mesh, cut)
     # They come in the order of the ranks, and so equal ones in the order in which they were.
     came, places = route.send(ranked), route.send(order + layout.own(dim).start)
     came, order = came.sort(descending=descending, stable=True)
     places = places[order]
-    counts = side_by_side(torch.tensor(came.numel(), device=came.device), mesh, cut).tolist()
-    first = sum(counts[: line(mesh, cut).rank])
+    counts = all_gather_stacked(torch.tensor(came.numel(), device=came.device), mesh, cut).tolist()
+    first = sum(counts[: rank_line(mesh, cut).rank])
     position = torch.arange(first, first + came.numel(), device=came.device)
-    home = Route.to(owner_of(position, layout.shards(dim)), mesh, cut)
+    home = routed(owners(position, layout.shards(dim))[0], mesh, cut)
     return home.send(came), home.send(places)
 
 
 def _bucket(ranked: torch.Tensor, layout: Layout, dim: int, descending: bool) -> torch.Tensor:
     """The rank that each value goes to: rising, or falling, with the values. A NaN is greater than all numbers."""
     mesh, cut = layout.mesh, layout.cuts[dim]
-    size = line(mesh, cut).size
+    size = rank_line(mesh, cut).size
     mine = ranked.new_zeros(SAMPLES)
     if ranked.numel():
         mine = ranked[torch.linspace(0, ranked.numel() - 1, SAMPLES, device=ranked.device).long()]
     has = torch.tensor(int(ranked.numel() > 0), device=ranked.device)
-    everyone = side_by_side(mine, mesh, cut)[side_by_side(has, mesh, cut).bool()].flatten()
+    everyone = all_gather_stacked(mine, mesh, cut)[all_gather_stacked(has, mesh, cut).bool()].flatten()
     everyone = everyone[everyone == everyone].sort()[0]  # numbers only
     if not everyone.numel():
         return torch.zeros(ranked.numel(), dtype=torch.int64, device=ranked.device)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from ... import _torch
-from ...comm import side_by_side
+from ...comm import all_gather_stacked
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import remember
 from ...sharding.layout import Layout
@@ -155,7 +155,7 @@ def topk(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if not cut or not plan.given.present or (not few and plan.keeps_cut):
         return run_whole(operator, values, plan)
     dim, local = plan.dim, move(values[0], plan.given)
-    counts = [min(k, len(part)) for part in plan.given.shards(dim)]
+    counts = [min(k, size) for size, ranks in plan.given.shards(dim).runs for _ in range(ranks)]
     own = plan.given.own(dim)
     best, places = aten.topk.default(local, min(k, len(own)), dim, largest, ordering)
     shape = [*local.shape[:dim], k, *local.shape[dim + 1 :]]
@@ -163,7 +163,7 @@ def topk(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     for mine in (best, places + own.start):
         room = mine.new_zeros(shape)
         room.narrow(dim, 0, mine.shape[dim]).copy_(mine)
-        everyone = side_by_side(room, plan.given.mesh, cut)
+        everyone = all_gather_stacked(room, plan.given.mesh, cut)
         candidates.append(torch.cat([r.narrow(dim, 0, n) for r, n in zip(everyone, counts, strict=True)], dim))
     chosen, at = aten.topk.default(candidates[0], k, dim, largest, ordering)
     whole = OrderPlan(plan.given, plan.given.replicated(cut), dim, False)

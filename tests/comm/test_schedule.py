@@ -1,0 +1,287 @@
+"""Every schedule brings exactly what is needed, and its transpose is its adjoint: <F x, y> = <x, F* y>."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from convmesh.comm import (
+    Block,
+    Halo,
+    Held,
+    RankLine,
+    Schedule,
+    boxes,
+    broadcast_from_owner,
+    count_traffic,
+    fetch,
+    flat_ranges,
+    give_back,
+    halo,
+    owners,
+    rank_line,
+    reshard,
+    routed,
+    start,
+)
+from convmesh.geometry import FlatRanges, Grid, HaloPlan, Interval, Shards, Stripes, volume
+from tests.compare import assert_close
+from tests.harness import Pool
+
+LINES = [((2,), (0,)), ((4,), (0,)), ((2, 2), (0, 1)), ((2, 2), (1,)), ((4, 1), (0, 1)), ((1, 4), (0, 1))]
+Box = tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Needs that are written down for every rank."""
+
+    needed: tuple[tuple[Interval, ...], ...]
+
+    def parts(self, rank: int) -> tuple[Interval, ...]:
+        return self.needed[rank]
+
+    def touching(self, part: Interval) -> Iterable[int]:
+        return range(len(self.needed))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule for one tensor whose boxes are along `dims`, and what this rank owns and needs of it."""
+
+    schedule: Schedule
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    owned: tuple[Box, ...]
+    needed: tuple[Box, ...]
+
+
+def random_halo(rng: random.Random, line: RankLine) -> Case:
+    """Any rank may need anything, in up to two parts, also over the ends."""
+    size = rng.randint(1, 14)
+    needed = []
+    for _ in range(line.size):
+        bounds = sorted(rng.randint(-2, size + 2) for _ in range(4))
+        parts = [Interval(bounds[0], bounds[1]), Interval(bounds[2], bounds[3])]
+        needed.append(tuple(part for part in parts if part))
+    plan = HaloPlan(Shards(size, line.sizes), Listed(tuple(needed)))
+    schedule = halo(line, Halo(0, plan, (Interval(0, size),)))
+    assert schedule.silent == (not any(plan.lacks(rank) for rank in range(line.size)))
+    own, need = plan.owned[line.rank], needed[line.rank]
+    return Case(schedule, (3, size, 2), (1,), ((own,),), tuple((part,) for part in need))
+
+
+def random_broadcast(rng: random.Random, line: RankLine) -> Case:
+    size = rng.randint(1, 9)
+    index = rng.randrange(size)
+    schedule = broadcast_from_owner(line, size, index)
+    own = Shards(size, line.sizes)[line.rank]
+    return Case(schedule, (2, 3, size), (2,), ((own,),), ((Interval(index, index + 1),),))
+
+
+def random_reshard(rng: random.Random, line: RankLine) -> Case:
+    before, after = rng.randint(0, 9), rng.randint(0, 9)
+    owned = (Shards(before, line.sizes)[line.rank], Interval(0, after))
+    needed = (Interval(0, before), Shards(after, line.sizes)[line.rank])
+    return Case(reshard(line, before, after), (after, 2, before), (2, 0), (owned,), (needed,))
+
+
+def random_boxes(rng: random.Random, line: RankLine) -> Case:
+    """Every mesh dimension shards some tensor dimension before and some afterwards, or no longer."""
+    sizes = [rng.randint(0, 7) for _ in range(3)]
+    grids = []
+    for replicates in (False, True):
+        at = [rng.randrange(3 + replicates) for _ in line.sizes]
+        over = tuple(tuple(m for m, dim in enumerate(at) if dim == side) for side in range(3))
+        sides = tuple(Shards(sizes[side], tuple(line.sizes[m] for m in over[side])) for side in range(3))
+        grids.append(Grid(line.sizes, sides, over))
+    owned, needed = grids
+    shape = (sizes[0], 2, sizes[1], sizes[2])
+    return Case(boxes(line, owned, needed), shape, (0, 2, 3), owned.boxes(line.rank), needed.boxes(line.rank))
+
+
+def random_flat_ranges(rng: random.Random, line: RankLine) -> Case:
+    outer, size, inner = (rng.randint(1, 6) for _ in range(3))
+    stripes = Stripes(outer, inner, Shards(size, line.sizes))
+    coarse = rng.choice([n for n in range(1, outer * size * inner + 1) if outer * size * inner % n == 0])
+    ranges = FlatRanges(Shards(coarse, line.sizes), outer * size * inner // coarse, stripes.row)
+    shape = (2, outer, stripes.row, 3)
+    schedule = flat_ranges(line, stripes, ranges)
+    owned, needed = stripes.boxes(line.rank), ranges.boxes(line.rank)
+    if rng.random() < 0.5:
+        return Case(schedule, shape, (1, 2), owned, needed)
+    return Case(schedule.transposed(), shape, (1, 2), needed, owned)
+
+
+Make = Callable[[random.Random, RankLine], Case]
+MAKERS: list[Make] = [random_halo, random_broadcast, random_reshard, random_boxes, random_flat_ranges]
+
+
+def part_of(full: torch.Tensor, dims: tuple[int, ...], box: Box) -> torch.Tensor:
+    """A box of a full tensor, with zeros where it overhangs."""
+    inside = tuple(side & Interval(0, full.shape[dim]) for dim, side in zip(dims, box, strict=True))
+    whole = Held.own(full, dims, tuple(Interval(0, full.shape[dim]) for dim in dims))
+    return Held.own(whole.read(inside), dims, inside).read(box)
+
+
+def nothing(full: torch.Tensor, dims: tuple[int, ...]) -> Block:
+    """A block for a rank that has none."""
+    shape = [0 if dim in dims else size for dim, size in enumerate(full.shape)]
+    return Block((Interval(-9, -9),) * len(dims), full.new_zeros(shape))
+
+
+def exchange(mesh: DeviceMesh, case: tuple[int, int, tuple[int, ...]]) -> None:
+    """What each rank holds after the exchange is the full tensor there; and the adjoint law."""
+    maker, seed, mesh_dims = case
+    line = rank_line(mesh, mesh_dims)
+    made = MAKERS[maker](random.Random(seed), line)
+    generator = torch.Generator().manual_seed(seed)
+    full = torch.randn(made.shape, generator=generator, dtype=torch.float64)
+    own = [Block(box, part_of(full, made.dims, box)) for box in made.owned] or [nothing(full, made.dims)]
+    held = Held(made.dims, tuple(own))
+    with count_traffic() as traffic:
+        (arrived,) = start(made.schedule, [held]).finish()
+    if len(line.sizes) == 1:
+        rest = prod(size for dim, size in enumerate(made.shape) if dim not in made.dims)
+        sent = sum(volume(piece.box) for _, piece in made.schedule.sends) * rest
+        assert traffic.bytes_sent == sent * 8, "only what is needed is sent"
+    assert traffic.exchanges == (0 if made.schedule.silent else len(line.sizes))
+    held = held.plus(arrived)
+    inner = torch.zeros((), dtype=torch.float64)
+    cotangents = []
+    for box in made.needed:
+        got = held.read(box)
+        assert torch.equal(got, part_of(full, made.dims, box))
+        cotangent = torch.randn(got.shape, generator=generator, dtype=torch.float64)
+        cotangents.append(Block(box, cotangent))
+        inner += (got * cotangent).sum()
+    gradients = Held(made.dims, (*cotangents, nothing(full, made.dims)))
+    other = torch.zeros((), dtype=torch.float64)
+    totals = [Block(block.box, gradients.read(block.box).clone()) for block in own]
+    start(made.schedule.transposed(), [gradients]).finish(accumulate=[Held(made.dims, tuple(totals))])
+    for block, total in zip(own, totals, strict=True):
+        other += (block.data * total.data).sum()
+    both = torch.stack([inner, other])
+    for group in line.groups:
+        torch.distributed.all_reduce(both, group=group)
+    assert_close(both[0], both[1], scale=100.0)
+
+
+@pytest.mark.parametrize(("mesh", "mesh_dims"), LINES)
+@pytest.mark.parametrize("maker", range(len(MAKERS)), ids=[make.__name__ for make in MAKERS])
+def test_exchange_and_adjoint(pool: Pool, mesh: tuple[int, ...], mesh_dims: tuple[int, ...], maker: int) -> None:
+    pool.run_cases(exchange, [(maker, seed, mesh_dims) for seed in range(25)], mesh=mesh)
+
+
+def route(mesh: DeviceMesh, case: tuple[int, tuple[int, ...]]) -> None:
+    """Rows arrive in the order of their sources, answers where they were asked for, and both are adjoint."""
+    seed, mesh_dims = case
+    line = rank_line(mesh, mesh_dims)
+    rng = random.Random(seed)
+    everyone = [[rng.randrange(line.size) for _ in range(rng.randint(0, 6))] for _ in range(line.size)]
+    rows = [torch.randn(len(to), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + rank))
+            for rank, to in enumerate(everyone)]  # fmt: skip
+    route = routed(torch.tensor(everyone[line.rank], dtype=torch.int64), mesh, mesh_dims)
+    arrived = route.send(rows[line.rank])
+    pairs = zip(rows, everyone, strict=True)
+    expected = [row for theirs, to in pairs for row, dst in zip(theirs, to, strict=True) if dst == line.rank]
+    assert torch.equal(arrived, torch.stack(expected) if expected else arrived.new_zeros(0, 3))
+    assert torch.equal(route.send_back(arrived), rows[line.rank])
+    assert route.send(rows[line.rank][:, :0]).shape == (len(expected), 0)
+    y = torch.randn(arrived.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed - line.rank))
+    both = torch.stack([(arrived * y).sum(), (rows[line.rank] * route.send_back(y)).sum()])
+    for group in line.groups:
+        torch.distributed.all_reduce(both, group=group)
+    assert_close(both[0], both[1], scale=100.0)
+
+
+@pytest.mark.parametrize(("mesh", "mesh_dims"), LINES)
+def test_rows_are_routed_and_answered(pool: Pool, mesh: tuple[int, ...], mesh_dims: tuple[int, ...]) -> None:
+    pool.run_cases(route, [(seed, mesh_dims) for seed in range(100, 120)], mesh=mesh)
+
+
+def lose(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> str:
+    line = rank_line(mesh, mesh_dims)
+    with pytest.raises(IndexError) as caught:
+        routed(torch.tensor([0, line.size if line.rank == line.size - 1 else 0]), mesh, mesh_dims)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("mesh", "mesh_dims"), [((4,), (0,)), ((2, 2), (0, 1))])
+def test_a_row_that_goes_nowhere_raises_on_all_ranks(
+    pool: Pool, mesh: tuple[int, ...], mesh_dims: tuple[int, ...]
+) -> None:
+    assert set(pool.run(lose, mesh_dims, mesh=mesh)) == {"1 indices are out of range"}
+
+
+@pytest.mark.parametrize("mesh_sizes", [(1,), (3,), (7,), (2, 3), (3, 2), (2, 2, 2)])
+def test_owners_are_found_by_arithmetic(mesh_sizes: tuple[int, ...]) -> None:
+    for size in range(23):
+        shards = Shards(size, mesh_sizes)
+        rank, start, length = owners(torch.arange(-1, size + 2), shards)
+        assert rank[[0, -2, -1]].tolist() == [-1, -1, -1]
+        for index in range(size):
+            part = shards[int(rank[index + 1])]
+            assert index in part
+            assert (part.start, len(part)) == (int(start[index + 1]), int(length[index + 1]))
+
+
+def read_corners(mesh: DeviceMesh) -> Any:
+    """Two dimensions exchanged one after the other bring the corners; the adjoint takes them back."""
+    full = torch.arange(7 * 9, dtype=torch.float64).view(7, 9)
+    rows, columns = rank_line(mesh, (0,)), rank_line(mesh, (1,))
+    own = (Shards(7, (2,))[rows.rank], Shards(9, (2,))[columns.rank])
+    needed = tuple(Interval(max(0, i.start - 1), min(n, i.stop + 1)) for i, n in zip(own, full.shape, strict=True))
+    held = Held.own(full[own[0].start : own[0].stop, own[1].start : own[1].stop], (0, 1), own)
+    for axis, (line, n) in enumerate(((rows, 7), (columns, 9))):
+        wide = tuple((Interval(max(0, i.start - 1), min(n, i.stop + 1)),) for i in Shards(n, (2,)))
+        box = (*needed[:axis], *own[axis:])
+        schedule = halo(line, Halo(axis, HaloPlan(Shards(n, (2,)), Listed(wide)), box))
+        held = held.plus(start(schedule, [held]).finish()[0])
+    expected = full[needed[0].start : needed[0].stop, needed[1].start : needed[1].stop]
+    assert torch.equal(held.read(needed), expected)
+
+
+def test_corners(pool: Pool) -> None:
+    pool.run(read_corners, mesh=(2, 2))
+
+
+def give_back_what_came(mesh: DeviceMesh) -> None:
+    """Of several tensors in one message, and with the helpers for one tensor."""
+    line = rank_line(mesh, (0,))
+    plan = HaloPlan(Shards(8, (4,)), Listed(tuple((Interval(2 * r - 1, 2 * r + 3),) for r in range(4))))
+    own, whole = plan.owned[line.rank], Interval(0, 8)
+    schedule = halo(line, Halo(0, plan, (whole,)), Halo(0, plan, (whole,)))
+    parts = [torch.arange(8.0)[own.start : own.stop], 10 + torch.arange(8.0)[own.start : own.stop].repeat(3, 1)]
+    held = [Held.own(parts[0], (0,), (own,)), Held.own(parts[1], (1,), (own,))]
+    with count_traffic() as traffic:
+        arrived = start(schedule, held).finish()
+    assert traffic.exchanges == 1
+    need = plan.needed.parts(line.rank)[0] & whole
+    got = [one.plus(blocks).read((need,)) for one, blocks in zip(held, arrived, strict=True)]
+    assert got[0].tolist() == list(range(need.start, need.stop))
+    assert torch.equal(got[1], 10 + got[0].expand(3, -1))
+    single = halo(line, Halo(0, plan, (whole,)))
+    assert torch.equal(fetch(single, parts[0], (0,), (own,), (need,)), got[0])
+    readers = [sum(index in (p & whole) for (p,) in map(plan.needed.parts, range(4))) for index in range(8)]
+    counted = give_back(single, Held.own(torch.ones(len(need)), (0,), (need,)), (own,))
+    assert counted.tolist() == readers[own.start : own.stop]
+
+
+def test_several_tensors_in_one_message(pool: Pool) -> None:
+    pool.run(give_back_what_came, mesh=(4,))
+
+
+def test_reading_within_a_box_leaves_the_rest_zero() -> None:
+    own = (Interval(2, 6),)
+    held = Held.own(torch.arange(2.0, 6.0), (0,), own)
+    assert held.read((Interval(1, 7),)).tolist() == [0, 2, 3, 4, 5, 0]
+    assert held.read((Interval(1, 7),), within=(Interval(3, 4),)).tolist() == [0, 0, 3, 0, 0, 0]
+    assert held.read((Interval(3, 5),)).data_ptr() == held.blocks[0].data[1:].data_ptr(), "one block is read as a view"
