@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -39,6 +39,7 @@ class Pending:
     layout: Sequence[tuple[int, Box, torch.Size]]
     jobs: int
     token: slice
+    _awaited: torch.Tensor | None = None
 
     def finish(self) -> list[list[Block]]:
         """For every tensor that was given to `start`, the blocks that came in for it."""
@@ -55,10 +56,12 @@ class Pending:
         """Something that only a finished exchange has, for `_torch.tie`."""
         return None if self.arriving is None else self._received[self.token]
 
-    @cached_property
+    @property
     def _received(self) -> torch.Tensor:
         assert self.arriving is not None
-        return _torch.wait(self.arriving)
+        if self._awaited is None:  # not a cached property, whose lock all threads share
+            self._awaited = _torch.wait(self.arriving)
+        return self._awaited
 
 
 @dataclass(frozen=True)
