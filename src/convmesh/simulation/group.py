@@ -22,10 +22,18 @@ class Work(dist.Work):  # type: ignore[misc]
     def __init__(self, world: World, meeting: Meeting | Message, results: Any):
         super().__init__()
         self._world, self._meeting, self._results = world, meeting, results
+        self._abandoned = False
+        world.turns.current.works.add(self)
 
     def wait(self, timeout: Any = None) -> bool:
-        self._world.turns.wait(lambda: self._meeting.done, self._meeting.describe)
+        if not self._abandoned:
+            self._world.turns.wait(lambda: self._meeting.done, self._meeting.describe)
         return True
+
+    def abandon(self) -> list[torch.Tensor]:
+        """Nobody will wait for it; returns its results."""
+        self._abandoned = True
+        return list(self._results)
 
     def is_completed(self) -> bool:
         if not self._meeting.done:

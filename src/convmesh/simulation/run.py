@@ -80,7 +80,11 @@ class _Simulation:
     def _rank(self, rank: int) -> None:
         torch.set_num_threads(1)
         with _torch.rank_of_threads(rank, self._world.size, self._world.store):
-            self._results[rank] = self._function(init_device_mesh("cpu", self._shape, mesh_dim_names=self._names))
+            try:
+                self._results[rank] = self._function(init_device_mesh("cpu", self._shape, mesh_dim_names=self._names))
+            finally:
+                for work in list(self._world.turns.ranks[rank].works):
+                    _torch.forget_communication(work.abandon())
 
     def _raise(self) -> None:
         errors = self._world.turns.errors

@@ -9,6 +9,8 @@ import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
 
 from .process_state import ProcessState
 
@@ -28,6 +30,7 @@ class Rank:
     ready: Callable[[], bool] | None = None  # None: it can go on
     waits_for: Callable[[], str] = lambda: ""
     ended: str | None = None
+    works: WeakSet[Any] = field(default_factory=WeakSet)  # communications that it has begun, in whatever state
 
 
 class Turns:
@@ -56,7 +59,8 @@ class Turns:
             rank.thread.start()
         self.ranks[0].turn.release()
         try:
-            self._all_ended.wait()
+            while not self._all_ended.wait(0.2):  # a wait without an end could not be interrupted everywhere
+                pass
         except BaseException:  # of the person at the keyboard
             self._interrupt()
             raise

@@ -55,17 +55,6 @@ class World:
         each = "\n".join(f"  {ranks_named(ranks)}: {does}" for does, ranks in lines.items())
         return MismatchError(f"ranks wait for what never comes\n{each}\n  remedy: {_REMEDY}")
 
-    def unfinished(self) -> list[torch.Tensor]:
-        """What ranks began to receive and never got."""
-        return [
-            tensor
-            for meetings in self._groups.values()
-            for meeting in meetings.under_way.values()
-            for call in meeting.calls.values()
-            for tensors in call.takes
-            for tensor in tensors
-        ]
-
 
 def ranks_named(ranks: Iterable[int]) -> str:
     """'rank 3', or 'ranks 0-2, 5'."""
