@@ -497,6 +497,18 @@ def test_all_state_of_modules_is_known() -> None:
     assert shared - module_state() == set()
 
 
+def test_ranks_are_not_taken_for_those_of_an_earlier_simulation() -> None:
+    """Threads have the numbers of dead ones, and meshes of one shape are equal; what is cached is by rank."""
+
+    def meshes(mesh: DeviceMesh) -> DeviceMesh:
+        x = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)], src_data_rank=None)
+        assert torch.equal(x.redistribute(placements=[Replicate()]).to_local(), torch.arange(7.0))
+        return mesh
+
+    found = [mesh for _ in range(4) for mesh in convmesh.simulate(meshes, 5)]
+    assert len(set(found)) == 20
+
+
 def test_nothing_keeps_tensors_of_a_simulation() -> None:
     def groups() -> int:
         gc.collect()

@@ -6,10 +6,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import multi_threaded_pg
@@ -23,6 +25,21 @@ OF_A_PROCESS: tuple[tuple[Any, str], ...] = (
 )
 
 _mine = threading.local()
+_identities = count(-1, -1)  # of ranks; no thread has one of these
+
+
+class _Threading:
+    """What a mesh asks for the thread that it is made in: meshes of one shape are equal if that is the same.
+
+    Threads inherit the numbers of dead ones, and what torch caches by mesh would be taken for another rank's.
+    """
+
+    def get_ident(self) -> int:
+        found: int = getattr(_mine, "identity", threading.get_ident())
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
 
 
 class _Worlds:
@@ -52,6 +69,7 @@ def threads_as_ranks(make_group: Callable[[Any], dist.ProcessGroup]) -> Iterator
     """
     module, plugins = dist.distributed_c10d, dist.Backend._plugins
     kept = {name: getattr(module, name) for name in ("_world", "_backend", "_default_pg_init_method")}
+    device_mesh.threading = _Threading()  # type: ignore[assignment]
     plugin, hook = plugins[BACKEND.upper()], sys.excepthook
     plugins[BACKEND.upper()] = dist.Backend._BackendPlugin(lambda options, _: make_group(options), True)
     module._world = _Worlds(module._world)  # type: ignore[assignment]
@@ -61,6 +79,7 @@ def threads_as_ranks(make_group: Callable[[Any], dist.ProcessGroup]) -> Iterator
     finally:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         sys.excepthook = hook  # which a new process group replaces
+        device_mesh.threading = threading
         for name, value in kept.items():
             setattr(module, name, value)
         plugins[BACKEND.upper()] = plugin
@@ -69,6 +88,7 @@ def threads_as_ranks(make_group: Callable[[Any], dist.ProcessGroup]) -> Iterator
 @contextmanager
 def rank_of_threads(rank: int, size: int, store: dist.Store) -> Iterator[None]:
     """Within it, this thread is a rank, with an initialised process group."""
+    _mine.identity = next(_identities)
     _mine.world = multi_threaded_pg.WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, [])  # type: ignore[arg-type]
     try:
         dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size)
@@ -77,7 +97,7 @@ def rank_of_threads(rank: int, size: int, store: dist.Store) -> Iterator[None]:
             dist.destroy_process_group()
     finally:
         torch._C._distributed_c10d._unregister_all_process_groups()
-        del _mine.world
+        del _mine.world, _mine.identity
 
 
 def forget_communication(tensors: list[torch.Tensor]) -> None:
