@@ -147,7 +147,7 @@ def test_results_are_in_the_order_of_ranks() -> None:
     assert convmesh.simulate(lambda mesh: mesh.shape, 2) == [(2,)] * 2
 
 
-class Odd(ValueError):
+class OddError(ValueError):
     """An error of a user's own."""
 
 
@@ -157,11 +157,11 @@ def test_an_error_of_a_rank() -> None:
 
     def fails(mesh: DeviceMesh) -> None:
         if dist.get_rank() == 5:
-            raise Odd("of one rank")
+            raise OddError("of one rank")
         dist.barrier()
         went_on.append(dist.get_rank())
 
-    with pytest.raises(Odd, match="of one rank") as caught:
+    with pytest.raises(OddError, match="of one rank") as caught:
         convmesh.simulate(fails, (4, 2), ("h", "w"))
     assert any("rank 5 (h=2, w=1) of 8" in note for note in caught.value.__notes__)
     assert any(entry.name == "fails" for entry in caught.traceback)
@@ -177,9 +177,9 @@ def test_an_error_of_a_rank() -> None:
     assert any("ranks 0-3 of 4" in note for note in alike.value.__notes__)
 
     def differently(mesh: DeviceMesh) -> None:
-        raise [Odd, KeyError][dist.get_rank()](str(dist.get_rank()))
+        raise [OddError, KeyError][dist.get_rank()](str(dist.get_rank()))
 
-    with pytest.raises(Odd) as different:
+    with pytest.raises(OddError) as different:
         convmesh.simulate(differently, 2)
     assert any("KeyError: '1'" in note for note in different.value.__notes__)
 
@@ -427,7 +427,7 @@ def test_one_simulation_at_a_time_and_what_makes_no_mesh() -> None:
     with pytest.raises(RuntimeError, match="another simulation"):
         convmesh.simulate(lambda mesh: convmesh.simulate(lambda _: None, 2), 2)
     for mesh, names in (((), None), ((0, 2), None), ((2, 2), ("h",))):
-        with pytest.raises(ValueError, match="convmesh.simulate"):
+        with pytest.raises(ValueError, match="simulate: "):
             convmesh.simulate(lambda mesh: None, mesh, names)
 
 
@@ -478,11 +478,22 @@ def module_state() -> set[str]:
         tree = ast.parse(file.read_text())
         names = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
         for node in tree.body:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            targets = (
+                node.targets
+                if isinstance(node, ast.Assign)
+                else [node.target]
+                if isinstance(node, ast.AnnAssign)
+                else []
+            )
             value = getattr(node, "value", None)
             empty = isinstance(value, ast.List | ast.Dict | ast.Set) or (
-                isinstance(value, ast.Call) and getattr(value.func, "id", "") in ("set", "dict", "list", "deque", *WEAK))
-            names |= {t.id for t in targets if isinstance(t, ast.Name) and empty and t.id.startswith("_") and not t.id.isupper()}
+                isinstance(value, ast.Call) and getattr(value.func, "id", "") in ("set", "dict", "list", "deque", *WEAK)
+            )
+            names |= {
+                t.id
+                for t in targets
+                if isinstance(t, ast.Name) and empty and t.id.startswith("_") and not t.id.isupper()
+            }
         found |= {f"{file.stem}.{name}" for name in names}
     return found
 

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import multi_threaded_pg
 
+from .names import Store
+
 # Meshes of different threads are different only where the backend has this name.
 BACKEND = "threaded"
 # Attributes of torch that a process has once, and that each rank changes for itself.
@@ -24,6 +26,7 @@ OF_A_PROCESS: tuple[tuple[Any, str], ...] = (
     (DistributedDataParallel, "_active_ddp_module"),
 )
 
+_c10d: Any = torch._C._distributed_c10d
 _mine = threading.local()
 _identities = count(-1, -1)  # of ranks; no thread has one of these
 
@@ -69,24 +72,24 @@ def threads_as_ranks(make_group: Callable[[Any], dist.ProcessGroup]) -> Iterator
     """
     module, plugins = dist.distributed_c10d, dist.Backend._plugins
     kept = {name: getattr(module, name) for name in ("_world", "_backend", "_default_pg_init_method")}
-    device_mesh.threading = _Threading()  # type: ignore[assignment]
+    setattr(device_mesh, "threading", _Threading())  # noqa: B010 - mypy knows it as the module alone
     plugin, hook = plugins[BACKEND.upper()], sys.excepthook
     plugins[BACKEND.upper()] = dist.Backend._BackendPlugin(lambda options, _: make_group(options), True)
     module._world = _Worlds(module._world)  # type: ignore[assignment]
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _c10d._set_thread_isolation_mode(True)
     try:
         yield
     finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        _c10d._set_thread_isolation_mode(False)
         sys.excepthook = hook  # which a new process group replaces
-        device_mesh.threading = threading
+        setattr(device_mesh, "threading", threading)  # noqa: B010
         for name, value in kept.items():
             setattr(module, name, value)
         plugins[BACKEND.upper()] = plugin
 
 
 @contextmanager
-def rank_of_threads(rank: int, size: int, store: dist.Store) -> Iterator[None]:
+def rank_of_threads(rank: int, size: int, store: Store) -> Iterator[None]:
     """Within it, this thread is a rank, with an initialised process group."""
     _mine.identity = next(_identities)
     _mine.world = multi_threaded_pg.WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, [])  # type: ignore[arg-type]
@@ -96,7 +99,7 @@ def rank_of_threads(rank: int, size: int, store: dist.Store) -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
     finally:
-        torch._C._distributed_c10d._unregister_all_process_groups()
+        _c10d._unregister_all_process_groups()
         del _mine.world, _mine.identity
 
 

@@ -14,9 +14,12 @@ from .collectives import Call, Lists
 from .world import Meeting, Message, World
 
 Tensors = list[torch.Tensor]
+# Whose methods have other names for their arguments from release to release; torch gives them by position.
+_ProcessGroup: Any = dist.ProcessGroup
+_Work: Any = dist.Work
 
 
-class Work(dist.Work):  # type: ignore[misc]
+class Work(_Work):  # type: ignore[misc]
     """A communication under way. Who waits for it lets the other ranks go on."""
 
     def __init__(self, world: World, meeting: Meeting | Message, results: Any):
@@ -57,10 +60,11 @@ class Work(dist.Work):  # type: ignore[misc]
 
     def _source_rank(self) -> int:
         assert isinstance(self._meeting, Message)
+        assert self._meeting.source is not None, "its sender has come"
         return self._meeting.source
 
 
-class Group(dist.ProcessGroup):
+class Group(_ProcessGroup):  # type: ignore[misc]
     """A process group of one simulated rank. The methods are those that torch calls, by all names that it has had."""
 
     def __init__(self, world: World, name: str, ranks: tuple[int, ...], rank: int):

@@ -154,4 +154,3 @@ class Turns:
         if thread is not None and thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped))
         self._all_ended.wait(10.0)
-

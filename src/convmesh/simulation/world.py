@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .. import _torch, comm
 from ..sharding.debug.rendezvous import Fingerprint, MismatchError, disagreement
@@ -168,14 +167,12 @@ class Meetings:
             lines.setdefault(str(one), []).append(self.ranks[place])
         each = "\n".join(f"  {ranks_named(ranks)}: {does}" for does, ranks in lines.items())
         why = disagreement(prints)
-        error = MismatchError(
-            f"{ranks_named(self.ranks)} are not doing the same: {why}\n{each}\n  remedy: {_REMEDY}"
-        )
+        error = MismatchError(f"{ranks_named(self.ranks)} are not doing the same: {why}\n{each}\n  remedy: {_REMEDY}")
         self.world.turns.fail(error, None)  # also if this rank's function catches it
         raise error
 
 
-class Store(dist.Store):
+class Store(_torch.Store):
     """Where ranks leave each other messages without a collective. The methods have the names that torch calls."""
 
     def __init__(self, turns: Turns):
@@ -219,4 +216,3 @@ class Store(dist.Store):
 
     def _has(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
-

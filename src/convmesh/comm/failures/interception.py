@@ -145,7 +145,7 @@ def running_operator() -> str | None:
 
 
 def _frames(innermost: FrameType | None = None) -> Iterator[FrameType]:
-    frame = innermost or sys._getframe(1)
+    frame: FrameType | None = innermost or sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
