@@ -8,6 +8,7 @@ import copy
 import gc
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -518,6 +519,12 @@ def test_ranks_are_not_taken_for_those_of_an_earlier_simulation() -> None:
 
     found = [mesh for _ in range(4) for mesh in convmesh.simulate(meshes, 5)]
     assert len(set(found)) == 20
+
+
+def test_the_page_says_what_runs() -> None:
+    page = Path(__file__).parent.parent / "docs" / "simulate.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(compile(example, page.name, "exec"), {})
 
 
 def test_nothing_keeps_tensors_of_a_simulation() -> None:
