@@ -8,7 +8,6 @@ import copy
 import gc
 import os
 import random
-import re
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ from convmesh.simulation import process_state
 from tests.cases import place, places_of
 from tests.compare import assert_close, same_on_all_ranks
 from tests.launch import launch
-from tests.ops.families import FUNCTIONS, Example
+from tests.ops.families import ALL_FUNCTIONS, Example
 
 NAMES = ("d", "h", "w")
 
@@ -63,7 +62,7 @@ def along(mesh: DeviceMesh, *dims: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("shape", [(8,), (2, 2, 2), (1, 4, 2), (4, 4)])
 def test_every_family(shape: tuple[int, ...]) -> None:
     """11 rows over 8 ranks: the last two own nothing."""
-    examples = {name: Example(name) for name in FUNCTIONS}
+    examples = {name: Example(name) for name in ALL_FUNCTIONS}
 
     def check(mesh: DeviceMesh) -> int:
         for name, example in examples.items():
@@ -84,7 +83,7 @@ def test_every_family(shape: tuple[int, ...]) -> None:
         return len(examples)
 
     with convmesh.enable():
-        assert convmesh.simulate(check, shape, NAMES[-len(shape) :]) == [len(FUNCTIONS)] * torch.Size(shape).numel()
+        assert convmesh.simulate(check, shape, NAMES[-len(shape) :]) == [len(ALL_FUNCTIONS)] * torch.Size(shape).numel()
 
 
 def trained(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -519,12 +518,6 @@ def test_ranks_are_not_taken_for_those_of_an_earlier_simulation() -> None:
 
     found = [mesh for _ in range(4) for mesh in convmesh.simulate(meshes, 5)]
     assert len(set(found)) == 20
-
-
-def test_the_page_says_what_runs() -> None:
-    page = Path(__file__).parent.parent / "docs" / "simulate.md"
-    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    exec(compile(example, page.name, "exec"), {})
 
 
 def test_nothing_keeps_tensors_of_a_simulation() -> None:

@@ -25,16 +25,34 @@ _one_at_a_time = threading.Lock()
 def simulate(
     function: Callable[[DeviceMesh], Result], mesh: Sequence[int] | int, names: Sequence[str] | None = None
 ) -> list[Result]:
-    """Call `function(mesh)` on every rank of a mesh of CPUs, all in this process, and return what each rank returns,
-    in the order of the ranks: `mesh` is its shape, `names` are those of its dimensions.
+    """Run a function on every rank of a mesh, in this process, without torchrun.
 
-    The numbers are real, and so is what is sent; only the processes are not there. Ranks are threads that take turns:
-    a rank runs until it waits for another. Each has its own process group, random state (at first the caller's) and
-    warning filters, and computes with one thread, as under torchrun. Everything else of the process they share.
+    Ranks are threads that take turns: a rank runs until it waits for another. Each rank has its own process group,
+    random state (at first the caller's) and warning filters, and computes with one thread, as under torchrun. They
+    share everything else of the process, on CPUs. A process group that this process has itself is as before afterwards.
 
-    An error of a rank ends all of them and is raised here, with a note that says which ranks raised it. A
-    `MismatchError` says what each rank does when they do not do the same: other collectives, other sizes, or a rank
-    that has returned while others wait for it.
+    Args:
+        function: It is called on each rank, with the mesh. An error that it raises on a rank ends all ranks and is
+            raised here, with a note that says which ranks raised it.
+        mesh: The shape of the mesh.
+        names: The names of its dimensions.
+
+    Returns:
+        What the function returns on each rank, in ascending rank.
+
+    Raises:
+        MismatchError: Ranks do not do the same: they call different collectives, or with other sizes, or a rank has
+            returned while others wait for it. The message says what each rank does, and where.
+
+    Examples:
+        >>> convmesh.simulate(lambda mesh: mesh.get_coordinate(), mesh=(2, 2), names=("h", "w"))
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
+        >>> def pooled(mesh):
+        ...     x = convmesh.shard(torch.arange(64.0).view(1, 1, 8, 8), mesh, h=2)
+        ...     with convmesh.enable():
+        ...         return F.max_pool2d(x, 3, stride=2).to_local().shape
+        >>> convmesh.simulate(pooled, mesh=(8,), names=("h",))[2:4]
+        [torch.Size([1, 1, 1, 3]), torch.Size([1, 1, 0, 3])]
     """
     shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
     named = None if names is None else tuple(names)
