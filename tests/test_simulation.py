@@ -465,7 +465,8 @@ SHARED = {
     "the same for all ranks of one machine": "choice._found choice._when_forgotten shortcut._left_to_torch",
     "rules, which the first rank installs, and the end of the simulation removes":
         "registry._rules registry._behaviour registry._composites registry._guards registry._replaced "
-        "registry._switches registry._undo registry._library registration._library",
+        "registry._switches registry._undo registry._library registration._library view_writeback.watching_reads "
+    "view_writeback._stop_watching",
     "not used by simulated ranks: their group compares, and compiled code is not theirs":
         "agreement._timeout agreement._undo tracing._tag order._last",
 }  # fmt: skip
