@@ -43,7 +43,7 @@ def _nothing_is_left() -> Any:
         module = dist.distributed_c10d
         return [
             dist.is_initialized(), dict(module._world.pg_map), module._world, module._backend, sys.excepthook,
-            dict(dist.Backend._plugins), dict(os.environ), torch.get_num_threads(), list(warnings.filters), sys.stdout,
+            dict(dist.Backend._plugins), dict(os.environ), torch.get_num_threads(),
             convmesh.api.registry.installed(), convmesh.batching.installed(), torch.get_default_dtype(),
             [getattr(owner, name) for owner, name in process_state.OWN[:2]],
             {thread.name for thread in threading.enumerate() if thread.name.startswith("convmesh")},
@@ -348,7 +348,9 @@ def test_what_a_process_has_once_each_rank_has() -> None:
         return traffic.exchanges, traffic.bytes_sent
 
     edge, middle = (1, 2 * 6 * 4), (1, 2 * 2 * 6 * 4)
+    before = list(warnings.filters), sys.stdout
     assert convmesh.simulate(change, 4) == [edge, middle, middle, edge]
+    assert before == (list(warnings.filters), sys.stdout)
 
 
 def test_all_collectives() -> None:
@@ -466,7 +468,7 @@ SHARED = {
     "rules, which the first rank installs, and the end of the simulation removes":
         "registry._rules registry._behaviour registry._composites registry._guards registry._replaced "
         "registry._switches registry._undo registry._library registration._library view_writeback.watching_reads "
-    "view_writeback._stop_watching",
+        "view_writeback._stop_watching",
     "not used by simulated ranks: their group compares, and compiled code is not theirs":
         "agreement._timeout agreement._undo tracing._tag order._last",
 }  # fmt: skip

@@ -67,6 +67,8 @@ class Work(_Work):  # type: ignore[misc]
 class Group(_ProcessGroup):  # type: ignore[misc]
     """A process group of one simulated rank. The methods are those that torch calls, by all names that it has had."""
 
+    supports_coalescing = supports_splitting = False
+
     def __init__(self, world: World, name: str, ranks: tuple[int, ...], rank: int):
         super().__init__(rank, len(ranks))
         self._world, self._size, self._rank = world, len(ranks), rank
@@ -96,6 +98,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "threaded"
+
+    def _get_backend(self, device: torch.device) -> Group:
+        return self
 
     def messages_between(self, ranks: tuple[int, ...], purpose: str) -> Group:
         """A group of these ranks of the world, which need no other one to make it."""
