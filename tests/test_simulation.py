@@ -41,9 +41,10 @@ def _nothing_is_left() -> Any:
 
     def state() -> list[Any]:
         module = dist.distributed_c10d
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
         return [
             dist.is_initialized(), dict(module._world.pg_map), module._world, module._backend, sys.excepthook,
-            dict(dist.Backend._plugins), dict(os.environ), torch.get_num_threads(),
+            dict(dist.Backend._plugins), environment, torch.get_num_threads(),
             convmesh.api.registry.installed(), convmesh.batching.installed(), torch.get_default_dtype(),
             [getattr(owner, name) for owner, name in process_state.OWN[:2]],
             {thread.name for thread in threading.enumerate() if thread.name.startswith("convmesh")},
