@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,9 @@ def judge(mesh: DeviceMesh, case: Case, family: Family) -> Verdict:
         return t.shape in shapes and (id(t) in own or not family.alone)
 
     def sharded(t: torch.Tensor) -> torch.Tensor:
-        at = case.dim if is_cut(t) else "R"
-        return place(t.detach().clone(), mesh, (at,)).requires_grad_(t.requires_grad)
+        # Further mesh dimensions shard the dimensions that follow.
+        at = [(case.dim + further) % t.dim() if is_cut(t) else "R" for further in range(mesh.ndim)]
+        return place(t.detach().clone(), mesh, tuple(at)).requires_grad_(t.requires_grad)
 
     def gradient(t: torch.Tensor) -> torch.Tensor:
         # As DTensor gives it: the gradient of a pending sum is the same for all of its terms.
@@ -173,7 +175,9 @@ def load(mesh: DeviceMesh) -> None:
     operators()
 
 
-def run(pool: Pool, family: str, chosen: list[Case], ranks: int, stock: bool = False) -> Iterator[tuple[Case, Verdict]]:
+def run(
+    pool: Pool | Simulated, family: str, chosen: list[Case], ranks: int, stock: bool = False
+) -> Iterator[tuple[Case, Verdict]]:
     """Judge the cases in batches, and one by one where the ranks of a batch do not come to an end together."""
 
     def verdicts(batch: list[Case], seconds: float) -> list[Verdict]:
@@ -193,6 +197,19 @@ def run(pool: Pool, family: str, chosen: list[Case], ranks: int, stock: bool = F
                 except RankError as error:
                     results.append(("error", str(error).splitlines()[0]))
         yield from zip(batch, results, strict=True)
+
+
+class Simulated:
+    """In place of a pool of processes: all ranks of a mesh in this one."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape = shape
+
+    def run(self, fn: Any, *args: Any, mesh: tuple[int, ...], timeout: float = 0) -> list[Any]:
+        try:
+            return convmesh.simulate(lambda simulated: fn(simulated, *args), self.shape)
+        except Exception as error:
+            raise RankError(0, str(error), str(error)) from error
 
 
 @dataclass
@@ -273,7 +290,11 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="write the result to this file")
     parser.add_argument("--update", action="store_true", help="put what gathers or is refused now on record, and take "
                         "off what no longer does")  # fmt: skip
+    parser.add_argument("--mesh", help="only on a mesh of such a shape, for example 2x2x2, of simulated ranks; what "
+                        "gathers or is refused there is on no record")  # fmt: skip
     options = parser.parse_args()
+    shape = tuple(map(int, options.mesh.split("x"))) if options.mesh else ()
+    meshes = (prod(shape),) if shape else RANKS
     chosen = {
         family: [case for case in cases(family, options.most) if case.operator in (options.operator or [case.operator])]
         for family in options.family or FAMILIES
@@ -282,10 +303,11 @@ def main() -> int:
     record, found = Record.load(), Record()
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Pool() as pool, Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=sum(map(len, chosen.values())) * len(RANKS))
+    pools = nullcontext(Simulated(shape)) if shape else Pool()
+    with pools as pool, Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=sum(map(len, chosen.values())) * len(meshes))
         for family, tally in tallies.items():
-            for ranks in RANKS:
+            for ranks in meshes:
                 progress.update(task, description=f"{family}, {ranks} ranks")
                 for case, verdict in run(pool, family, chosen[family], ranks, options.stock):
                     tally.add(case, verdict)
@@ -299,7 +321,7 @@ def main() -> int:
         options.markdown.write_text(in_markdown(tallies, options.stock))
     if options.update:
         record.updated(found).save()
-    changes = [] if options.stock or options.update else record.changes(found)
+    changes = [] if options.stock or options.update or shape else record.changes(found)
     for change in changes:
         console.print(change, markup=False, soft_wrap=True)
     return 1 if changes or any(tally.all[fault] for tally in tallies.values() for fault in FAULTS) else 0

@@ -14,6 +14,7 @@ from .comm import count_traffic as count_traffic
 from .sharding.buffer_factories import implicit_replication as implicit_replication
 from .sharding.debug.rendezvous import MismatchError as MismatchError
 from .sharding.errors import ShardingError as ShardingError
+from .simulation import simulate as simulate
 from .training import CheckpointError as CheckpointError
 from .training import PendingCheckpoint as PendingCheckpoint
 from .training import distribute as distribute

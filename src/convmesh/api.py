@@ -7,7 +7,7 @@ from types import TracebackType
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import batching
+from . import _torch, batching
 from . import ops as ops  # declares the rules
 from .sharding import dtensor_attributes as dtensor_attributes  # declares what Python sees of a DTensor
 from .sharding import registry
@@ -93,13 +93,15 @@ def enable(
 def disable() -> None:
     """Switch all rules off and restore what torch had before `enable()`.
 
-    It also ends `check` and `benchmark`. It is safe to call it twice.
+    It also ends `check` and `benchmark`. It is safe to call it twice. On a simulated rank the rules stay on until the
+    simulation ends.
 
     Examples:
         >>> convmesh.disable()
     """
     agreement.end()
-    batching.uninstall()
     batching.try_all(False)
     batching.agree(None)
-    registry.uninstall()
+    if not _torch.ranks_are_threads():  # others may be in the middle of a rule
+        batching.uninstall()
+        registry.uninstall()

@@ -100,6 +100,11 @@ from .tensors import takes_notes as takes_notes
 from .tensors import version_of as version_of
 from .tensors import whole_data as whole_data
 from .tensors import wrap as wrap
+from .threads import OF_A_PROCESS as OF_A_PROCESS
+from .threads import forget_communication as forget_communication
+from .threads import rank_of_threads as rank_of_threads
+from .threads import ranks_are_threads as ranks_are_threads
+from .threads import threads_as_ranks as threads_as_ranks
 from .tracing import compile_for_any_rank as compile_for_any_rank
 from .tracing import compiles_call_of as compiles_call_of
 from .tracing import in_a_trace as in_a_trace

@@ -55,11 +55,14 @@ def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
 
 
 def messages_between(ranks: tuple[int, ...], purpose: str, timeout: timedelta) -> Any:
-    """A gloo group of these ranks, which make it together; no other rank has to come.
+    """A gloo group of these ranks, which make it together; no other rank has to come. Simulated ranks have their own.
 
     torch's own way (`use_local_synchronization`) names a group by how many a rank has, and ranks may have different
     numbers of them: then each waits for a group that nobody else makes.
     """
+    simulated = getattr(dist.group.WORLD, "messages_between", None)
+    if simulated is not None:
+        return simulated(ranks, purpose)
     meeting = dist.distributed_c10d.PrefixStore(f"convmesh/{purpose}/{'-'.join(map(str, ranks))}", store())
     return dist.ProcessGroupGloo(meeting, ranks.index(dist.get_rank()), len(ranks), timeout)
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._guards import TracingContext
 from torch.distributed import _functional_collectives as collectives
-from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
 from torch.fx import traceback
 from torch.utils._python_dispatch import _disable_current_modes
@@ -73,7 +72,8 @@ _tag = ""  # what is ours of torch.compile's cache key, while it is there
 
 def _groups() -> str:
     """A digest of all process groups: their names are written into compiled code, and programs number them anew."""
-    groups = sorted((name, sorted(_world.pg_group_ranks[group])) for group, name in _world.pg_names.items())
+    world = dist.distributed_c10d._world
+    groups = sorted((name, sorted(world.pg_group_ranks[group])) for group, name in world.pg_names.items())
     return hashlib.blake2b(repr(groups).encode(), digest_size=8).hexdigest()
 
 

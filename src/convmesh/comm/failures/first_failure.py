@@ -21,10 +21,11 @@ def post(text: str) -> str | None:
     global _mine
     found: list[str] = []
     mine = f"rank {dist.get_rank()}: {text}"
+    store = _torch.store()  # of this thread, which may be a rank by itself
 
     def write() -> None:
         try:
-            found.append(_torch.store().compare_set(_KEY, "", mine).decode())
+            found.append(store.compare_set(_KEY, "", mine).decode())
         except RuntimeError:
             return  # nobody can be told any more, and this rank is about to end with an error of its own
 

@@ -125,10 +125,10 @@ def describe(group: dist.ProcessGroup) -> str:
     return f"ranks {ranks}{named}"
 
 
-def caller() -> str | None:
-    """Where in the user's own code this is: the innermost frame outside of torch and of this library. None in threads
-    that have no such frame, as autograd's own."""
-    for frame in _frames():
+def caller(innermost: FrameType | None = None) -> str | None:
+    """Where in the user's own code this is, or what runs in another frame: the innermost one outside of torch and of
+    this library. None in threads that have no such frame, as autograd's own."""
+    for frame in _frames(innermost):
         file = frame.f_code.co_filename
         if not file.startswith(_LIBRARIES) and "torchinductor" not in file:  # where compiled code is written to
             return f"{file}:{frame.f_lineno}"
@@ -144,8 +144,8 @@ def running_operator() -> str | None:
     return None
 
 
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
+def _frames(innermost: FrameType | None = None) -> Iterator[FrameType]:
+    frame: FrameType | None = innermost or sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back

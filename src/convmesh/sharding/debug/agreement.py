@@ -50,8 +50,13 @@ def checking() -> bool:
 
 
 def begin(timeout: float | None) -> None:
-    """Compare from now on; a rank is missed after `timeout` seconds, by default after the time-out of its group."""
+    """Compare from now on; a rank is missed after `timeout` seconds, by default after the time-out of its group.
+
+    Simulated ranks are compared by their process group, and each would switch this on and off for all of them.
+    """
     global _timeout
+    if _torch.ranks_are_threads():
+        return
     _timeout = timeout
     if not checking():
         _undo.extend([comm.observe(_compare), registry.observe(_note)])

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from ... import _torch
+
 log = logging.getLogger("convmesh.checkpoint")
 
 
@@ -30,7 +32,10 @@ class PendingCheckpoint:
         self._error: Exception | None = None
         # Not a daemon: the end of the process waits for it.
         self._thread = threading.Thread(target=self._run, name="convmesh-checkpoint", daemon=False)
-        self._thread.start()
+        if _torch.ranks_are_threads():  # which take turns: this one would wait for others that cannot begin
+            self._run()
+        else:
+            self._thread.start()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is on disk.
@@ -41,7 +46,7 @@ class PendingCheckpoint:
         Raises:
             CheckpointError: It could not be written.
         """
-        self._thread.join()
+        self._finish()
         if self._error is not None:
             raise self._error
         assert self._path is not None, "written, or failed"
@@ -62,7 +67,8 @@ class PendingCheckpoint:
             del self._write  # with the copies of everything
 
     def _finish(self) -> None:
-        self._thread.join()
+        if not self.done():
+            self._thread.join()
 
 
 _last: PendingCheckpoint | None = None

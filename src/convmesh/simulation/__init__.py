@@ -1,0 +1,3 @@
+"""Many ranks in one process: threads that take turns, each as if it were a process."""
+
+from .run import simulate as simulate

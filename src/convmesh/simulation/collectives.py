@@ -1,0 +1,116 @@
+"""What collectives do, once all ranks of a group have come: with the tensors of all of them at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch
+
+Lists = Sequence[Sequence[torch.Tensor]]
+
+_COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    dist.ReduceOp.SUM: torch.add, dist.ReduceOp.AVG: torch.add, dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or, dist.ReduceOp.BXOR: torch.bitwise_xor,
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Call:
+    """A collective on one rank: `what` is the same on all, and `run` is given the calls of all, in their order.
+
+    `gives` and `takes` are tensors, for each other rank where they go to or come from single ones.
+    """
+
+    what: str
+    run: Callable[[list[Call]], None]
+    gives: Lists
+    takes: Lists
+    by_rank: bool = False
+    op: Any = None
+    root: int = 0
+
+    @property
+    def sends(self) -> tuple[int, ...]:
+        """Elements for each rank, where ranks may differ in them."""
+        return tuple(tensor.numel() for tensor in self.gives[0]) if self.by_rank else ()
+
+    @property
+    def receives(self) -> tuple[int, ...]:
+        return tuple(tensor.numel() for tensor in self.takes[0]) if self.by_rank else ()
+
+
+@contextmanager
+def unseen(calls: Sequence[Call]) -> Iterator[None]:
+    """Autograd, and whoever watches the operators of the rank that came last, has no part in a collective."""
+    inference = any(tensor.is_inference() for call in calls for tensors in call.takes for tensor in tensors)
+    with _torch.no_modes(), torch.inference_mode() if inference else torch.no_grad():
+        yield
+
+
+def all_reduce(calls: list[Call]) -> None:
+    for number in range(len(calls[0].gives[0])):
+        total = combined([call.gives[0][number] for call in calls], calls[0].op)
+        for call in calls:
+            put(call.takes[0][number], total)
+
+
+def reduce_to_root(calls: list[Call]) -> None:
+    put(calls[calls[0].root].takes[0][0], combined([call.gives[0][0] for call in calls], calls[0].op))
+
+
+def broadcast(calls: list[Call]) -> None:
+    root = calls[calls[0].root]
+    for call in calls:
+        for taken, given in zip(call.takes[0], root.gives[0], strict=True):
+            put(taken, given)
+
+
+def all_gather(calls: list[Call]) -> None:
+    """`gives[number][0]` of every rank, to `takes[number]` of all that have one."""
+    for call in calls:
+        for number, taken in enumerate(call.takes):
+            for target, source in zip(taken, calls, strict=True):
+                put(target, source.gives[number][0])
+
+
+def scatter(calls: list[Call]) -> None:
+    for call, given in zip(calls, calls[calls[0].root].gives[0], strict=True):
+        put(call.takes[0][0], given)
+
+
+def reduce_scatter(calls: list[Call]) -> None:
+    """`gives[number]` is for all ranks, and `takes[number][0]` is this one's."""
+    for rank, call in enumerate(calls):
+        for number, taken in enumerate(call.takes):
+            put(taken[0], combined([other.gives[number][rank] for other in calls], call.op))
+
+
+def all_to_all(calls: list[Call]) -> None:
+    for rank, call in enumerate(calls):
+        for taken, other in zip(call.takes[0], calls, strict=True):
+            put(taken, other.gives[0][rank])
+
+
+def nothing(calls: list[Call]) -> None:
+    """A barrier."""
+
+
+def combined(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
+    """One after the other, in the order of ranks."""
+    if op not in _COMBINE:
+        raise NotImplementedError(f"a simulated process group does not reduce by {op}")
+    total = reduce(_COMBINE[op], tensors)
+    return total / len(tensors) if op == dist.ReduceOp.AVG else total
+
+
+def put(target: torch.Tensor, given: torch.Tensor) -> None:
+    if target.numel() and target is not given:
+        target.detach().copy_(given.reshape(target.shape))

@@ -1,0 +1,63 @@
+"""What a process has once and every rank must have for itself: random state, warnings, what this library keeps."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from copy import copy
+from typing import Any
+
+import numpy
+import torch
+
+from .. import _torch
+from ..batching import choice, machines
+from ..comm import agreed_facts, traffic
+from ..comm.failures import first_failure, interception
+from ..training import idle_optimizers
+from ..training.checkpoint import pending
+
+# (where, the attribute). Ranks begin with copies of what the caller has.
+OWN: tuple[tuple[Any, str], ...] = (
+    *_torch.OF_A_PROCESS,
+    (warnings, "filters"),
+    (warnings, "showwarning"),
+    (sys, "stdout"),
+    (sys, "stderr"),
+    (agreed_facts, "_answers"),
+    (agreed_facts, "_occasion"),
+    (traffic, "_counters"),
+    (first_failure, "_mine"),
+    (interception, "_observers"),
+    (choice, "_forced"),
+    (choice, "_trying"),
+    (choice, "_listeners"),
+    (machines, "_agreed_for_plain"),
+    (idle_optimizers, "_distributed"),
+    (pending, "_last"),
+)
+
+
+class ProcessState:
+    """The values of a rank while it does not run."""
+
+    def __init__(self) -> None:
+        """As they are now."""
+        self._values = [getattr(owner, name) for owner, name in OWN]
+        self._random = torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=False)
+        self._dtype = torch.get_default_dtype()
+
+    def fresh(self) -> ProcessState:
+        """As a new process would have them that is forked now."""
+        other = copy(self)
+        other._values = [copy(value) if isinstance(value, list | dict) else value for value in self._values]
+        return other
+
+    def put_back(self) -> None:
+        for (owner, name), value in zip(OWN, self._values, strict=True):
+            setattr(owner, name, value)
+        torch.set_rng_state(self._random[0])
+        random.setstate(self._random[1])
+        numpy.random.set_state(self._random[2])
+        torch.set_default_dtype(self._dtype)
