@@ -141,4 +141,4 @@ def check_meshes_that_come_and_go(mesh: DeviceMesh) -> None:
 
 
 def test_plans_are_of_a_mesh_and_placements(pool: Pool) -> None:
-    pool.run(check_meshes_that_come_and_go, mesh=(2,))
+    pool.run(check_meshes_that_come_and_go, mesh=(4,))  # all ranks of the pool: they make the groups together
