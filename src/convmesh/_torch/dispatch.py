@@ -96,7 +96,7 @@ def _depend(tensor: DTensor, written: bool, args: tuple[Any, ...]) -> None:
     is an operand's that is not to be written, or repeats numbers."""
     local = local_of(tensor)
     given = [memory_of(local_of(arg)) for arg in tree_iter(args) if isinstance(arg, DTensor)]
-    if written or (memory_of(local) not in given and 0 not in local.stride()):
+    if written or (local.numel() and memory_of(local) not in given and 0 not in local.stride()):
         local.copy_(after_the_last(local))
     else:
         relocate(tensor, after_the_last(local), spec_of(tensor))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .choice import Decision, listeners
+from . import choice
+from .choice import Decision
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
@@ -31,10 +32,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Dec
         'response of [B...] x [B...]'
     """
     decisions: list[Decision] = []
-    listeners.append(decisions)
+    choice.listeners.append(decisions)
     try:
         function(*args, **kwargs)
     finally:
         # By identity: two equal lists of decisions may listen at once.
-        listeners[:] = [listener for listener in listeners if listener is not decisions]
+        choice.listeners[:] = [listener for listener in choice.listeners if listener is not decisions]
     return decisions

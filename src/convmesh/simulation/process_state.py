@@ -32,7 +32,7 @@ OWN: tuple[tuple[Any, str], ...] = (
     (interception, "_observers"),
     (choice, "_forced"),
     (choice, "_trying"),
-    (choice, "_listeners"),
+    (choice, "listeners"),
     (machines, "_agreed_for_plain"),
     (idle_optimizers, "_distributed"),
     (pending, "_last"),
