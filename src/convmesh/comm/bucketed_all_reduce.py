@@ -30,7 +30,7 @@ class Term:
 
 @dataclass
 class _Bucket:
-    """Terms over the same ranks and of one type: what travels in one message."""
+    """Terms over the same ranks and of one type: what is sent in one message."""
 
     terms: list[tuple[int, Term]] = field(default_factory=list)
     bytes: int = 0

@@ -81,8 +81,8 @@ class IndexMap:
     pieces: tuple[Piece, ...]
 
     def within(self, out: Interval) -> tuple[Piece, ...]:
-        cut = (piece.within(out) for piece in self.pieces)
-        return tuple(piece for piece in cut if piece.count)
+        clipped = (piece.within(out) for piece in self.pieces)
+        return tuple(piece for piece in clipped if piece.count)
 
     def reads(self, out: Interval, source: int = 0) -> Parts:
         """What `out` needs of a source: intervals in their order, which neither overlap nor touch."""

@@ -69,12 +69,15 @@ def _terms(spec: _torch.Spec, values: _torch.Spec) -> tuple[Layout, bool, tuple[
     sums = [m for m in pending if is_sum(layout.placements[m])]
     for m in sums:
         if type(values.placements[m]) is Shard:
-            cut = source.placed((*source.placements[:m], values.placements[m], *source.placements[m + 1 :]))
-            # A rank's shard is in its local tensor if that is not cut further.
-            if all(cut.cuts[dim][: len(mesh_dims)] == mesh_dims for dim, mesh_dims in source.cuts.items()):
-                source = cut
+            sharded = source.placed((*source.placements[:m], values.placements[m], *source.placements[m + 1 :]))
+            # A rank's shard is in its local tensor if that is not sharded further.
+            if all(
+                sharded.sharded_dims[dim][: len(mesh_dims)] == mesh_dims
+                for dim, mesh_dims in source.sharded_dims.items()
+            ):
+                source = sharded
     if here is None:
         return source, True, ()
-    own = [(dim, layout.own(dim), source.own(dim)) for dim in source.cuts]
+    own = [(dim, layout.own(dim), source.own(dim)) for dim in source.sharded_dims]
     boxes = tuple((dim, part.start - held.start, len(part)) for dim, held, part in own if part != held)
     return source, not any(here[m] for m in sums if isinstance(source.placements[m], Replicate)), boxes

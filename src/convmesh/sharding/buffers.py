@@ -118,9 +118,9 @@ class Buffer(_torch.LateDTensor):
             shape = [layout.local_shape[dim] for dim in layout.memory_order]
             stride = dense_stride(tuple(shape), torch.contiguous_format)
             return self._filled(layout.local_shape, tuple(stride[at] for at in layout.back_from_memory_order))
-        if not layout.cuts:
+        if not layout.sharded_dims:
             return values
-        for dim in layout.cuts:
+        for dim in layout.sharded_dims:
             own = layout.own(dim)
             values = values.narrow(dim, own.start, len(own))
         return layout.laid(values.clone())  # a copy, so that the whole goes

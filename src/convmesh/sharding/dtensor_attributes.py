@@ -33,7 +33,7 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
 
 
 def _format(tensor: DTensor, spec: str) -> str:
-    """As of any tensor with one number; of a pending sum a rank alone does not know it."""
+    """As of any tensor with one number; of a Partial(sum) a rank alone does not know it."""
     known = all(is_plain(placement) and not is_sum(placement) for placement in tensor.placements)
     return format(tensor.item(), spec) if tensor.dim() == 0 and known else object.__format__(tensor, spec)
 

@@ -36,7 +36,7 @@ def without_rule(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
     decomposition = _torch.decomposition(operator)
     if decomposition is not None:
         return decomposition(*args, **kwargs)
-    raise refuse(_torch.name_of(operator), "there is no rule for it on tensors that are cut", named,
+    raise refuse(_torch.name_of(operator), "there is no rule for it on tensors that are sharded", named,
                  "make them whole for it, if they are small: x.redistribute(placements=[Replicate()] * mesh.ndim); "
                  "on replicated tensors every operator works")  # fmt: skip
 

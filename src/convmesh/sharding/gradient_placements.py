@@ -51,8 +51,8 @@ _by_shape = Hints()
 
 def remember(spec: _torch.Spec) -> None:
     """Call this in forward for a tensor whose gradient is made of zeros of its shape."""
-    cut = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
-    _by_shape.remember((spec.mesh, tuple(spec.shape)), cut)
+    placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
+    _by_shape.remember((spec.mesh, tuple(spec.shape)), placements)
 
 
 def placements_of(mesh: DeviceMesh, shape: tuple[int, ...]) -> Placements | None:

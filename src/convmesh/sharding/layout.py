@@ -74,7 +74,7 @@ class Layout:
         """Not sharded along `dim`: each mesh dimension over which it is shards the first other dimension of which most
         ranks get something, or none."""
         layout = self
-        for mesh_dim in self.cuts.get(dim, ()):
+        for mesh_dim in self.sharded_dims.get(dim, ()):
             others = (layout.sharded(mesh_dim, other) for other in range(self.ndim) if other != dim)
             layout = next((one for one in others if not one.mostly_empty(mesh_dim)), layout.replicated((mesh_dim,)))
         return layout
@@ -124,7 +124,7 @@ class Layout:
         return _torch.make_spec(self.mesh, self.placements, self.shape, self.stride, self.dtype)
 
     @cached_property
-    def cuts(self) -> dict[int, tuple[int, ...]]:
+    def sharded_dims(self) -> dict[int, tuple[int, ...]]:
         """By tensor dimension that is sharded: the mesh dimensions over which it is, outermost first."""
         found: dict[int, tuple[int, ...]] = {}
         for mesh_dim, placement in enumerate(self.placements):
@@ -134,24 +134,26 @@ class Layout:
 
     def shards(self, dim: int) -> Shards:
         """What each rank owns of `dim`, along the mesh dimensions over which it is sharded."""
-        return Shards(self.shape[dim], tuple(self.mesh.size(mesh_dim) for mesh_dim in self.cuts.get(dim, ())))
+        return Shards(self.shape[dim], tuple(self.mesh.size(mesh_dim) for mesh_dim in self.sharded_dims.get(dim, ())))
 
     def own(self, dim: int) -> Interval:
         """What this rank owns of `dim`."""
-        return self.part_at(dim, {mesh_dim: self.mesh.get_local_rank(mesh_dim) for mesh_dim in self.cuts.get(dim, ())})
+        return self.part_at(
+            dim, {mesh_dim: self.mesh.get_local_rank(mesh_dim) for mesh_dim in self.sharded_dims.get(dim, ())}
+        )
 
     def part_at(self, dim: int, at: Mapping[int, int]) -> Interval:
         """What the rank at these coordinates (0, where none is given) owns of `dim`."""
         place = 0
-        for mesh_dim in self.cuts.get(dim, ()):
+        for mesh_dim in self.sharded_dims.get(dim, ()):
             place = place * self.mesh.size(mesh_dim) + at.get(mesh_dim, 0)
         return self.shards(dim)[place]
 
     def sharded_over(self, dims: Iterable[int] | None = None) -> tuple[int, ...]:
         """The mesh dimensions, of more than one rank, over which any of `dims` is sharded; of all dimensions, if none
         are given."""
-        found = self.cuts if dims is None else dims
-        return tuple(sorted(m for dim in found for m in self.cuts.get(dim, ()) if self.mesh.size(m) > 1))
+        found = self.sharded_dims if dims is None else dims
+        return tuple(sorted(m for dim in found for m in self.sharded_dims.get(dim, ()) if self.mesh.size(m) > 1))
 
     @cached_property
     def present(self) -> bool:

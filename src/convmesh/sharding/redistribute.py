@@ -40,7 +40,7 @@ def specs_of(operator: str, named: Named) -> list[Any]:
 
 
 def layouts_of(operator: str, named: Sequence[tuple[str, _torch.Spec | None]]) -> list[Any]:
-    """What a plan is made from: all tensors on one mesh, dimensions cut in its own order."""
+    """What a plan is made from: all tensors on one mesh, dimensions sharded in its own order."""
     layouts = [None if spec is None else Layout.of(spec) for _, spec in named]
     described = [(name, layout) for (name, _), layout in zip(named, layouts, strict=True)]
     given = [(name, spec) for name, spec in named if spec is not None]
@@ -53,7 +53,7 @@ def layouts_of(operator: str, named: Sequence[tuple[str, _torch.Spec | None]]) -
             raise refuse(operator, f"{name} is on another mesh than {given[0][0]}", described,
                          "put all of them on one mesh, replicated where they are not sharded")  # fmt: skip
         if not _torch.plain_order(spec):
-            raise refuse(operator, f"{name} is cut in an order of mesh dimensions other than the mesh's", described,
+            raise refuse(operator, f"{name} is sharded in an order of mesh dimensions other than the mesh's", described,
                          f"redistribute {name} to plain Shard(dim) placements first")  # fmt: skip
     return layouts
 
@@ -68,7 +68,7 @@ def check_one_rank(operation: str, mesh: DeviceMesh) -> None:
 
 
 def check_placed(operator: str, named: Named) -> list[Any]:
-    """All are DTensors on one mesh, cut in its own order. A look-up, once the same layouts have been seen.
+    """All are DTensors on one mesh, sharded in its own order. A look-up, once the same layouts have been seen.
 
     Returns where they lie, the keys of a plan.
     """
@@ -91,7 +91,7 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
     if tensor.placements == target.placements:
         if local.shape != target.local_shape and target.mesh.get_coordinate() is not None:
             raise refuse("DTensor", f"this rank's part has shape {tuple(local.shape)}, not {target.local_shape}",
-                         [("tensor", tensor)], "cut it as torch.chunk does: that is what Shard means")  # fmt: skip
+                         [("tensor", tensor)], "shard it as torch.chunk does: that is what Shard means")  # fmt: skip
         return local
     return relocated(local, Layout.of(_torch.spec_of(tensor)), target)
 
@@ -160,7 +160,7 @@ def _resharded(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None
     for mesh_dim, (p, q) in enumerate(zip(source.placements, target.placements, strict=True)):
         if type(p) is not Shard or type(q) is not Shard or p == q:
             continue
-        if source.cuts[p.dim][-1] != mesh_dim or source.cuts.get(q.dim, (-1,))[-1] >= mesh_dim:
+        if source.sharded_dims[p.dim][-1] != mesh_dim or source.sharded_dims.get(q.dim, (-1,))[-1] >= mesh_dim:
             continue
         placements = [*source.placements]
         placements[mesh_dim] = Replicate()
@@ -183,7 +183,7 @@ def _reboxed(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None:
     goal = source.placed(tuple(q if m in moving else p for m, (p, q) in enumerate(pairs)))
     while True:
         touched = {p.dim for layout in (source, goal) for m in moving if isinstance(p := layout.placements[m], Shard)}
-        found = {m for layout in (source, goal) for dim in touched for m in layout.cuts.get(dim, ())}
+        found = {m for layout in (source, goal) for dim in touched for m in layout.sharded_dims.get(dim, ())}
         if found <= moving:
             break
         moving |= found
@@ -195,14 +195,14 @@ def _reboxed(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None:
 
 
 def _grid(layout: Layout, dims: tuple[int, ...], mesh_dims: tuple[int, ...]) -> Grid:
-    over = tuple(tuple(map(mesh_dims.index, layout.cuts.get(dim, ()))) for dim in dims)
+    over = tuple(tuple(map(mesh_dims.index, layout.sharded_dims.get(dim, ()))) for dim in dims)
     return Grid(tuple(map(layout.mesh.size, mesh_dims)), tuple(map(layout.shards, dims)), over)
 
 
 def _broadcast(source: Layout, target: Layout) -> tuple[Exchange | None, Layout] | None:
     """The only index of a sharded dimension to all ranks, where the target is replicated: DTensor's all-gather would
     send padding."""
-    for dim, mesh_dims in source.cuts.items():
+    for dim, mesh_dims in source.sharded_dims.items():
         if source.shape[dim] == 1 and all(isinstance(target.placements[m], Replicate) for m in mesh_dims):
             placements = tuple(Replicate() if m in mesh_dims else p for m, p in enumerate(source.placements))
             several = tuple(m for m in mesh_dims if source.mesh.size(m) > 1)
@@ -216,7 +216,7 @@ def _broadcast(source: Layout, target: Layout) -> tuple[Exchange | None, Layout]
 
 
 def move_beside(tensor: DTensor, other: Layout) -> torch.Tensor:
-    """This rank's part of `tensor`, cut as another tensor of its shape is."""
+    """This rank's part of `tensor`, sharded as another tensor of its shape is."""
     local = _torch.local_of(tensor)
     if tensor.placements == other.placements:
         return local

@@ -134,7 +134,9 @@ def _price(
     price = 0.0
     for layout, target in zip(inputs, row.inputs, strict=True):
         if layout is not None:
-            local = prod(layout.shape) / prod(layout.mesh.size(m) for dims in layout.cuts.values() for m in dims)
+            local = prod(layout.shape) / prod(
+                layout.mesh.size(m) for dims in layout.sharded_dims.values() for m in dims
+            )
             price += _moved(layout.placements[mesh_dim], target, local, size)
     for want, source in zip(wanted, row.outputs, strict=False):
         if want is not None:

@@ -18,11 +18,11 @@ _WATCHED = "_convmesh_watched"
 
 
 class Gradients:
-    """Watches parameters: a gradient that comes out of backward as a pending sum joins a bucket, and a full bucket
+    """Watches parameters: a gradient that comes out of backward as a Partial(sum) joins a bucket, and a full bucket
     leaves at once, with which the memory of its gradients is free. At the end of backward every gradient lies where its
     parameter does.
 
-    As long as it is `paused`, gradients stay pending, and add up locally.
+    As long as it is `paused`, gradients stay Partial, and add up locally.
     """
 
     def __init__(self, bucket_bytes: int):
@@ -104,14 +104,14 @@ def _settled(parameter: DTensor, gradient: DTensor, local: torch.Tensor) -> DTen
 
 @planned
 def _summed(spec: _torch.Spec) -> tuple[tuple[int, ...], Layout]:
-    """Without its pending sums; other pending results (averages, extremes) are for a redistribution."""
+    """Without its Partial(sum)s; other pending results (averages, extremes) are for a redistribution."""
     layout = Layout.of(spec)
     sums = tuple(mesh_dim for mesh_dim, placement in enumerate(layout.placements) if is_sum(placement))
     return sums, layout.placed(tuple(Replicate() if is_sum(p) else p for p in layout.placements))
 
 
 def _before(gradient: torch.Tensor) -> None:
-    """Before a gradient is added to an earlier one: if only the new one is a pending sum, the earlier one becomes one.
+    """Before a gradient is added to an earlier one: if only the new one is a Partial(sum), the earlier one becomes one.
 
     Else autograd would reduce the new one at once, by itself. The first rank has all of the earlier gradient then, and
     the others nothing.

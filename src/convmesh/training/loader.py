@@ -77,7 +77,7 @@ class Loader:
             return [torch.empty(0)] * len(self.shapes), "; ".join(map(str.strip, said.splitlines()))
 
     def _region(self, shape: tuple[int, ...], names: Dims) -> Region:
-        """What this rank reads of each sample; the batch's own dimension is cut by choosing samples."""
+        """What this rank reads of each sample; the batch's own dimension is sharded by choosing samples."""
         return region((0, *shape), self.mesh, **names)[1:]
 
 
@@ -138,8 +138,8 @@ def _place_in_batch(mesh: DeviceMesh, dims: tuple[Dims, ...]) -> tuple[int, int]
     cutting = {tuple(name for name, dim in names.items() if dim == 0) for names in dims}
     if len(cutting) > 1:
         raise ShardingError(
-            f"loader: the arrays of a sample are cut differently along the batch: {dims}\n"
-            "  remedy: cut dimension 0 of all of them over the same mesh dimension"
+            f"loader: the arrays of a sample are sharded differently along the batch: {dims}\n"
+            "  remedy: shard dimension 0 of all of them over the same mesh dimension"
         )
     (names,) = cutting
     if not names or mesh.get_coordinate() is None:
@@ -149,7 +149,7 @@ def _place_in_batch(mesh: DeviceMesh, dims: tuple[Dims, ...]) -> tuple[int, int]
 
 @dataclass
 class _Order:
-    """The samples of this rank in each batch: as torch.chunk cuts a batch, so that it is a DTensor's part."""
+    """The samples of this rank in each batch: as torch.chunk splits a batch, so that it is a DTensor's part."""
 
     count: int
     batch_size: int

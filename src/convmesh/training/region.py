@@ -105,7 +105,7 @@ def region(shape: tuple[int, ...] | DTensor, mesh: DeviceMesh | None = None, **d
     if isinstance(shape, DTensor):
         spec = _torch.spec_of(shape)
         if not _torch.plain_order(spec) or any(placement.is_partial() for placement in spec.placements):
-            raise refuse("region", "the parts are pending sums, or cut in an unusual order", [("tensor", shape)],
+            raise refuse("region", "the parts are Partial(sum)s, or sharded in an unusual order", [("tensor", shape)],
                          "redistribute it to Shard and Replicate placements first")  # fmt: skip
         return _region(Layout.of(spec))
     if mesh is None:
@@ -146,7 +146,7 @@ def assembled(
     """`from_region`, or the error of all ranks if one has found a problem by itself."""
     layout = _layout(shape, mesh, dims)
     if problem is None and mesh.get_coordinate() is not None and tuple(part.shape) != layout.local_shape:
-        problem = f"this rank's part of {shape} has shape {layout.local_shape}, not {tuple(part.shape)}"
+        problem = f"this rank's local tensor of {shape} has shape {layout.local_shape}, not {tuple(part.shape)}"
     compare(
         operation, mesh, _facts(layout, part, dims),
         f"read array[convmesh.region({shape}, mesh, {_words(dims)})] on every rank, of the same array",
@@ -183,7 +183,7 @@ def placements(ndim: int, mesh: DeviceMesh, dims: Mapping[str, int]) -> tuple[Pl
             )
         if dim % ndim in at.values():
             raise ShardingError(
-                f"shard: dimension {dim % ndim} is cut twice, by {_words(dims)}\n"
+                f"shard: dimension {dim % ndim} is sharded twice, by {_words(dims)}\n"
                 f"  remedy: {allowed}; DTensor.from_local takes two Shard placements of one dimension"
             )
         at[name] = dim % ndim

@@ -37,7 +37,7 @@ def raised_alike(
     index: Layout | None = None,
     settled: Sequence[int] = (),
 ) -> Result:
-    """What `compute` makes of `places`, this rank's part of an index into `size` numbers.
+    """What `compute` makes of `places`, this rank's local tensor of an index into `size` numbers.
 
     Where the `index` is sharded, ranks tell each other with one number whether theirs was bad. Only CPUs know that at
     once, and an index that is used in backward was used before. Along the mesh dimensions `settled` all know already.

@@ -62,14 +62,14 @@ class Remap:
 
     @staticmethod
     def of(layout: Layout, maps: Mapping[int, IndexMap], sizes: Sequence[int] | None = None) -> Remap:
-        """`layout` says how the dimensions are cut, in all sources and in the output alike.
+        """`layout` says how the dimensions are sharded, in all sources and in the output alike.
 
         There is one source with `layout`'s shape; with `sizes` there are several, of these sizes along the one
         dimension that is mapped.
         """
         axes = []
         for dim, index_map in maps.items():
-            mesh_dims = tuple(m for m in layout.cuts.get(dim, ()) if layout.mesh.size(m) > 1)
+            mesh_dims = tuple(m for m in layout.sharded_dims.get(dim, ()) if layout.mesh.size(m) > 1)
             mesh_sizes = tuple(layout.mesh.size(m) for m in mesh_dims)
             outs = shards(index_map.size, mesh_sizes)
             plans = tuple(
@@ -187,7 +187,7 @@ class Remap:
         place.copy_(data)
 
     def adjoint(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What the gradient of the output's part gives for this rank's part of the one source."""
+        """What the gradient of the output's part gives for this rank's local tensor of the one source."""
         for axis in reversed(self.axes):
             gradient = _adjoint(gradient, axis)
         return gradient

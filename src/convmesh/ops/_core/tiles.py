@@ -39,7 +39,7 @@ class Tiling:
         """Of the shapes of both sides, sharded as `layout` is, and the dependences by dimension."""
         dims, sharded, lines = [], [], []
         for dim, dependence in sorted(dependences.items()):
-            mesh_dims = layout.cuts.get(dim, ())
+            mesh_dims = layout.sharded_dims.get(dim, ())
             mesh_sizes = tuple(layout.mesh.size(mesh_dim) for mesh_dim in mesh_dims)
             if prod(mesh_sizes) > 1:
                 dims.append(dim)

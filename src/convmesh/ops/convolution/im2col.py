@@ -1,7 +1,7 @@
 """`F.unfold` and `F.fold` on DTensors: windows of an image as columns, in the order of the rows they come from.
 
-Columns are cut where their own number says, which may be in the middle of a row of windows. So each rank computes the
-rows of windows that its columns lie in, from the image rows that these read; and folds what reads its image rows.
+Columns are sharded by their own number, which may be in the middle of a row of windows. So each rank computes the rows
+of windows that its columns lie in, from the image rows that these read; and folds what reads its image rows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ...sharding.registry import Behaviour, rule
 aten = torch.ops.aten
 Pair = tuple[int, int]
 
-UNFOLD = Behaviour("batch, channels, height, pending sums", "halo; all-to-all where the width is sharded")
-FOLD = Behaviour("batch, channels, columns, pending sums", "columns that reach into others' rows")
+UNFOLD = Behaviour("batch, channels, height, Partial sums", "halo; all-to-all where the width is sharded")
+FOLD = Behaviour("batch, channels, columns, Partial sums", "columns that reach into others' rows")
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ def _plan(
     placements = _placements(layout, lead, channels)
     source = layout.placed(placements)
     output = Layout(layout.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
-    cut = lead + 1
-    mesh_dims = tuple(m for m in source.cuts.get(cut, ()) if layout.mesh.size(m) > 1)
+    rows = lead + 1
+    mesh_dims = tuple(m for m in source.sharded_dims.get(rows, ()) if layout.mesh.size(m) > 1)
     if not mesh_dims or layout.mesh.get_coordinate() is None:
         return UnfoldPlan(source, output, None, Interval(0, 0), Interval(0, 0), Interval(0, 0), per_row)
     sizes = tuple(layout.mesh.size(m) for m in mesh_dims)
-    made, owned = Shards(shape[cut], sizes), Shards(layout.shape[cut], sizes)
-    whole = Interval(0, layout.shape[cut])
+    made, owned = Shards(shape[rows], sizes), Shards(layout.shape[rows], sizes)
+    whole = Interval(0, layout.shape[rows])
     halo_plan = HaloPlan(owned, Reads(made, lambda part: (needs(parts(part)) & whole,), readers))
     line = rank_line(layout.mesh, mesh_dims)
     own = made[line.rank]
@@ -83,8 +83,8 @@ def _plan(
 
 
 def _placements(layout: Layout, lead: int, channels: int) -> tuple[Placement, ...]:
-    """Channels stay cut where every rank has whole ones; they and the width are exchanged for the rows."""
-    even = channels % prod(layout.mesh.size(m) for m in layout.cuts.get(lead, ())) == 0
+    """Channels stay sharded where every rank has whole ones; they and the width are exchanged for the rows."""
+    even = channels % prod(layout.mesh.size(m) for m in layout.sharded_dims.get(lead, ())) == 0
     return tuple(
         Shard(lead + 1) if isinstance(p, Shard) and (p.dim > lead + 1 or (p.dim == lead and not even)) else p
         for p in layout.without_partial("sum").placements
@@ -93,8 +93,8 @@ def _placements(layout: Layout, lead: int, channels: int) -> tuple[Placement, ..
 
 def _fetch(plan: UnfoldPlan, x: torch.Tensor, needed: Interval) -> torch.Tensor:
     assert plan.schedule is not None
-    cut = max(x.dim(), len(plan.output.shape)) - 2
-    return fetch(plan.schedule, x, (cut,), (plan.held,), (needed,))
+    rows = max(x.dim(), len(plan.output.shape)) - 2
+    return fetch(plan.schedule, x, (rows,), (plan.held,), (needed,))
 
 
 @planned

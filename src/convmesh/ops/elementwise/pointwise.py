@@ -136,7 +136,7 @@ def _brought(tensor: Any, local: Any, step: Step | None) -> Any:
         return local
     if step.travels is not None:
         local = move(tensor, step.travels)
-    for dim, start, length in step.cuts:
+    for dim, start, length in step.sharded_dims:
         local = local.narrow(dim, start, length)
     return local.new_zeros(()).expand(local.shape) if step.zero else local
 

@@ -1,7 +1,7 @@
-"""Where the operands of an elementwise operator have to be, and where its result then lies.
+"""Placements of the operands of an elementwise operator, and of its result.
 
-Along each mesh dimension the result is cut as an operand is that has all of the dimension; a replicated operand beside
-it is cut where it lies, which sends nothing. Operands that are cut differently are moved at least cost.
+Along each mesh dimension the result is sharded like an operand that has all of the dimension; a replicated operand beside
+it is sharded locally, which sends nothing. Operands that are sharded differently are redistributed at least cost.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Step:
     """How an operand comes to where it is used: it is redistributed, where it has to be, and sliced on the rank."""
 
     travels: Layout | None
-    cuts: tuple[Cut, ...]
+    sharded_dims: tuple[Cut, ...]
     zero: bool = False  # it is added to a Partial(sum), and another rank has it as its term
 
 
@@ -70,9 +70,9 @@ class Terms(Row):
 class PointwisePlan:
     steps: tuple[Step | None, ...]  # by argument; None for one that is used as it is
     output: Layout
-    reduces: bool = False  # the tensor that is written is a pending sum, and has to be added up before
+    reduces: bool = False  # the tensor that is written is a Partial(sum), and has to be added up before
     writes_terms: bool = False  # the tensor that is written is Partial, and every rank writes its own term of the sum
-    leaves: bool = False  # to torch's DTensor: on several meshes, or cut in an order other than the mesh's
+    leaves: bool = False  # to torch's DTensor: on several meshes, or sharded in an order other than the mesh's
     ready: bool = False  # all arguments are used as they are
     specs: dict[torch.dtype, _torch.Spec] = field(default_factory=dict)
 
@@ -134,7 +134,7 @@ def _model(layout: Layout) -> torch.Tensor:
 def _choose(
     operator: _torch.Operator, operands: Operands, output: Layout, kwargs: Mapping[str, Any]
 ) -> Assignment | None:  # fmt: skip
-    """A row for every mesh dimension; None where the written tensor could not keep its pending sum."""
+    """A row for every mesh dimension; None where the written tensor could not keep its Partial(sum)."""
     shape = output.shape
     written = operands[0] if operator._schema.is_mutable else None
     rows = [Row("replicated", _by_operand(operands, lambda layout: R), (R,))]
@@ -145,7 +145,7 @@ def _choose(
     natural = [_cut_dims(operands, len(shape), mesh_dim) for mesh_dim in range(output.mesh.ndim)]
 
     def fits(chosen: Assignment) -> bool:
-        """A pending sum is not scattered where nothing else is: the next operator would have to bring it together."""
+        """A Partial(sum) is not scattered where nothing else is: the next operator would have to bring it together."""
         placements = output_placements(chosen, 0)
         if written is not None and placements != written.placements:
             return False
@@ -173,12 +173,12 @@ def _by_operand(operands: Operands, placement: Any) -> tuple[Placement, ...]:
 
 
 def _cut_dims(operands: Operands, rank: int, mesh_dim: int | None = None) -> set[int]:
-    """The result's dimensions along which an operand is cut; with `mesh_dim`, by that mesh dimension."""
+    """The result's dimensions along which an operand is sharded; with `mesh_dim`, by that mesh dimension."""
     return {
         dim + rank - len(layout.shape)
         for layout in operands
         if layout is not None
-        for dim, mesh_dims in layout.cuts.items()
+        for dim, mesh_dims in layout.sharded_dims.items()
         if mesh_dim is None or mesh_dim in mesh_dims
     }
 
@@ -238,15 +238,15 @@ def _step(source: Layout, target: Layout, zero: bool) -> Step | None:
     travels = on_the_way if on_the_way.placements != source.placements else None
     if not source.present:
         return Step(travels, (), zero)
-    cuts = []
+    sharded_dims = []
     for dim in range(len(source.shape)):
         held, wanted = on_the_way.own(dim), target.own(dim)
         if held != wanted:
-            cuts.append((dim, wanted.start - held.start if len(wanted) else 0, len(wanted)))
-    return Step(travels, tuple(cuts), zero)
+            sharded_dims.append((dim, wanted.start - held.start if len(wanted) else 0, len(wanted)))
+    return Step(travels, tuple(sharded_dims), zero)
 
 
 def _is_innermost(layout: Layout, mesh_dim: int) -> bool:
-    """Whether a rank that this mesh dimension did not cut would have its part, and more, in one piece."""
+    """Whether a rank that this mesh dimension does not shard would have its part, and more, in one piece."""
     placement = layout.placements[mesh_dim]
-    return isinstance(placement, Shard) and layout.cuts[placement.dim][-1] == mesh_dim
+    return isinstance(placement, Shard) and layout.sharded_dims[placement.dim][-1] == mesh_dim

@@ -63,9 +63,9 @@ def gather(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
         return _torch.wrap(x.new_empty(plan.output.local_shape), plan.output.spec)
     dim %= max(1, input.dim())
     if plan.asks:
-        take, settled = _asked, plan.source.cuts[dim]
+        take, settled = _asked, plan.source.sharded_dims[dim]
     else:
-        take, settled = _owned if dim in plan.source.cuts else _gathered, ()
+        take, settled = _owned if dim in plan.source.sharded_dims else _gathered, ()
     size = plan.source.shape[dim] if input.dim() else 1
     result = raised_alike(lambda: take(x, places, plan, dim), places, size, plan.index, settled)
     return _torch.wrap(result.contiguous(), plan.output.spec)
@@ -85,7 +85,7 @@ def _owned(x: torch.Tensor, places: torch.Tensor, plan: GatherPlan, dim: int) ->
 
 def _asked(x: torch.Tensor, places: torch.Tensor, plan: GatherPlan, dim: int) -> torch.Tensor:
     owner, offset = others(places, plan.index, plan.source, dim)
-    route = routed(owner, plan.source.mesh, plan.source.cuts[dim])
+    route = routed(owner, plan.source.mesh, plan.source.sharded_dims[dim])
     return route.send_back(x.reshape(-1)[route.send(offset)]).view(places.shape)
 
 

@@ -83,7 +83,7 @@ def here_of(picks: Picks, layout: Layout) -> tuple[list[torch.Tensor | None], to
     local: list[torch.Tensor | None] = [picks.get(dim) for dim in range(len(layout.shape))]
     mine: torch.Tensor | None = None
     for dim in picks:
-        if dim in layout.cuts:
+        if dim in layout.sharded_dims:
             local[dim], some = owned(picks[dim], layout.own(dim), layout.shape[dim])
             mine = some if mine is None else mine & some
     return local, mine
@@ -131,7 +131,7 @@ def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
         return output.absent(x)
     if not x.numel():
         check_picks(picks, source)
-    if any(dim in source.cuts and not x.shape[dim] for dim in picks):
+    if any(dim in source.sharded_dims and not x.shape[dim] for dim in picks):
         return _torch.wrap(x.new_zeros(output.local_shape), output.spec)
     local, mine = here_of(picks, source)
     return _torch.wrap(without_others(aten.index.Tensor(x, local), mine, moved.first).contiguous(), output.spec)

@@ -64,7 +64,7 @@ def _replaced(
     output: Layout,
 ) -> torch.Tensor:  # fmt: skip
     """What belongs to other ranks goes to one place more of a sharded dimension, which is taken off again."""
-    dim = next(d for d, index in enumerate(local) if index is not None and d in output.cuts)
+    dim = next(d for d, index in enumerate(local) if index is not None and d in output.sharded_dims)
     length = x.shape[dim]
     room = torch.cat([x, x.narrow(dim, 0, 1)], dim)
     places = [

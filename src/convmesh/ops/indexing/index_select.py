@@ -75,7 +75,7 @@ def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
         return output.absent(x)
     if not x.numel():
         check_within(at, source.shape[dim])
-    if dim not in source.cuts:
+    if dim not in source.sharded_dims:
         taken = raised_alike(lambda: aten.index_select.default(x, dim, at).contiguous(), at, source.shape[dim])
         return _torch.wrap(taken, output.spec)
     places, mine = owned(at, source.own(dim), source.shape[dim])
@@ -115,7 +115,7 @@ def index_add(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     x, values = move(whole, placed), move(source, given)
     if not output.present:
         return output.absent(x)
-    if dim in output.cuts:
+    if dim in output.sharded_dims:
         at, mine = owned(at, output.own(dim), output.shape[dim])
         values = values.masked_fill((~mine).view(-1, *[1] * (x.dim() - dim - 1)), 0)
     elif not x.numel():

@@ -43,7 +43,7 @@ class MaskPlan:
 
     source: Layout
     mask: Layout
-    cut: int
+    dim: int
     mesh_dims: tuple[int, ...]
 
 
@@ -56,10 +56,10 @@ def plan_mask(operator: str, spec: _torch.Spec, mask_spec: _torch.Spec) -> MaskP
                      (("input", input), ("mask", mask)), "give a mask of that shape")  # fmt: skip
     given = [p if type(p) is Shard else R for p in input.placements]
     mesh_dims = tuple(m for m, p in enumerate(given) if isinstance(p, Shard) and p.dim < masked)
-    cut = max({p.dim for m in mesh_dims if isinstance(p := given[m], Shard)} or {0}, key=lambda dim: input.shape[dim])
-    placements: tuple[Placement, ...] = tuple(Shard(cut) if m in mesh_dims else p for m, p in enumerate(given))
+    dim = max({p.dim for m in mesh_dims if isinstance(p := given[m], Shard)} or {0}, key=lambda dim: input.shape[dim])
+    placements: tuple[Placement, ...] = tuple(Shard(dim) if m in mesh_dims else p for m, p in enumerate(given))
     beside = tuple(p if m in mesh_dims else R for m, p in enumerate(placements))
-    return MaskPlan(input.placed(placements), mask.placed(beside), cut, mesh_dims)
+    return MaskPlan(input.placed(placements), mask.placed(beside), dim, mesh_dims)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def select_masked(mask: torch.Tensor, plan: MaskPlan) -> Selection:
     mine = mask.reshape(-1).nonzero().squeeze(1)
     if not plan.mesh_dims:
         return Selection(mine, torch.arange(len(mine), device=mask.device), len(mine))
-    mesh, rows = plan.source.mesh, prod(plan.mask.shape[: plan.cut])
+    mesh, rows = plan.source.mesh, prod(plan.mask.shape[: plan.dim])
     counts = mask.reshape(rows, mask.numel() // max(1, rows)).sum(1)
     # In the order of all elements, a row of this rank comes after those of the ranks before it in the same row.
     everyone = all_gather_stacked(counts, mesh, plan.mesh_dims).t().reshape(-1)

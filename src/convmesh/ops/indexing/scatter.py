@@ -71,7 +71,7 @@ def scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     if plan.output.present and 0 not in plan.operands[1].shape:
         write = partial(_written, partial(_functional, operator, how), x, dim, at, source if values is None else given)
         size = plan.operands[0].shape[dim] if whole.dim() else 1
-        settled = plan.operands[0].cuts[dim] if plan.routes else ()
+        settled = plan.operands[0].sharded_dims[dim] if plan.routes else ()
         result = raised_alike(lambda: write(plan), at, size, plan.operands[1], settled)
     else:
         result = x if in_place else x.clone()
@@ -93,19 +93,19 @@ def _functional(operator: _torch.Operator, how: Sequence[Any], *given: Any) -> t
 def _written(
     functional: Callable[..., torch.Tensor], x: torch.Tensor, dim: int, at: torch.Tensor, source: Any, plan: ScatterPlan
 ) -> torch.Tensor:
-    if dim not in plan.operands[0].cuts:
+    if dim not in plan.operands[0].sharded_dims:
         return functional(x, dim, at, source)
     own = plan.operands[0].own(dim)
     if not plan.routes:
         check_within(at, plan.operands[0].shape[dim])
         mine = (at >= own.start) & (at < own.stop)
-        # What belongs to other ranks goes to one place more, which is cut off.
+        # What belongs to other ranks goes to one place more, which is left out.
         shape = [*x.shape[:dim], 1, *x.shape[dim + 1 :]]
         room = torch.cat([x, x.new_zeros(shape)], dim)
         written = functional(room, dim, torch.where(mine, at - own.start, len(own)), source)
         return written.narrow(dim, 0, len(own))
     owner, offset = others(at, plan.operands[1], plan.operands[0], dim)
-    route = routed(owner, plan.operands[0].mesh, plan.operands[0].cuts[dim])
+    route = routed(owner, plan.operands[0].mesh, plan.operands[0].sharded_dims[dim])
     values = source.expand(at.shape) if isinstance(source, torch.Tensor) and source.dim() else source
     if isinstance(values, torch.Tensor) and values.dim():
         values = values[tuple(slice(size) for size in at.shape)].reshape(-1)

@@ -35,7 +35,7 @@ def _looked_up(plan: TablePlan, weight: Layout, indices: Layout, *_: object) -> 
     def rows(local: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         if not local.numel():
             check_within(at, count)
-        if 0 not in weight.cuts:
+        if 0 not in weight.sharded_dims:
             found: torch.Tensor = aten.embedding.default(local, at)
             return found
         places, mine = owned(at, weight.own(0), count)

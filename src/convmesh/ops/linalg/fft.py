@@ -30,7 +30,7 @@ def _rows(input: Layout, dims: list[int], *_: object) -> Iterator[Row]:
     yield Row("sum", (P,), (P,))
     free = [dim for dim, size in enumerate(input.shape) if dim not in transformed]
     for dim in sorted(free, key=lambda dim: -input.shape[dim]):
-        if input.shape[dim] > 1 or dim in input.cuts:
+        if input.shape[dim] > 1 or dim in input.sharded_dims:
             yield Row("other dimensions", (Shard(dim),), (Shard(dim),))
 
 

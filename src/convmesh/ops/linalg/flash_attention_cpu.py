@@ -31,7 +31,7 @@ def _check(query: Layout, key: Layout, value: Layout, dropout: float, causal: bo
     if query.ndim != 4 or key.shape != value.shape or prod(key.shape) == 0:
         raise Unfit("needs 4 dimensions, and keys and values of one shape",
                     "call scaled_dot_product_attention, which takes others too")  # fmt: skip
-    if dropout or mask is not None or (causal and any(2 in layout.cuts for layout in (query, key, value))):
+    if dropout or mask is not None or (causal and any(2 in layout.sharded_dims for layout in (query, key, value))):
         raise Unfit("dropout, a mask, or causal attention over sharded tokens", "call scaled_dot_product_attention")
 
 

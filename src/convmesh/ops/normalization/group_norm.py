@@ -85,8 +85,8 @@ def plan_group_norm(operator: str, groups: int, *specs: _torch.Spec | None) -> G
     assert placed is not None
     per_group = max(1, input.shape[1] // groups)
     whole_groups = all(size % per_group == 0 for size, _ in placed.shards(1).runs)
-    cut = (Shard(0), Shard(1)) if whole_groups else (Shard(0),)
-    by_group = tuple(p if p in cut else Replicate() for p in placed.placements)
+    kept = (Shard(0), Shard(1)) if whole_groups else (Shard(0),)
+    by_group = tuple(p if p in kept else Replicate() for p in placed.placements)
     by_channel = tuple(Shard(0) if p == Shard(1) else Replicate() for p in placed.placements)
     dtype = next((given.dtype for given in (weight, bias) if given is not None), input.dtype)
     whole = input.new((input.shape[1],), by_channel, dtype)

@@ -38,11 +38,11 @@ FOREACH = Behaviour(
     "lists with plain tensors beside DTensors, shapes that differ",
 )  # fmt: skip
 FUSED = Behaviour(
-    "all", "pending gradients: one all-reduce for all of them",
+    "all", "Partial gradients: one all-reduce for all of them",
     "parameters, gradients or states that are plain tensors beside DTensors",
 )  # fmt: skip
-NORM = Behaviour("all", "one all-reduce of a number for each tensor; pending sums before", "nothing")
-UNSCALE = Behaviour("all", "one all-reduce of one number; pending sums before", "nothing")
+NORM = Behaviour("all", "one all-reduce of a number for each tensor; Partial sums before", "nothing")
+UNSCALE = Behaviour("all", "one all-reduce of one number; Partial sums before", "nothing")
 
 
 @rule(*overloads(*(f"_foreach_{name}" for name in POINTWISE)), behaviour=FOREACH)
@@ -58,7 +58,7 @@ def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     return lists.wrap(results)
 
 
-@rule(aten._foreach_zero_.default, behaviour=Behaviour("all, pending sums", "nothing"))
+@rule(aten._foreach_zero_.default, behaviour=Behaviour("all, Partial sums", "nothing"))
 def zero(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Zeros add up to zero, so that nothing has to be reduced."""
     _torch.call(operator, Lists(operator, args, kwargs, reduce=False).local())
@@ -66,19 +66,21 @@ def zero(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @rule(*overloads("_foreach_norm", "_foreach_max"), behaviour=NORM)
 def reduction(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Of each tensor one number: every rank reduces its parts, and the numbers of all tensors travel together."""
+    """Of each tensor one number: every rank reduces its parts, and the numbers of all tensors are sent together."""
     lists = Lists(operator, args, kwargs)
     tensors, *options = lists.local()
     order, dtype = (float(options[0]), options[1]) if options else (inf, None)
     alike: dict[Any, list[int]] = {}
     for number, (local, target) in enumerate(zip(tensors, lists.targets, strict=True)):
-        cut = () if target is None else tuple(sorted(dim for dims in target.cuts.values() for dim in dims))
-        alike.setdefault((None if target is None else target.mesh, cut, local.dtype), []).append(number)
+        mesh_dims = (
+            () if target is None else tuple(sorted(dim for dims in target.sharded_dims.values() for dim in dims))
+        )
+        alike.setdefault((None if target is None else target.mesh, mesh_dims, local.dtype), []).append(number)
     results: list[torch.Tensor] = list(tensors)
-    for (mesh, cut, own), numbers in alike.items():
+    for (mesh, mesh_dims, own), numbers in alike.items():
         wide = dtype or (torch.float32 if own in (torch.float16, torch.bfloat16) else own)
         parts = [tensors[number] for number in numbers]
-        whole = _combined(_of_parts(operator, parts, [order, wide] if options else []), mesh, cut, order)
+        whole = _combined(_of_parts(operator, parts, [order, wide] if options else []), mesh, mesh_dims, order)
         for number, value in zip(numbers, whole.to(dtype or own.to_real()).unbind(), strict=True):
             results[number] = value
     return [
@@ -97,15 +99,15 @@ def _of_parts(operator: _torch.Operator, parts: list[torch.Tensor], options: lis
     return torch.stack([next(values) if part.numel() else part.new_full((), nothing, dtype=dtype) for part in parts])
 
 
-def _combined(values: torch.Tensor, mesh: DeviceMesh | None, cut: Sequence[int], order: float) -> torch.Tensor:
+def _combined(values: torch.Tensor, mesh: DeviceMesh | None, mesh_dims: Sequence[int], order: float) -> torch.Tensor:
     """Norms of a tensor's parts, or their greatest elements, to that of the tensor."""
-    if mesh is None or mesh.get_coordinate() is None or not cut:
+    if mesh is None or mesh.get_coordinate() is None or not mesh_dims:
         return values
     if order in (inf, -inf):
-        return all_reduce(values, mesh, cut, "max" if order > 0 else "min")
+        return all_reduce(values, mesh, mesh_dims, "max" if order > 0 else "min")
     if order == 0:
-        return all_reduce(values, mesh, cut)
-    return all_reduce(values.pow(order), mesh, cut).pow(1 / order)
+        return all_reduce(values, mesh, mesh_dims)
+    return all_reduce(values.pow(order), mesh, mesh_dims).pow(1 / order)
 
 
 def _scalar(target: Layout, dtype: torch.dtype) -> Layout:
@@ -120,12 +122,14 @@ def unscale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     _torch.call(operator, local)
     lists.write_back(local)
     found = local[1]
-    cuts: dict[DeviceMesh, set[int]] = {}
+    sharded_dims: dict[DeviceMesh, set[int]] = {}
     for target in lists.targets:
         if target is not None and target.present:
-            cuts.setdefault(target.mesh, set()).update(dim for dims in target.cuts.values() for dim in dims)
-    for mesh, cut in cuts.items():
-        found.copy_(all_reduce(found, mesh, sorted(cut), "max"))
+            sharded_dims.setdefault(target.mesh, set()).update(
+                dim for dims in target.sharded_dims.values() for dim in dims
+            )
+    for mesh, mesh_dims in sharded_dims.items():
+        found.copy_(all_reduce(found, mesh, sorted(mesh_dims), "max"))
     if isinstance(args[1], DTensor) and found is not _torch.local_of(args[1]):
         _torch.local_of(args[1]).copy_(found)
 

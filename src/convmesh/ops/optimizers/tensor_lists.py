@@ -188,7 +188,7 @@ class Lists:
 
 @lru_cache(maxsize=1024)
 def _settled(placements: tuple[Placement, ...], shard_order: object) -> bool:
-    """No pending sums, and nothing out of the ordinary."""
+    """No Partial(sum)s, and nothing out of the ordinary."""
     return all(type(placement) in (Replicate, Shard) for placement in placements) and _torch.plain(shard_order)
 
 

@@ -89,7 +89,7 @@ def _write_routed(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], 
     owner = torch.zeros_like(at)
     for axis, index in enumerate(coordinates(at, sizes)):
         # The owner's rank along each mesh dimension, which counts by its step among all ranks.
-        number, mesh_dims = owners(index, layout.shards(first + axis))[0], layout.cuts.get(first + axis, ())
+        number, mesh_dims = owners(index, layout.shards(first + axis))[0], layout.sharded_dims.get(first + axis, ())
         for mesh_dim in reversed(mesh_dims):
             step = prod(layout.mesh.size(m) for m in plan.routed if m > mesh_dim)
             owner += number % layout.mesh.size(mesh_dim) * step

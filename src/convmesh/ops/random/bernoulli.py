@@ -41,7 +41,7 @@ def zeros_and_ones(
     together = share is not None and share.pays() and _all_can_share(layout.mesh)
     if not together and not _one_by_one():
         return None
-    if not layout.cuts:
+    if not layout.sharded_dims:
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).bernoulli_(p, generator=generator)
     order = layout.memory_order
     own = tuple(layout.own(dim) for dim in order)
@@ -117,9 +117,9 @@ def _one_by_one() -> bool:
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[Box]:
     """A tensor in pieces that follow each other in memory, of `BLOCK` elements at most."""
-    cut = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= BLOCK)
-    step = max(1, BLOCK // max(1, prod(shape[cut + 1 :])))
-    for outer in product(*map(range, shape[:cut])):
-        for start in range(0, shape[cut], step):
-            along = Interval(start, min(start + step, shape[cut]))
-            yield (*(Interval(at, at + 1) for at in outer), along, *(Interval(0, size) for size in shape[cut + 1 :]))
+    split = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= BLOCK)
+    step = max(1, BLOCK // max(1, prod(shape[split + 1 :])))
+    for outer in product(*map(range, shape[:split])):
+        for start in range(0, shape[split], step):
+            along = Interval(start, min(start + step, shape[split]))
+            yield (*(Interval(at, at + 1) for at in outer), along, *(Interval(0, size) for size in shape[split + 1 :]))

@@ -1,4 +1,4 @@
-"""Dropout: zeros at random, and all else is scaled up. It is linear, so a pending sum may stay one: its terms are all
+"""Dropout: zeros at random, and all else is scaled up. It is linear, so a Partial(sum) may stay one: its terms are all
 multiplied by the same numbers."""
 
 from __future__ import annotations

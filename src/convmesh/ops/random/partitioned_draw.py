@@ -1,8 +1,8 @@
 """Ranks that draw the numbers of one device together: each some of them, and sends the others what came out.
 
-Elements are numbered in the order of memory, in which they are drawn. What a rank owns along the outermost cut are
-ranges of them, and it draws no others, unless it would have to jump from one to the next too often. Ranks that need
-parts of the same ranges then share these by rows, which have all dimensions from the next cut on.
+Elements are numbered in the order of memory, in which they are drawn. What a rank owns along the outermost sharded
+dimension are ranges of them, and it draws no others, unless it would have to jump from one to the next too often. Ranks
+that need parts of the same ranges then share these by rows, which have all dimensions from the next sharded dimension on.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def plan_share(spec: _torch.Spec) -> Share | None:
     """None where there is nothing to share. The tensor leaves no gaps in memory, and this rank is in its mesh."""
     layout = Layout.of(spec)
     order, shape = layout.memory_order, layout.shape
-    cut = [at for at, dim in enumerate(order) if len(layout.shards(dim)) > 1]
-    if not cut or not prod(shape):
+    sharded = [at for at, dim in enumerate(order) if len(layout.shards(dim)) > 1]
+    if not sharded or not prod(shape):
         return None
-    outer = prod(shape[dim] for dim in order[: cut[0]])
+    outer = prod(shape[dim] for dim in order[: sharded[0]])
     if outer > MOST_RANGES:
-        return _share(layout, order[cut[0] :], [Interval(0, outer)], outer)
-    dim, inside = order[cut[0]], order[cut[1] :] if len(cut) > 1 else ()
-    rows = prod(shape[at] for at in order[cut[0] + 1 :] if at not in inside)  # of one index of this dimension
+        return _share(layout, order[sharded[0] :], [Interval(0, outer)], outer)
+    dim, inside = order[sharded[0]], order[sharded[1] :] if len(sharded) > 1 else ()
+    rows = prod(shape[at] for at in order[sharded[0] + 1 :] if at not in inside)  # of one index of this dimension
     own, largest = layout.own(dim), len(layout.shards(dim)[0])
     starts = [at * shape[dim] for at in range(outer)]
     ranges = [Interval((start + own.start) * rows, (start + own.stop) * rows) for start in starts]
@@ -69,7 +69,7 @@ def plan_share(spec: _torch.Spec) -> Share | None:
 def _share(layout: Layout, inside: Sequence[int], ranges: Sequence[Interval], most: int) -> Share:
     """Of rows in these ranges, which have the dimensions `inside`. Any rank needs parts of `most` rows at most."""
     mesh, sizes = layout.mesh, tuple(layout.shape[dim] for dim in inside)
-    over = [tuple(m for m in layout.cuts.get(dim, ()) if mesh.size(m) > 1) for dim in inside]
+    over = [tuple(m for m in layout.sharded_dims.get(dim, ()) if mesh.size(m) > 1) for dim in inside]
     mesh_dims, row, rows = tuple(sorted({m for dims in over for m in dims})), prod(sizes), sum(map(len, ranges))
     line = rank_line(mesh, mesh_dims)
     full = [Interval(0, size) for size in (rows, *sizes)]

@@ -50,7 +50,7 @@ Draw = Callable[[torch.Tensor, torch.Generator | None], Any]
 
 @planned
 def where_drawn(spec: _torch.Spec, dtype: torch.dtype | None, stride: Stride | None = None) -> Layout:
-    """Where numbers for a tensor are drawn: a pending sum is no place for them. In the order of the strides, which are
+    """Where numbers for a tensor are drawn: a Partial(sum) is no place for them. In the order of the strides, which are
     those of one device."""
     layout = Layout.of(spec)
     layout = layout if stride is None else replace(layout, stride=stride)
@@ -70,7 +70,7 @@ def draw_own(layout: Layout, model: DTensor, generator: torch.Generator | None, 
         return _drawn_in_tiles(layout, own, local.device, generator, draw)
     whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=local.device)
     drawn: torch.Tensor = draw(whole, generator)
-    return cut_out(drawn, own).clone() if layout.cuts else drawn  # a copy, so that the whole goes
+    return cut_out(drawn, own).clone() if layout.sharded_dims else drawn  # a copy, so that the whole goes
 
 
 def _drawn_in_tiles(

@@ -16,24 +16,24 @@ from .plan import begin
 
 aten = torch.ops.aten
 
-RUNNING = Behaviour("all dimensions", "nothing; each rank's total, to all others, if the dimension is sharded")
-PRODUCT = Behaviour("all dimensions; reduced ones come out replicated", "each rank's product to all others")
+RUNNING = Behaviour("all dimensions", "nothing; each rank's total, to all other ranks, if the dimension is sharded")
+PRODUCT = Behaviour("all dimensions; reduced ones come out replicated", "each rank's product to all other ranks")
 
 
 @rule(aten.cumsum.default, aten.cumprod.default, behaviour=RUNNING)
 def running(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, dim, dtype = _torch.arguments(operator, args, kwargs)
     plan = begin_order(operator, (input, dim, dtype))
-    cut = plan.given.cuts.get(plan.dim, ())
-    if not cut or not plan.given.present:
+    mesh_dims = plan.given.sharded_dims.get(plan.dim, ())
+    if not mesh_dims or not plan.given.present:
         result: DTensor = run_whole(operator, (input, dim, dtype), plan)
         return result
     local = move(input, plan.given)
     own = operator(local, plan.dim, dtype=dtype)
     adds = operator is aten.cumsum.default
     whole = (local.sum if adds else local.prod)(plan.dim, keepdim=True, dtype=own.dtype)
-    everyone = all_gather_stacked(whole, plan.given.mesh, cut)
-    before = everyone[: rank_line(plan.given.mesh, cut).rank]
+    everyone = all_gather_stacked(whole, plan.given.mesh, mesh_dims)
+    before = everyone[: rank_line(plan.given.mesh, mesh_dims).rank]
     own = own + before.sum(0) if adds else own * before.prod(0)
     own = _torch.tie(own, tokens=[everyone.reshape(-1)[:1]])  # of which the first rank uses nothing
     return _torch.wrap(own.contiguous(), plan.given.typed(own.dtype).dense.spec)

@@ -17,7 +17,7 @@ from ...sharding.registry import Behaviour, rule
 aten = torch.ops.aten
 
 UNIQUE = Behaviour(
-    "the values, and where each one is found", "each rank's different values, to all others",
+    "the values, and where each one is found", "each rank's different values, to all other ranks",
     "compiled code; where floating point values are found",
 )  # fmt: skip
 

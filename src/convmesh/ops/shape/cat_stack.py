@@ -29,15 +29,15 @@ from .slice_split import bounds
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
 
-JOIN = Behaviour("all dimensions, pending sums", "what changes its owner; operands that lie differently")
-PUT = Behaviour("all dimensions, pending sums", "what changes its owner; a part that lies differently")
+JOIN = Behaviour("all dimensions, Partial sums", "what changes its owner; operands that have another layout")
+PUT = Behaviour("all dimensions, Partial sums", "what changes its owner; a part that has another layout")
 
 
 @dataclass(frozen=True)
 class JoinPlan:
     operands: tuple[Layout, ...]
     output: Layout
-    remap: Remap | None  # None where the dimension is not cut: then the stock operator joins local parts
+    remap: Remap | None  # None where the dimension is not sharded: then the stock operator joins local parts
 
 
 def with_meshes(operator: str, tensors: Sequence[Any]) -> list[DTensor]:
@@ -56,14 +56,14 @@ def join_rows(operands: Sequence[Layout], shift: Callable[[int], int] = lambda d
     """Every way to place all operands alike; `shift` is where a dimension of theirs is in the result."""
     many = len(operands)
     shards = [Row("sharded", (Shard(d),) * many, (Shard(shift(d)),)) for d in range(len(operands[0].shape))]
-    return [Row("replicated", (R,) * many, (R,)), *shards, Row("pending sums", (P,) * many, (P,))]
+    return [Row("replicated", (R,) * many, (R,)), *shards, Row("Partial(sum)s", (P,) * many, (P,))]
 
 
 def join_plan(
     operator: str, operands: Sequence[Layout], rows: Sequence[Row], shape: tuple[int, ...], dtype: torch.dtype,
     along: tuple[int, IndexMap] | None,
 ) -> JoinPlan:  # fmt: skip
-    """With rows chosen and, if the dimension that `along` names is cut, the copies along it."""
+    """With rows chosen and, if the dimension that `along` names is sharded, the copies along it."""
     named = [(f"tensor {number}", layout) for number, layout in enumerate(operands)]
     chosen = choose(operator, rows, named)
     placed = tuple(layout.placed(input_placements(chosen, number)) for number, layout in enumerate(operands))
@@ -161,8 +161,8 @@ def slice_scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict
 
 
 def _select_rows(whole: Layout, part: Layout, dim: int) -> list[Row]:
-    """The dimension that only the whole has may be cut too: then the index's owner alone writes the part."""
-    rows = [Row("replicated", (R, R), (R,)), Row("pending sums", (P, P), (P,))]
+    """The dimension that only the whole has may be sharded too: then the index's owner alone writes the part."""
+    rows = [Row("replicated", (R, R), (R,)), Row("Partial(sum)s", (P, P), (P,))]
     for d in range(len(whole.shape)):
         placement: Placement = R if d == dim else Shard(d - (d > dim))
         rows.append(Row("sharded", (Shard(d), placement), (Shard(d),)))

@@ -1,7 +1,6 @@
-"""Reshaping where no dimension keeps its parts: the elements in their order are cut anew.
+"""Reshaping where no dimension keeps its parts: the elements in their order are resharded.
 
-What a rank has of merged dimensions are stripes of their elements, or a range of them where the outermost one is cut.
-One side of the reshape has ranges, and then any dimension of the other side can be the one that is cut.
+What a rank has of merged dimensions are stripes of their elements, or a range where the outermost one is sharded. One side of the reshape has ranges, and then any dimension of the other side can be the one that is sharded.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> 
     group = stuck[0]
     mesh_dims = tuple(m for m, p in enumerate(layout.placements) if isinstance(p, Shard) and p.dim in group.before)
     mesh_sizes = tuple(layout.mesh.size(m) for m in mesh_dims)
-    # All ranks cut one dimension before: the one that is cut, if several are the longest of them.
-    old = max((dim for dim in group.before if dim in layout.cuts), key=lambda dim: layout.shape[dim])
+    # All ranks shard one dimension before: the one that is sharded, if several are the longest of them.
+    old = max((dim for dim in group.before if dim in layout.sharded_dims), key=lambda dim: layout.shape[dim])
     before = _stripes(layout.shape, group.before, old, mesh_sizes)
     wished = {p.dim for m, p in enumerate(wish or ()) if m in mesh_dims and isinstance(p, Shard)}
     found = [(dim, _stripes(shape, group.after, dim, mesh_sizes)) for dim in group.after]
@@ -88,20 +87,20 @@ def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> 
     return Flow(source, target, group.before[0], len(group.before), stripes, owned, into, line)
 
 
-def _stripes(shape: Sequence[int], dims: Sequence[int], cut: int, mesh_sizes: tuple[int, ...]) -> Stripes:
-    outer, inner = (prod(shape[dim] for dim in side) for side in ([d for d in dims if d < cut],
-                                                                  [d for d in dims if d > cut]))  # fmt: skip
-    return Stripes(outer, inner, Shards(shape[cut], mesh_sizes))
+def _stripes(shape: Sequence[int], dims: Sequence[int], sharded_dim: int, mesh_sizes: tuple[int, ...]) -> Stripes:
+    outer, inner = (prod(shape[dim] for dim in side) for side in ([d for d in dims if d < sharded_dim],
+                                                                  [d for d in dims if d > sharded_dim]))  # fmt: skip
+    return Stripes(outer, inner, Shards(shape[sharded_dim], mesh_sizes))
 
 
 def _stuck(group: Group, layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether what is cut of these dimensions has no dimension to go on with."""
-    cut = [dim for dim in group.before if dim in layout.cuts]
-    return len(cut) > 1 or any(_new_dim(dim, layout, shape) is None for dim in cut)
+    """Whether what is sharded of these dimensions has no dimension to go on with."""
+    sharded_dim = [dim for dim in group.before if dim in layout.sharded_dims]
+    return len(sharded_dim) > 1 or any(_new_dim(dim, layout, shape) is None for dim in sharded_dim)
 
 
 def _new_dim(dim: int, layout: Layout, shape: tuple[int, ...]) -> int | None:
-    return where_cut(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in layout.cuts[dim]))
+    return where_cut(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in layout.sharded_dims[dim]))
 
 
 def _kept(placement: Placement, layout: Layout, shape: tuple[int, ...]) -> Placement:

@@ -15,7 +15,7 @@ from .._core.index_copy_plan import Maps, copy
 
 aten = torch.ops.aten
 
-TURN = Behaviour("all dimensions, pending sums", "what changes its owner along the turned dimensions")
+TURN = Behaviour("all dimensions, Partial sums", "what changes its owner along the turned dimensions")
 
 
 def flip_maps(layout: Layout, dims: tuple[int, ...]) -> Maps:

@@ -23,7 +23,7 @@ Pads = tuple[int, ...]
 Make = Callable[[int, int, int], IndexMap]
 
 PAD = Behaviour("all dimensions, Partial", "halo, where shard borders move")
-PAD_BACKWARD = Behaviour("all dimensions, pending sums", "gradient of the halo, where shard borders move")
+PAD_BACKWARD = Behaviour("all dimensions, Partial sums", "gradient of the halo, where shard borders move")
 
 
 def _each(pads: Pads, dims: int) -> dict[int, tuple[int, int]]:
@@ -78,7 +78,7 @@ def _border_maps(layout: Layout, operator: str, make: Make, pads: Pads, batched_
 
 @planned
 def own_pads(spec: _torch.Spec, operator: str, make: Make, pads: Pads, batched_dims: int) -> Pads | None:
-    """The padding by which torch's kernel makes this rank's part of the result from its own part of the input; None
+    """The padding by which torch's kernel makes this rank's result from its local tensor; None
     where there is none, or ranks need something of each other.
 
     A kernel writes a row at a time, where piece by piece columns are written, each number to a cache line of its own.

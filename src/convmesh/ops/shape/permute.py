@@ -20,8 +20,8 @@ from .slice_split import view_of
 
 aten = torch.ops.aten
 
-RENAME = Behaviour("all dimensions, pending sums", "nothing")
-IN_PLACE = Behaviour("all dimensions, pending sums", "nothing; of a cut dimension that goes, its one index")
+RENAME = Behaviour("all dimensions, Partial sums", "nothing")
+IN_PLACE = Behaviour("all dimensions, Partial sums", "nothing; of a sharded dimension that goes, its one index")
 
 # What each operator in place is without it.
 NEW: dict[_torch.Operator, _torch.Operator] = {
@@ -68,7 +68,7 @@ def plan_rename(operator: _torch.Operator, spec: _torch.Spec, dims: tuple[int, .
     places = _places(operator, len(layout.shape), dims)
     placements = tuple(Shard(places[p.dim]) if isinstance(p, Shard) else p for p in layout.placements)
     if any(isinstance(p, Shard) and p.dim >= viewed.dim() for p in placements):
-        return None  # the pairs of complex numbers themselves are cut
+        return None  # the pairs of complex numbers themselves are sharded
     return Layout(layout.mesh, placements, tuple(viewed.shape), viewed.stride(), viewed.dtype)
 
 

@@ -1,8 +1,8 @@
 """Reshaping DTensors whose shards are not those of the new shape.
 
-A flattened dimension is cut into parts only where the outermost of its dimensions was. Where another one is cut, or
-the parts come out differently, the tensor is cut along another dimension first: everyone sends everyone a block. Where
-that is none to go on with, the flattened elements themselves are cut anew.
+A flattened dimension is sharded only where the outermost of its dimensions was. Where another one is sharded, or
+the parts come out differently, the tensor is sharded along another dimension first: an all-to-all. Where
+that is none to go on with, the flattened elements themselves are resharded.
 The gradient goes back to where the tensor was. What torch can do as a view stays one.
 """
 
@@ -55,7 +55,7 @@ def viewed(placements: Placements, layout: Layout, shape: tuple[int, ...]) -> Pl
     """Where a reshaped tensor lies if every rank reshapes its own part; None where that is not possible."""
     placed = layout.placed(placements)
     moved: dict[int, int] = {}
-    for dim, mesh_dims in placed.cuts.items():
+    for dim, mesh_dims in placed.sharded_dims.items():
         new = where_cut(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in mesh_dims))
         if new is None:
             return None
@@ -97,15 +97,15 @@ def _new_tensor(layout: Layout, placements: Placements, shape: tuple[int, ...]) 
 
 
 def _resizes_uneven(before: Placements, after: Placements, layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether an unevenly cut dimension is flattened, or made by it: torch does not do that, even where it could."""
+    """Whether an unevenly sharded dimension is flattened, or made by it: torch does not do that where it could."""
     pairs = [(p, q) for p, q in zip(before, after, strict=True) if isinstance(p, Shard) and isinstance(q, Shard)]
     return any(layout.shape[p.dim] != shape[q.dim] and not layout.shards(p.dim).even for p, q in pairs)
 
 
 def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> tuple[Placements, bool]:
-    """Cut other dimensions over the mesh dimensions that stand in the way: the batch, if it is large enough, because
-    after it everything is local; else the outermost of those that are merged, as tokens are all alike and stay cut in
-    the layers that follow; else the outermost that fits. Replicate only where none fits.
+    """Shard other dimensions over the mesh dimensions that stand in the way: the batch, if it is large enough, because
+    after it everything is local; else the outermost of those that are merged, as tokens are all alike and stay sharded
+    in the layers that follow; else the outermost that fits. Replicate only where none fits.
 
     And whether it is one of the first two.
     """
@@ -115,9 +115,11 @@ def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> tuple
         if viewed(choice, layout, shape) is None:
             continue
         changes = [after for before, after in zip(given, choice, strict=True) if before != after]
-        cuts = layout.placed(choice).cuts
-        idle = sum(layout.shape[dim] < prod(layout.mesh.size(m) for m in mesh_dims) for dim, mesh_dims in cuts.items())
-        twice = sum(len(mesh_dims) > 1 for mesh_dims in cuts.values())
+        sharded_dims = layout.placed(choice).sharded_dims
+        idle = sum(
+            layout.shape[dim] < prod(layout.mesh.size(m) for m in mesh_dims) for dim, mesh_dims in sharded_dims.items()
+        )
+        twice = sum(len(mesh_dims) > 1 for mesh_dims in sharded_dims.values())
         apart = sum(_apart(before, after, layout, shape) for before, after in zip(given, choice, strict=True))
         price = (sum(not isinstance(after, Shard) for after in changes), len(changes), idle, twice, apart)
         if cheapest is None or price < cheapest:
@@ -127,7 +129,7 @@ def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> tuple
 
 
 def _apart(before: Placement, after: Placement, layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether the dimension that is cut now has nothing to do with the one that was; the batch suits all."""
+    """Whether the dimension that is sharded now has nothing to do with the one that was; the batch suits all."""
     if not isinstance(before, Shard) or not isinstance(after, Shard) or after.dim == 0:
         return False
     return not merged(before.dim, after.dim, layout.shape, shape)

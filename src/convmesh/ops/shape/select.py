@@ -1,7 +1,7 @@
 """One index of a dimension: `select` and its gradient.
 
-The owner sends the index to the other ranks, so that the result is replicated along the mesh dimensions that cut the
-dimension. A pending sum would send nothing at first, but would be reduced by each of its users again, and loses
+The owner sends the index to the other ranks, so that the result is replicated along the mesh dimensions that shard the
+dimension. A Partial(sum) would send nothing at first, but would be reduced by each of its users again, and loses
 what a sum cannot carry (bools, the sign of zero).
 """
 
@@ -45,7 +45,7 @@ def plan_select(spec: _torch.Spec, dim: int, index: int) -> SelectPlan:
         raise refuse("select", f"dimension {dim} has no index {index}", (("input", layout),), "give one that it has")
     source = layout.without_partial("sum")
     whole = tuple(Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in source.placements)
-    mesh_dims = tuple(m for m in source.cuts.get(dim, ()) if source.mesh.size(m) > 1)
+    mesh_dims = tuple(m for m in source.sharded_dims.get(dim, ()) if source.mesh.size(m) > 1)
     here = source.mesh.get_coordinate() is not None
     schedule = None
     if here and mesh_dims:
@@ -56,7 +56,7 @@ def plan_select(spec: _torch.Spec, dim: int, index: int) -> SelectPlan:
 
 @planned
 def plan_whole_select(spec: _torch.Spec, dim: int, index: int) -> Layout | None:
-    """Where an index of a dimension lies that is not cut; None where only torch's DTensor knows, or complains."""
+    """Where an index of a dimension lies that is not sharded; None where only torch's DTensor knows, or complains."""
     layout = Layout.of(spec)
     plain = _torch.plain_order(spec) and layout.mesh.get_coordinate() is not None
     if not plain or not layout.shape or not -layout.shape[dim] <= index < layout.shape[dim]:
@@ -98,10 +98,10 @@ def plan_select_backward(
         raise refuse("select_backward", f"not the gradient of an index of a tensor of shape {shape}",
                      (("grad_output", gradient),), "give a gradient of the selected shape")  # fmt: skip
     # A Partial of the whole tensor would be whole on every rank: the one index is added up instead.
-    cut = [before is not None and at == Shard(dim) for at in before or gradient.placements]
+    was_sharded = [before is not None and at == Shard(dim) for at in before or gradient.placements]
     source = tuple(
         Replicate() if sharded and isinstance(p, Partial) else reduced(p, "sum")
-        for p, sharded in zip(gradient.placements, cut, strict=True)
+        for p, sharded in zip(gradient.placements, was_sharded, strict=True)
     )
     placements = []
     for mesh_dim, placement in enumerate(source):
@@ -115,8 +115,8 @@ def plan_select_backward(
 
 
 SELECT_BACKWARD = Behaviour(
-    "all dimensions, pending sums",
-    "nothing; a pending sum, of the one index of a dimension that was sharded",
+    "all dimensions, Partial sums",
+    "nothing; a Partial sum, of the one index of a dimension that was sharded",
 )
 
 
@@ -141,16 +141,16 @@ def select_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: di
 
 @rule(
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
-    behaviour=Behaviour("all other dimensions", "nothing; of a cut dimension its one index, to all"),
+    behaviour=Behaviour("all other dimensions", "nothing; of a sharded dimension its one index, to all"),
 )  # fmt: skip
 def squeeze(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The only index of a cut dimension is selected; torch's DTensor does the rest."""
+    """The only index of a sharded dimension is selected; torch's DTensor does the rest."""
     input, *rest = args
     rank = input.dim()
     named = range(rank) if not rest else [rest[0]] if isinstance(rest[0], int) else rest[0]
     dims = [dim % max(1, rank) for dim in named]
     single = sorted((dim for dim in dims if dim < rank and input.shape[dim] == 1), reverse=True)
-    # DTensor does not squeeze a tensor that is cut along a dimension of size 0 either.
+    # DTensor does not squeeze a tensor that is sharded along a dimension of size 0 either.
     if not any(sharded(input, dim) for dim in single) and (0 not in input.shape or not single):
         return _torch.stock(operator, args, kwargs)
     result = input

@@ -1,6 +1,6 @@
 """Parts of a dimension on DTensors: slice, split, select, and putting such parts back.
 
-Where the dimension is whole on every rank, all of these stay torch's own views. Along a dimension that is cut they
+Where the dimension is whole on every rank, all of these stay torch's own views. Along a dimension that is sharded they
 make new tensors, which lie in the layout of their own size; what is written into them is put back.
 """
 
@@ -25,7 +25,7 @@ from .view_copies import copy_of
 
 aten = torch.ops.aten
 
-SLICE = Behaviour("all dimensions, pending sums", "what changes its owner along the sliced dimension")
+SLICE = Behaviour("all dimensions, Partial sums", "what changes its owner along the sliced dimension")
 
 
 # These come whole in inference mode only; DTensor would narrow every rank's own part.
@@ -35,7 +35,7 @@ made_of_others(
 )  # fmt: skip
 
 SPLIT = Behaviour("all dimensions, Partial(sum)", "what changes its owner, for each part")
-SLICE_BACKWARD = Behaviour("all dimensions, pending sums", "what changes its owner along the dimension")
+SLICE_BACKWARD = Behaviour("all dimensions, Partial sums", "what changes its owner along the dimension")
 
 
 def sharded(tensor: DTensor, dim: int) -> bool:
@@ -77,7 +77,7 @@ def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
 
 @planned
 def plan_whole_slice(spec: _torch.Spec, dim: int, start: int | None, stop: int | None, step: int) -> Layout | None:
-    """Where a slice of a dimension lies that is not cut; None where only torch's DTensor knows, or complains."""
+    """Where a slice of a dimension lies that is not sharded; None where only torch's DTensor knows, or complains."""
     layout = Layout.of(spec)
     if not _torch.plain_order(spec) or not layout.present or not layout.shape or step < 1:
         return None
@@ -154,9 +154,9 @@ def _part_sizes(input: DTensor, sizes: int | Sequence[int], dim: int) -> list[in
     return [min(sizes, whole - start) for start in range(0, whole, sizes)] if whole else [0]
 
 
-@rule(aten.unbind.int, behaviour=Behaviour("all other dimensions", "all-to-all: another dimension is cut"))
+@rule(aten.unbind.int, behaviour=Behaviour("all other dimensions", "all-to-all: another dimension is sharded"))
 def unbind(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All of a dimension's indices at once are the whole tensor, so another dimension is cut instead."""
+    """All of a dimension's indices at once are the whole tensor, so another dimension is sharded instead."""
     input, dim = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
     if not sharded(input, dim):
@@ -191,7 +191,7 @@ def plan_unbind(spec: _torch.Spec, dim: int) -> tuple[Layout, Layout]:
 
 
 def recut(layout: Layout, dim: int) -> tuple[Placement, ...]:
-    """Placements that do not cut `dim`: the mesh dimensions that did cut another one, the largest that is whole."""
+    """Placements that do not shard `dim`: the mesh dimensions that did shard another one, the largest that is whole."""
     placements = [reduced(placement, "sum") for placement in layout.placements]
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard) and placement.dim == dim:
@@ -202,7 +202,7 @@ def recut(layout: Layout, dim: int) -> tuple[Placement, ...]:
 
 
 def without(layout: Layout, dim: int, stride: tuple[int, ...] | None = None) -> Layout:
-    """The layout of one index of a dimension that is not cut; in new memory, if no strides are given."""
+    """The layout of one index of a dimension that is not sharded; in new memory, if no strides are given."""
     placements = tuple(
         Shard(p.dim - 1) if isinstance(p, Shard) and p.dim > dim else p for p in layout.placements
     )  # fmt: skip

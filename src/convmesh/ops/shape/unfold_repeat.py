@@ -20,8 +20,8 @@ from .slice_split import sharded, view_of
 
 aten = torch.ops.aten
 
-WINDOWS = Behaviour("all dimensions, pending sums", "for each place in a window, what changes its owner")
-REPEAT = Behaviour("all dimensions, pending sums", "what changes its owner along a repeated dimension")
+WINDOWS = Behaviour("all dimensions, Partial sums", "for each place in a window, what changes its owner")
+REPEAT = Behaviour("all dimensions, Partial sums", "what changes its owner along a repeated dimension")
 
 
 def _count(operator: str, input: Any, length: int, size: int, step: int) -> int:
@@ -34,7 +34,7 @@ def _count(operator: str, input: Any, length: int, size: int, step: int) -> int:
 
 @planned
 def plan_windows(spec: _torch.Spec, dim: int, count: int, size: int, step: int) -> Layout | None:
-    """Where windows of a dimension lie that is not cut; None where only torch's DTensor knows."""
+    """Where windows of a dimension lie that is not sharded; None where only torch's DTensor knows."""
     layout = Layout.of(spec)
     if not layout.present or not _torch.plain_order(spec):
         return None
@@ -76,12 +76,12 @@ def unfold_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: di
 def repeat(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, repeats = _torch.arguments(operator, args, kwargs)
     new = len(repeats) - input.dim()
-    cut = [dim for dim in range(input.dim()) if sharded(input, dim) and repeats[new + dim] != 1]
-    if new < 0 or not cut or any(count < 1 for count in repeats):
+    repeated = [dim for dim in range(input.dim()) if sharded(input, dim) and repeats[new + dim] != 1]
+    if new < 0 or not repeated or any(count < 1 for count in repeats):
         return _torch.stock(operator, args, kwargs)
     sizes = [count * int(size) for count, size in zip(repeats[new:], input.shape, strict=True)]
     ask_for_memory(Layout.of(_torch.spec_of(input)), sizes)
-    for dim in cut:
+    for dim in repeated:
         input = aten.cat.default([input] * repeats[new + dim], dim)
-    rest = [1 if number - new in cut else count for number, count in enumerate(repeats)]
+    rest = [1 if number - new in repeated else count for number, count in enumerate(repeats)]
     return _torch.stock(operator, (input, rest), {})

@@ -22,8 +22,8 @@ aten = torch.ops.aten
     aten.view.dtype,
     behaviour=Behaviour(
         "all dimensions",
-        "nothing; pending sums are reduced",
-        "a cut last dimension whose parts would be others in the other type",
+        "nothing; Partial sums are reduced",
+        "a sharded last dimension whose parts would be others in the other type",
     ),
 )
 def view_as_type(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,9 +43,9 @@ def _plan_type(spec: _torch.Spec, dtype: torch.dtype) -> tuple[Layout, Layout]:
     seen = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta").view(dtype)
     output = Layout(layout.mesh, placements, tuple(seen.shape), tuple(seen.stride()), dtype)
     last = len(layout.shape) - 1
-    if last in source.cuts and layout.dtype.itemsize != dtype.itemsize:
+    if last in source.sharded_dims and layout.dtype.itemsize != dtype.itemsize:
         bytes_before = source.shards(last).scaled_runs(layout.dtype.itemsize)
         if bytes_before != output.shards(last).scaled_runs(dtype.itemsize):
             raise refuse("view", f"parts of the last dimension would be others in {dtype}", (("input", layout),),
-                         "cut another dimension, or one that all ranks have the same of")  # fmt: skip
+                         "shard another dimension, or one that all ranks have the same of")  # fmt: skip
     return source, output

@@ -17,29 +17,29 @@ def sample_sort(
     values: torch.Tensor, layout: Layout, dim: int, descending: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The local tensor of the sorted row, and where its values were. Equal values keep their order."""
-    mesh, cut = layout.mesh, layout.cuts[dim]
+    mesh, mesh_dims = layout.mesh, layout.sharded_dims[dim]
     ranked, order = values.sort(descending=descending, stable=True)
-    route = routed(_bucket(ranked, layout, dim, descending), mesh, cut)
+    route = routed(_bucket(ranked, layout, dim, descending), mesh, mesh_dims)
     # They come in the order of the ranks, and so equal ones in the order in which they were.
     came, places = route.send(ranked), route.send(order + layout.own(dim).start)
     came, order = came.sort(descending=descending, stable=True)
     places = places[order]
-    counts = all_gather_stacked(torch.tensor(came.numel(), device=came.device), mesh, cut).tolist()
-    first = sum(counts[: rank_line(mesh, cut).rank])
+    counts = all_gather_stacked(torch.tensor(came.numel(), device=came.device), mesh, mesh_dims).tolist()
+    first = sum(counts[: rank_line(mesh, mesh_dims).rank])
     position = torch.arange(first, first + came.numel(), device=came.device)
-    home = routed(owners(position, layout.shards(dim))[0], mesh, cut)
+    home = routed(owners(position, layout.shards(dim))[0], mesh, mesh_dims)
     return home.send(came), home.send(places)
 
 
 def _bucket(ranked: torch.Tensor, layout: Layout, dim: int, descending: bool) -> torch.Tensor:
     """The rank that each value goes to: rising, or falling, with the values. A NaN is greater than all numbers."""
-    mesh, cut = layout.mesh, layout.cuts[dim]
-    size = rank_line(mesh, cut).size
+    mesh, mesh_dims = layout.mesh, layout.sharded_dims[dim]
+    size = rank_line(mesh, mesh_dims).size
     mine = ranked.new_zeros(SAMPLES)
     if ranked.numel():
         mine = ranked[torch.linspace(0, ranked.numel() - 1, SAMPLES, device=ranked.device).long()]
     has = torch.tensor(int(ranked.numel() > 0), device=ranked.device)
-    everyone = all_gather_stacked(mine, mesh, cut)[all_gather_stacked(has, mesh, cut).bool()].flatten()
+    everyone = all_gather_stacked(mine, mesh, mesh_dims)[all_gather_stacked(has, mesh, mesh_dims).bool()].flatten()
     everyone = everyone[everyone == everyone].sort()[0]  # numbers only
     if not everyone.numel():
         return torch.zeros(ranked.numel(), dtype=torch.int64, device=ranked.device)

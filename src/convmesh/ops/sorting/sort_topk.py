@@ -78,7 +78,7 @@ def plan_order(operator: str, spec: _torch.Spec, dim: int) -> OrderPlan:
         raise refuse(operator, f"the input has no dimension {dim}", [("input", layout)], "give one that it has")
     dim %= max(1, rank)
     given = layout.without_partial()
-    alone = dim in given.cuts and prod(layout.shape) == layout.shape[dim]
+    alone = dim in given.sharded_dims and prod(layout.shape) == layout.shape[dim]
     return OrderPlan(given, given.sharded_elsewhere(dim), dim, alone)
 
 
@@ -87,7 +87,7 @@ def begin_order(operator: _torch.Operator, values: tuple[Any, ...]) -> OrderPlan
     name = _torch.name_of(operator)
     (spec,) = specs_of(name, (("input", input),))
     plan = plan_order(name, spec, -1 if dim is None else dim)
-    if plan.given.cuts:
+    if plan.given.sharded_dims:
         remember(spec)  # the gradient of a selection is written into zeros
     return plan
 
@@ -148,11 +148,11 @@ def topk(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     values = _torch.arguments(operator, args, kwargs)
     _, k, _, largest, ordering = values
     plan = begin_order(operator, values)
-    cut = plan.given.cuts.get(plan.dim, ())
+    mesh_dims = plan.given.sharded_dims.get(plan.dim, ())
     if k > (plan.given.shape[plan.dim] if plan.given.shape else 1) or k < 0:
         raise refuse("topk", f"{k} of a dimension of {plan.given.shape}", (("input", values[0]),), "ask for fewer")
-    few = 2 * k * prod(plan.given.mesh.size(m) for m in cut) <= plan.given.shape[plan.dim] if cut else False
-    if not cut or not plan.given.present or (not few and plan.keeps_cut):
+    few = 2 * k * prod(plan.given.mesh.size(m) for m in mesh_dims) <= plan.given.shape[plan.dim] if mesh_dims else False
+    if not mesh_dims or not plan.given.present or (not few and plan.keeps_cut):
         return run_whole(operator, values, plan)
     dim, local = plan.dim, move(values[0], plan.given)
     counts = [min(k, size) for size, ranks in plan.given.shards(dim).runs for _ in range(ranks)]
@@ -163,8 +163,8 @@ def topk(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     for mine in (best, places + own.start):
         room = mine.new_zeros(shape)
         room.narrow(dim, 0, mine.shape[dim]).copy_(mine)
-        everyone = all_gather_stacked(room, plan.given.mesh, cut)
+        everyone = all_gather_stacked(room, plan.given.mesh, mesh_dims)
         candidates.append(torch.cat([r.narrow(dim, 0, n) for r, n in zip(everyone, counts, strict=True)], dim))
     chosen, at = aten.topk.default(candidates[0], k, dim, largest, ordering)
-    whole = OrderPlan(plan.given, plan.given.replicated(cut), dim, False)
+    whole = OrderPlan(plan.given, plan.given.replicated(mesh_dims), dim, False)
     return whole.wrap(chosen), whole.wrap(candidates[1].gather(dim, at))

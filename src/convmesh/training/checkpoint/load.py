@@ -106,7 +106,7 @@ def _found(place: Path, step: int | None) -> tuple[str, str]:
 
 
 def _stage(path: Path, checksum: str, contents: Contents, random_state: bool) -> tuple[Checkpoint, dict[str, Any]]:
-    """Everything that was saved, with this rank's part of all tensors in memory of its own."""
+    """Everything that was saved, with this rank's local tensor of all tensors in memory of its own."""
     check_shared(path)
     manifest, own = read_manifest(path)
     if own != checksum:
