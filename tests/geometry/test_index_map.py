@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convmesh.geometry import HaloPlan, IndexMap, Interval, Reads, Shards, index_map, merged, shards, where_cut
+from convmesh.geometry import HaloPlan, IndexMap, Interval, Reads, Shards, index_map, merged, shards, where_sharded
 from tests.geometry.agreement import check_that_ranks_agree
 
 SIZES = st.integers(1, 9)
@@ -71,7 +71,7 @@ def test_flattened_cuts_are_the_same_elements(shape: list[int], first: int, rank
     merged = [*shape[:first], shape[first] * shape[first + 1], *shape[first + 2 :]]
     everything = torch.arange(torch.Size(shape).numel())
     for dim in range(len(shape)):
-        new = where_cut(dim, shape, merged, (ranks,))
+        new = where_sharded(dim, shape, merged, (ranks,))
         if new is not None:
             for old_part, new_part in zip(shards(shape[dim], (ranks,)), shards(merged[new], (ranks,)), strict=True):
                 old = everything.view(shape).narrow(dim, old_part.start, len(old_part))

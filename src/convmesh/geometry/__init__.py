@@ -33,7 +33,7 @@ from .resample import taps as taps
 from .reshape_groups import Group as Group
 from .reshape_groups import groups as groups
 from .reshape_groups import merged as merged
-from .reshape_groups import where_cut as where_cut
+from .reshape_groups import where_sharded as where_sharded
 from .shards import Shards as Shards
 from .shards import shards as shards
 from .window import Tap as Tap

@@ -38,7 +38,7 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
     return found
 
 
-def where_cut(dim: int, before: Sequence[int], after: Sequence[int], mesh_sizes: tuple[int, ...]) -> int | None:
+def where_sharded(dim: int, before: Sequence[int], after: Sequence[int], mesh_sizes: tuple[int, ...]) -> int | None:
     """The dimension of the new shape that is sharded over the same ranks as `dim` of the old one, if there is one."""
     group = next(group for group in groups(before, after) if dim in group.before)
     if len(group.before) == 1 and len(group.after) == 1:

@@ -1,7 +1,8 @@
 """Placements of the operands of an elementwise operator, and of its result.
 
-Along each mesh dimension the result is sharded like an operand that has all of the dimension; a replicated operand beside
-it is sharded locally, which sends nothing. Operands that are sharded differently are redistributed at least cost.
+Along each mesh dimension the result is sharded like an operand that has all of the dimension; a replicated operand
+beside it is sharded locally, which sends nothing. Operands that are sharded differently are redistributed at least
+cost.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...sharding.sharding_table import Assignment, Row, choose, input_placements
 
 R = Replicate()
 
-Cut = tuple[int, int, int]
+Narrow = tuple[int, int, int]
 """A dimension, the first index that is kept, and how many are."""
 
 Operands = Sequence[Layout | None]
@@ -55,7 +56,7 @@ class Step:
     """How an operand comes to where it is used: it is redistributed, where it has to be, and sliced on the rank."""
 
     travels: Layout | None
-    sharded_dims: tuple[Cut, ...]
+    sharded_dims: tuple[Narrow, ...]
     zero: bool = False  # it is added to a Partial(sum), and another rank has it as its term
 
 

@@ -2,7 +2,8 @@
 
 Elements are numbered in the order of memory, in which they are drawn. What a rank owns along the outermost sharded
 dimension are ranges of them, and it draws no others, unless it would have to jump from one to the next too often. Ranks
-that need parts of the same ranges then share these by rows, which have all dimensions from the next sharded dimension on.
+that need parts of the same ranges then share these by rows, which have all dimensions from the next sharded dimension
+on.
 """
 
 from __future__ import annotations

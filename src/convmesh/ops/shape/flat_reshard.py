@@ -1,6 +1,7 @@
 """Reshaping where no dimension keeps its parts: the elements in their order are resharded.
 
-What a rank has of merged dimensions are stripes of their elements, or a range where the outermost one is sharded. One side of the reshape has ranges, and then any dimension of the other side can be the one that is sharded.
+What a rank has of merged dimensions are stripes of their elements, or a range where the outermost one is sharded. One
+side of the reshape has ranges, and then any dimension of the other side can be the one that is sharded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ...comm import Block, Held, RankLine, Schedule, flat_ranges, rank_line, start
-from ...geometry import FlatRanges, Group, Interval, Shards, Stripes, groups, volume, where_cut
+from ...geometry import FlatRanges, Group, Interval, Shards, Stripes, groups, volume, where_sharded
 from ...sharding.layout import Layout
 
 Placements = tuple[Placement, ...]
@@ -100,7 +101,7 @@ def _stuck(group: Group, layout: Layout, shape: tuple[int, ...]) -> bool:
 
 
 def _new_dim(dim: int, layout: Layout, shape: tuple[int, ...]) -> int | None:
-    return where_cut(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in layout.sharded_dims[dim]))
+    return where_sharded(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in layout.sharded_dims[dim]))
 
 
 def _kept(placement: Placement, layout: Layout, shape: tuple[int, ...]) -> Placement:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
-from ...geometry import merged, where_cut
+from ...geometry import merged, where_sharded
 from ...sharding.gradient_placements import Hints, Placements
 from ...sharding.layout import Layout, dense_stride, reduced
 from ...sharding.plan_cache import planned
@@ -56,7 +56,7 @@ def viewed(placements: Placements, layout: Layout, shape: tuple[int, ...]) -> Pl
     placed = layout.placed(placements)
     moved: dict[int, int] = {}
     for dim, mesh_dims in placed.sharded_dims.items():
-        new = where_cut(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in mesh_dims))
+        new = where_sharded(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in mesh_dims))
         if new is None:
             return None
         moved[dim] = new
