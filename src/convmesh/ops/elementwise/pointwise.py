@@ -134,9 +134,9 @@ def _sum_is_known(target: DTensor, *others: Any) -> bool:
 def _brought(tensor: Any, local: Any, step: Step | None) -> Any:
     if step is None:
         return local
-    if step.travels is not None:
-        local = move(tensor, step.travels)
-    for dim, start, length in step.sharded_dims:
+    if step.moved is not None:
+        local = move(tensor, step.moved)
+    for dim, start, length in step.narrows:
         local = local.narrow(dim, start, length)
     return local.new_zeros(()).expand(local.shape) if step.zero else local
 

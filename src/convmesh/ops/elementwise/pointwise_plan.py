@@ -55,8 +55,8 @@ AS_A_SUM = frozenset((
 class Step:
     """How an operand comes to where it is used: it is redistributed, where it has to be, and sliced on the rank."""
 
-    travels: Layout | None
-    sharded_dims: tuple[Narrow, ...]
+    moved: Layout | None
+    narrows: tuple[Narrow, ...]
     zero: bool = False  # it is added to a Partial(sum), and another rank has it as its term
 
 
@@ -236,15 +236,15 @@ def _step(source: Layout, target: Layout, zero: bool) -> Step | None:
         if isinstance(before, Replicate) and _is_innermost(on_the_way, mesh_dim):
             placements = on_the_way.placements
             on_the_way = target.placed((*placements[:mesh_dim], R, *placements[mesh_dim + 1 :]))
-    travels = on_the_way if on_the_way.placements != source.placements else None
+    moved = on_the_way if on_the_way.placements != source.placements else None
     if not source.present:
-        return Step(travels, (), zero)
-    sharded_dims = []
+        return Step(moved, (), zero)
+    narrows = []
     for dim in range(len(source.shape)):
         held, wanted = on_the_way.own(dim), target.own(dim)
         if held != wanted:
-            sharded_dims.append((dim, wanted.start - held.start if len(wanted) else 0, len(wanted)))
-    return Step(travels, tuple(sharded_dims), zero)
+            narrows.append((dim, wanted.start - held.start if len(wanted) else 0, len(wanted)))
+    return Step(moved, tuple(narrows), zero)
 
 
 def _is_innermost(layout: Layout, mesh_dim: int) -> bool:

@@ -122,13 +122,13 @@ def unscale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     _torch.call(operator, local)
     lists.write_back(local)
     found = local[1]
-    sharded_dims: dict[DeviceMesh, set[int]] = {}
+    sharded_over: dict[DeviceMesh, set[int]] = {}
     for target in lists.targets:
         if target is not None and target.present:
-            sharded_dims.setdefault(target.mesh, set()).update(
+            sharded_over.setdefault(target.mesh, set()).update(
                 dim for dims in target.sharded_dims.values() for dim in dims
             )
-    for mesh, mesh_dims in sharded_dims.items():
+    for mesh, mesh_dims in sharded_over.items():
         found.copy_(all_reduce(found, mesh, sorted(mesh_dims), "max"))
     if isinstance(args[1], DTensor) and found is not _torch.local_of(args[1]):
         _torch.local_of(args[1]).copy_(found)
