@@ -17,7 +17,7 @@ from .names import Handler, Operator
 from .operators import signature
 from .order import after_the_last, exchanges, last_communication
 from .tensors import local_of, relocate, spec_of
-from .tracing import tracing
+from .tracing import tie, tracing
 
 
 def handlers() -> dict[Operator, Handler]:
@@ -92,14 +92,16 @@ def keeps_communication(handler: Handler) -> Handler:
 
 
 def _depend(tensor: DTensor, written: bool, args: tuple[Any, ...]) -> None:
-    """Make a DTensor depend on the last communication. It keeps its memory, of which others may take notes, unless it
+    """Make a DTensor depend on the last communication, and on the operands: a backward pass that does not depend on its
+    gradients torch takes for a part of the forward pass. It keeps its memory, of which others may take notes, unless it
     is an operand's that is not to be written, or repeats numbers."""
     local = local_of(tensor)
-    given = [memory_of(local_of(arg)) for arg in tree_iter(args) if isinstance(arg, DTensor)]
-    if written or (local.numel() and memory_of(local) not in given and 0 not in local.stride()):
-        local.copy_(after_the_last(local))
+    operands = [local_of(arg) for arg in tree_iter(args) if isinstance(arg, DTensor)]
+    tied = tie(after_the_last(local), *operands)
+    if written or (local.numel() and memory_of(local) not in map(memory_of, operands) and 0 not in local.stride()):
+        local.copy_(tied)
     else:
-        relocate(tensor, after_the_last(local), spec_of(tensor))
+        relocate(tensor, tied, spec_of(tensor))
 
 
 def view_rule(handler: Handler) -> Handler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
+from functools import reduce
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -135,6 +136,7 @@ def tie(result: torch.Tensor, *operands: torch.Tensor, tokens: Sequence[torch.Te
         return result
     never = [operand.reshape(-1)[:0].any() for operand in operands if operand is not result]
     never += [((token == token) & (token != token)).any() for token in tokens if token is not None]
-    for false in never:
-        result = result | false if result.dtype == torch.bool else result + false.to(result.dtype)
-    return result
+    if not never:
+        return result
+    false = reduce(torch.logical_or, never)
+    return result | false if result.dtype == torch.bool else result + false.to(result.dtype)
