@@ -15,7 +15,7 @@ TIER: dict[str, tuple[str, ...]] = {
     ),
     "cli": ("test_cli.py", "test_tier.py"),
     "comm": (
-        "comm/shared_memory", "comm/test_agreed_facts.py", "comm/test_exchange.py", "comm/test_reduce.py",
+        "comm/shared_memory", "comm/test_agreed_facts.py", "comm/test_schedule.py", "comm/test_reduce.py",
         "comm/test_waiting.py",
     ),
     "demo": ("test_demo.py::test_sizes_have_three_digits", "test_demo.py::test_pictures_lie_inside_the_package"),
@@ -34,6 +34,7 @@ TIER: dict[str, tuple[str, ...]] = {
         "ops/resampling/test_shuffle_and_grid.py", "ops/shape/test_pad.py", "ops/shape/test_permute.py",
     ),
     "sharding": ("sharding/test_fallback.py", "sharding/test_partial.py", "sharding/test_redistribute.py"),
+    "simulation": ("test_simulation.py::test_results_are_in_the_order_of_ranks", "test_simulation.py::test_all_collectives"),
     "training": ("training/test_distribute.py", "training/test_mistakes.py"),
 }  # fmt: skip
 

@@ -79,13 +79,13 @@ def check_errors(mesh: DeviceMesh) -> None:
     refused("h=4 is no dimension of a tensor with 4", h=4)
     refused("h=-5 is no dimension", h=-5)
     refused("h='2' is no dimension", h="2")
-    refused("dimension 3 is cut twice", data=3, h=-1)
+    refused("dimension 3 is sharded twice", data=3, h=-1)
     with pytest.raises(convmesh.ShardingError, match=r"has shape \(2, 2, 5, 7\), not \(3, 2, 5, 7\)|has shape \(1, 2"):
         convmesh.from_region(WHOLE, tuple(WHOLE.shape), mesh, data=0)
     with pytest.raises(convmesh.ShardingError, match="DTensor already"):
         convmesh.shard(convmesh.shard(WHOLE, mesh), mesh)
     pending = DTensor.from_local(WHOLE, mesh, [Partial(), Replicate()], run_check=False)
-    with pytest.raises(convmesh.ShardingError, match="pending"):
+    with pytest.raises(convmesh.ShardingError, match="Partial"):
         convmesh.region(pending)
     assert torch.equal(convmesh.shard(WHOLE, mesh, data=0).full_tensor(), WHOLE)  # the next call works
 
@@ -164,7 +164,7 @@ def check_bad_samples(mesh: DeviceMesh) -> None:
         load([torch.zeros(4), torch.zeros(5)], {"h": 1})
     with pytest.raises(convmesh.ShardingError, match="a sample has 1 arrays, and dims speaks of 2"):
         load([torch.zeros(4)], [{"h": 1}, {"h": 1}])
-    with pytest.raises(convmesh.ShardingError, match="cut differently along the batch"):
+    with pytest.raises(convmesh.ShardingError, match="sharded differently along the batch"):
         load([(torch.zeros(4), torch.zeros(4))], [{"data": 0}, {"h": 1}])
     (batch,) = load([torch.full((4,), float(n)) for n in range(3)], {"h": 1})
     assert torch.equal(batch.full_tensor(), torch.arange(3.0)[:, None].expand(3, 4))

@@ -42,6 +42,7 @@ class Notes:
     writes: int = 0
     origin: Origin | None = None
     copies: int = 0
+    ahead: bool = False  # written, and not put back yet: such a copy is not refreshed
     compiled: bool = False  # a copy that compiled code has returned: nobody knows of what
 
 
@@ -138,9 +139,17 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
             _before(target)
         writes = [_writes(target) for target in targets]
         result = handler(operator, args, kwargs)
-        for target, before in zip(targets, writes, strict=True):
-            # A handler that has worked on a copy of the target has put it back itself.
-            if _torch.noted(target, _NOTES) is not None and _writes(target) == before:
+        # A handler that has worked on a copy of the target has put it back itself.
+        written = [
+            notes
+            for target, before in zip(targets, writes, strict=True)
+            if (notes := _torch.noted(target, _NOTES)) is not None and notes.writes == before
+        ]
+        for notes in written:  # all of them, before the first that goes back leaves the others behind their origin
+            notes.ahead = True
+        for target in targets:
+            notes = _torch.noted(target, _NOTES)
+            if notes is not None and notes.ahead:
                 _after(_torch.local_of(target).untyped_storage())
         return result
 
@@ -196,6 +205,8 @@ def _is_stale(origin: Origin) -> bool:
 
 def _refresh(memory: torch.UntypedStorage, origin: Origin) -> None:
     """Bring a copy up to date if what it is a copy of was written since."""
+    if _made(memory).ahead:
+        return
     above = _made(origin.memory)
     if above.origin is not None:
         _refresh(origin.memory, above.origin)
@@ -218,6 +229,7 @@ def _after(memory: torch.UntypedStorage, through_a_copy: bool = False) -> None:
         origin.whole.write(origin.memory, origin.put_back(whole, part))
         _after(origin.memory, origin.read_by_users)
         origin.seen = _made(origin.memory).writes
+    notes.ahead = False
 
 
 def _watch_reads() -> None:
