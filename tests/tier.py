@@ -34,7 +34,9 @@ TIER: dict[str, tuple[str, ...]] = {
         "ops/resampling/test_shuffle_and_grid.py", "ops/shape/test_pad.py", "ops/shape/test_permute.py",
     ),
     "sharding": ("sharding/test_fallback.py", "sharding/test_partial.py", "sharding/test_redistribute.py"),
-    "simulation": ("test_simulation.py::test_results_are_in_the_order_of_ranks", "test_simulation.py::test_all_collectives"),
+    "simulation": (
+        "test_simulation.py::test_results_are_in_the_order_of_ranks", "test_simulation.py::test_all_collectives",
+    ),
     "training": ("training/test_distribute.py", "training/test_mistakes.py"),
 }  # fmt: skip
 
