@@ -8,6 +8,7 @@ import copy
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -202,6 +203,8 @@ def test_an_error_in_backward_and_inside_of_a_collective() -> None:
 
 
 def test_the_person_at_the_keyboard() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+
     def runs_for_ever(mesh: DeviceMesh) -> None:
         if dist.get_rank() == 1:
             _thread.interrupt_main()
@@ -209,8 +212,11 @@ def test_the_person_at_the_keyboard() -> None:
                 time.sleep(0.001)
         dist.barrier()
 
-    with pytest.raises(KeyboardInterrupt):
-        convmesh.simulate(runs_for_ever, 3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            convmesh.simulate(runs_for_ever, 3)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert convmesh.simulate(lambda mesh: dist.get_rank(), 2) == [0, 1]
 
 
