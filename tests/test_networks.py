@@ -19,6 +19,8 @@ from tests.compare import assert_close
 from tests.gathers import Sizes
 from tests.harness import Pool
 
+pytestmark = pytest.mark.slow  # and `make compat` has no other people's packages
+
 
 def unet() -> torch.nn.Module:
     from monai.networks.nets import UNet
