@@ -71,6 +71,7 @@ def _measure_network(pool: Pool, network: steps.Network, rounds: int) -> dict[st
         "part": lambda: max(pool.run(steps.measure_part, **on)),
         "summed": lambda: max(pool.run(steps.measure_gradients, True, **on)),
         "unsummed": lambda: max(pool.run(steps.measure_gradients, False, **on)),
+        "data": lambda: max(pool.run(steps.measure_data, **on)),
     }
     with Pool(stays_enabled=True) as peers:  # of its own: PhysicsNeMo changes DTensor for good
         if physicsnemo.installed():
@@ -94,7 +95,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table("network", title="A training step on 2 ranks x 1 thread against one process x 2 threads (medians)")
     headings = (
         "one process (s)", "convmesh / one", "bare local part / one", "PhysicsNeMo / one", "waiting",
-        "gradients summed / not summed",
+        "gradients summed / not summed", "data compared / step",
         "memory of one (MB)", "at 2 ranks / one", "at 4 ranks / one", "halos of convolutions (MB)", "/ least",
         "messages",
     )  # fmt: skip
@@ -109,6 +110,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             row["network"], f"{seconds['single']:.2f}", f"{seconds['convmesh'] / seconds['single']:.2f}",
             f"{seconds['part'] / seconds['single']:.2f}", peer,
             f"{median(row['waited']):.0%}", f"{seconds['summed'] / seconds['unsummed']:.2f}",
+            f"{seconds['data'] / seconds['convmesh']:.2%}",
             f"{needed[1] / 1e6:.0f}", *(f"{needed[count] / needed[1]:.2f}" for count in (2, 4)),
             f"{row['bytes'] / 1e6:.2f}", f"{row['bytes'] / row['least']:.2f}", str(row["exchanges"]),
         )  # fmt: skip

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
 
 import convmesh
 from benchmarks import physicsnemo
@@ -138,6 +140,21 @@ def measure_gradients(mesh: DeviceMesh, summed: bool) -> float:
     assert isinstance(Rank.step, Step)
     dist.barrier(mesh.get_group(0))
     return timed(lambda: Rank.step.gradients(summed))  # type: ignore[attr-defined]
+
+
+def measure_data(mesh: DeviceMesh) -> float:
+    """Seconds in which the data of a step are made of the ranks' regions, nearly all of them for comparing ranks."""
+    assert isinstance(Rank.step, Step)
+    data = [(t.to_local(), t.shape, t.placements) for t in (Rank.step.x, Rank.step.target) if isinstance(t, DTensor)]
+    names = mesh.mesh_dim_names or ()
+
+    def make() -> None:
+        for local, shape, placements in data:
+            dims = {name: p.dim for name, p in zip(names, placements, strict=True) if isinstance(p, Shard)}
+            convmesh.from_region(local, shape, mesh, **dims)
+
+    dist.barrier(mesh.get_group(0))
+    return timed(make, 20)
 
 
 def prepare_part(mesh: DeviceMesh, network: Network) -> None:

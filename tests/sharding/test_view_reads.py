@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -166,6 +168,37 @@ OTHERS = ["to_local", "full_tensor", "redistribute", "print", "data", "written a
 
 def test_whatever_reads(pool: Pool) -> None:
     pool.run_cases(read_otherwise, OTHERS, mesh=(2,))
+
+
+def write_compiled(mesh: DeviceMesh, backend: str) -> None:
+    """Writes of compiled code reach no copy of what they write: refused, unless the part is taken within it."""
+    x = torch.arange(14, dtype=torch.float64).view(2, 7)
+    torch._dynamo.reset()
+    warnings.simplefilter("ignore")  # a compiler imports what is deprecated, and asks for gradients of what is no leaf
+    compiled = partial(torch.compile, backend=backend, fullgraph=True)
+    with convmesh.enable(), torch.no_grad():
+        y = place(x, mesh, (1,))
+        assert_close(compiled(lambda t: t.mul_(2)[:, 2:6] + 1)(y).full_tensor(), (2 * x)[:, 2:6] + 1)
+        v = y[:, 2:6]
+        for step, given in (
+            (lambda t: t.add_(1), (y,)),
+            (lambda part: part.add_(1), (v,)),
+            (lambda t, part: (t.add_(1), part * 2), (y, v)),
+        ):
+            # While it is compiled, or when it runs.
+            with pytest.raises((ValueError, RuntimeError), match="take the part within the compiled function"):
+                compiled(step)(*given)
+        assert_close(y.full_tensor(), 2 * x)
+        assert_close(v.full_tensor(), (2 * x)[:, 2:6])
+    with convmesh.enable():  # in training a compiler leaves such writes to eager code, which puts them back
+        y = place(x, mesh, (1,)).requires_grad_() * 1.0
+        v = y[:, 2:6]
+        compiled(lambda t: t.mul_(3))(y)
+        assert_close(v.detach().full_tensor(), (3 * x)[:, 2:6])
+
+
+def test_writes_of_compiled_code(pool: Pool) -> None:
+    pool.run_cases(write_compiled, ["aot_eager", "inductor"], mesh=(2,))
 
 
 def out_of_inference_mode(mesh: DeviceMesh) -> None:

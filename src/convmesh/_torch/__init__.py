@@ -13,6 +13,7 @@ from .collectives import all_to_all as all_to_all
 from .collectives import intercept_collectives as intercept_collectives
 from .collectives import under_way as under_way
 from .collectives import wait as wait
+from .compiled_results import before_compiled_writes as before_compiled_writes
 from .compiled_results import mark_returned_copies as mark_returned_copies
 from .dispatch import accumulating as accumulating
 from .dispatch import as_view as as_view

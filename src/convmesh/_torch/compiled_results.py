@@ -1,4 +1,5 @@
-"""Results of compiled code that are copies of a part of something else: known to be, when the code runs."""
+"""What crosses the border of compiled code: results that are copies of a part of something else, and inputs that it
+writes."""
 
 from __future__ import annotations
 
@@ -51,3 +52,21 @@ def mark_returned_copies(
 def _set(flatten: Any, unflatten: Any) -> None:
     DTensor.__tensor_flatten__ = flatten  # type: ignore[method-assign]
     DTensor.__tensor_unflatten__ = staticmethod(unflatten)  # type: ignore[method-assign]
+
+
+def before_compiled_writes(check: Callable[[DTensor], None]) -> Callable[[], None]:
+    """Call `check` with each DTensor that compiled code is about to write in place; returns what ends it.
+
+    Such writes reach no operator's handler. But a compiler tells autograd of them, before its code runs.
+    """
+    increment_version = torch.autograd.graph.increment_version
+
+    def told(tensor: Any) -> None:
+        written = (tensor,) if isinstance(tensor, torch.Tensor) else tuple(tensor)
+        for each in written:
+            if isinstance(each, DTensor):
+                check(each)
+        increment_version(written)
+
+    torch.autograd.graph.increment_version = told
+    return lambda: setattr(torch.autograd.graph, "increment_version", increment_version)

@@ -58,6 +58,7 @@ class Origin:
     put_back: PutBack
     seen: int  # how often the whole had been written when the part was last like it
     read_by_users: bool
+    kind: type[torch.Tensor]  # of the whole's local tensor; in a trace another one than that of what came from outside
 
 
 def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack, read_by_users: bool = True) -> bool:
@@ -72,7 +73,7 @@ def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack, read_by_u
         above = _made(memory)
         above.copies += read_by_users
         _made(copy.untyped_storage()).origin = Origin(
-            memory, Place.of(whole), Place.of(part), take, put_back, above.writes, read_by_users
+            memory, Place.of(whole), Place.of(part), take, put_back, above.writes, read_by_users, type(local)
         )
     return noted
 
@@ -85,6 +86,19 @@ def is_copy(local: torch.Tensor) -> bool:
 def mark_compiled(local: torch.Tensor) -> None:
     """Note that compiled code has returned a copy, and that a write into it would reach nothing else."""
     _made(local.untyped_storage()).compiled = True
+
+
+def check_compiled_write(target: DTensor) -> None:
+    """Refuse that compiled code writes into a copy, or into what a copy was taken of: it would reach neither."""
+    notes = _torch.noted(target, _NOTES)
+    if notes is not None and (notes.copies or notes.compiled or notes.origin is not None):
+        raise _changes_one_only(target)
+
+
+def _changes_one_only(target: DTensor) -> Exception:
+    return refuse("a compiled function", "writes in place into a tensor of which a part of a sharded dimension was "
+                  "taken before, or into such a part, and would change one of them only", (("target", target),),
+                  "take the part within the compiled function, or write outside of it")  # fmt: skip
 
 
 def hand_on(before: DTensor, after: DTensor) -> None:
@@ -226,7 +240,10 @@ def _after(memory: torch.UntypedStorage, through_a_copy: bool = False) -> None:
     origin = notes.origin
     if origin is not None:
         whole, part = origin.whole.tensor(origin.memory), origin.part.tensor(memory)
-        origin.whole.write(origin.memory, origin.put_back(whole, part))
+        values = origin.put_back(whole, part)
+        if type(_torch.local_of(values)) is not origin.kind:
+            raise _changes_one_only(part)
+        origin.whole.write(origin.memory, values)
         _after(origin.memory, origin.read_by_users)
         origin.seen = _made(origin.memory).writes
     notes.ahead = False

@@ -22,3 +22,4 @@ def _returned(local: torch.Tensor) -> None:
 
 
 registry.while_installed(lambda: _torch.mark_returned_copies(view_writeback.is_copy, _returned))
+registry.while_installed(lambda: _torch.before_compiled_writes(view_writeback.check_compiled_write))
