@@ -299,9 +299,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("copy_", copy);
-  // PyTorch would ask other operators for these, which a CPU does not have.
-  library.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&run_on_aliases>());
-  library.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&run_on_aliases>());
+  // Of the first two PyTorch would ask other operators, which a CPU does not have; the CPU's kernel of the third resizes
+  // the result that PyTorch would give it.
+  for (const char* name : {"convolution", "convolution_backward", "mse_loss"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_aliases>());
 }
 
 TORCH_LIBRARY(acc, library) {
