@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests import accelerator
 from tests.worker import pack, unpack
 
 GROUP_SECONDS = 60.0
@@ -49,18 +50,20 @@ def launch(
     names: Sequence[str] = ("h", "w"),
     group_seconds: float = GROUP_SECONDS,
     limit: float = LIMIT_SECONDS,
+    backend: str = "gloo",
 ) -> list[Outcome]:
     """Run the module-level `fn(mesh, *args)` on new processes, and say how each of them ended.
 
-    `group_seconds` is the time-out that is given to `init_process_group`. The call is over when every rank has ended
-    or is stopped by a signal, at the latest after `limit` seconds; what still runs then is killed.
+    `group_seconds` is the time-out that is given to `init_process_group`, and so is `backend`, which may be the
+    stand-in for NCCL (`tests/accelerator`): then the mesh is one of its devices. The call is over when every rank has
+    ended or is stopped by a signal, at the latest after `limit` seconds; what still runs then is killed.
     """
     world = prod(mesh)
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_SECONDS), wait_for_workers=False)
     started: list[tuple[Any, Connection]] = []
     for rank in range(world):
         here, there = FORK_SERVER.Pipe(duplex=False)
-        task = (fn, args, tuple(mesh), tuple(names), group_seconds)
+        task = (fn, args, tuple(mesh), tuple(names), group_seconds, backend)
         process = FORK_SERVER.Process(target=_rank, args=(rank, world, store.port, there, task), daemon=True)
         process.start()
         there.close()
@@ -94,16 +97,19 @@ def _outcome(process: Any, pipe: Connection) -> Outcome:
 
 
 def _rank(rank: int, world: int, port: int, pipe: Connection, task: tuple[Any, ...]) -> None:
-    fn, args, mesh, names, seconds = task
+    fn, args, mesh, names, seconds, backend = task
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=LIMIT_SECONDS))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+    if backend == accelerator.BACKEND:
+        accelerator.install()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
     torch.manual_seed(0)
+    device = accelerator.DEVICE if backend == accelerator.BACKEND else "cpu"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            result = fn(init_device_mesh("cpu", tuple(mesh), mesh_dim_names=tuple(names)), *args)
+            result = fn(init_device_mesh(device, tuple(mesh), mesh_dim_names=tuple(names)), *args)
         pipe.send_bytes(pack(Outcome(result)))
     except Exception as error:
         text = "".join(traceback.format_exception(error))
