@@ -35,7 +35,7 @@ class Gradients:
         return Gradients, (self.bucket_bytes,)
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Also those that have been unfrozen since the last time. Before a forward pass, so nothing is under way.
+        """Also those that are frozen now, and may be unfrozen. Before a forward pass, so nothing is under way.
 
         A parameter is known by its hook and a mark, not by a weak reference, with which torch could not convert it
         (`model.double()`): that takes the mark away, and the effect of hooks, which stay in its list.
@@ -43,11 +43,14 @@ class Gradients:
         if self._waiting and not _torch.in_backward():
             self._forget()  # an earlier backward pass has failed
         for parameter in parameters:
-            if not parameter.requires_grad:
+            if not parameter.is_leaf or not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
             if self._after not in _torch.gradient_hooks(parameter):
+                trained = parameter.requires_grad
+                parameter.requires_grad_()  # only then it takes hooks, and it keeps them
                 parameter.register_hook(_before)
                 parameter.register_post_accumulate_grad_hook(self._after)
+                parameter.requires_grad_(trained)
             elif _WATCHED not in vars(parameter):
                 _torch.attach_hooks(parameter)
             vars(parameter)[_WATCHED] = True

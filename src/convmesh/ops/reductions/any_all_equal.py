@@ -45,7 +45,8 @@ def allclose(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
 
 
 @rule(
-    aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, behaviour=SMALL
+    aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default,
+    aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default, behaviour=SMALL,
 )  # fmt: skip
 def quantified(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Any is the greatest of truths, and all is the least."""
@@ -56,4 +57,4 @@ def quantified(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     kind = torch.uint8 if input.dtype == torch.uint8 else torch.bool
     if local is None:
         return plan.output.typed(kind).absent(input)
-    return plan.wrap(extreme_of(plan, local != 0, greatest=name == "any"), kind)
+    return plan.wrap(extreme_of(plan, local != 0, greatest="any" in name), kind)
