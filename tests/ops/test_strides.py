@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
-from convmesh.ops.elementwise.pointwise import OPERATORS, WRITING
+from convmesh.ops.elementwise.pointwise import OPERATORS
 from convmesh.strides import dense_stride, format_of, usual
 from tests.cases import place
 from tests.conformance import load
@@ -77,7 +77,7 @@ def elementwise_strides(mesh: DeviceMesh) -> int:
         warnings.simplefilter("ignore")
         for operator in OPERATORS:
             count = sum(str(argument.type) == "Tensor" for argument in operator._schema.arguments)
-            if operator in WRITING or len(operator._schema.arguments) > count + 2 or count > 3:
+            if operator._schema.is_mutable or len(operator._schema.arguments) > count + 2 or count > 3:
                 continue
             for ways in product(("contiguous", "reversed", "channels last with gaps"), repeat=count):
                 dense = [LAID[way](torch.rand(shape).sub_(0.5)) for way in ways]

@@ -38,6 +38,7 @@ class Signature:
     names: tuple[str, ...]
     tensors: tuple[int, ...]
     lists: tuple[int, ...]
+    places: tuple[int, ...]  # of tensors, and of lists of tensors that may lack some
     written: frozenset[int]
     by_name: int  # the arguments from here on are passed by name
 
@@ -50,10 +51,16 @@ class Signature:
 @cache
 def signature(operator: Operator) -> Signature:
     schema = operator._schema.arguments
+
+    def of_type(*types: str) -> tuple[int, ...]:
+        return tuple(number for number, argument in enumerate(schema) if str(argument.type) in types)
+
+    tensors, lists = ("Tensor", "Optional[Tensor]"), ("List[Tensor]", "List[Optional[Tensor]]")
     return Signature(
         tuple(argument.name for argument in schema),
-        tuple(number for number, argument in enumerate(schema) if str(argument.type) in ("Tensor", "Optional[Tensor]")),
-        tuple(number for number, argument in enumerate(schema) if str(argument.type) == "List[Tensor]"),
+        of_type(*tensors),
+        of_type(lists[0]),
+        of_type(*tensors, *lists),
         frozenset(number for number, argument in enumerate(schema) if argument.alias_info and argument.is_write),
         next((number for number, argument in enumerate(schema) if argument.kwarg_only), len(schema)),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -132,14 +132,18 @@ def make_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
-def opened(args: tuple[Any, ...], numbers: bool = False) -> tuple[tuple[Any, ...], list[Any], DeviceMesh] | None:
-    """Of each argument its spec, None for what is no tensor, or, with `numbers`, that as a part of a key. The local
-    tensors, and the arguments that are no tensors. And the mesh of the last DTensor.
+def opened(
+    args: Sequence[Any], numbers: bool = True
+) -> tuple[list[Any], list[Any], list[Any], DeviceMesh | None] | None:
+    """Of the arguments of a call: the key by which its plan is found, which has a spec for each tensor, and `numbers`
+    or None for them; the arguments with local tensors, as they are; the shapes of these; and the mesh of the last one.
 
     None for calls that need a closer look: while tracing, where a collective is under way, beside plain tensors.
     """
-    specs: list[Any] = []
+    key: list[Any] = []
     values: list[Any] = []
+    shapes: list[Any] = []
+    mesh = None
     for argument in args:
         kind = type(argument)
         if kind is DTensor:
@@ -147,20 +151,31 @@ def opened(args: tuple[Any, ...], numbers: bool = False) -> tuple[tuple[Any, ...
             if type(local) is not torch.Tensor:
                 return None
             spec = argument._spec
-            meta: Any = spec.tensor_meta
-            specs.append(spec)
-            values.append(usual(local, meta.stride))
+            mesh = spec.mesh
+            key.append(spec)
+            values.append(local)
+            shapes.append(local.shape)
+        elif kind is list and argument and type(argument[0]) is not int:
+            inner = opened(argument)
+            if inner is None:
+                return None
+            key.append(tuple(inner[0]))
+            values.append(inner[1])
+            shapes += inner[2]
+            mesh = inner[3] or mesh
         elif isinstance(argument, torch.Tensor):
             return None
         else:
-            specs.append((tuple(argument) if kind is list else argument) if numbers else None)
+            key.append((tuple(argument) if kind is list else argument) if numbers else None)
             values.append(argument)
-    return tuple(specs), values, spec.mesh
+    return key, values, shapes, mesh
 
 
 def key_of(value: Any) -> Any:
-    """An argument that is no tensor, as a part of a key."""
-    return tuple(value) if type(value) is list else value
+    """What `opened` has in a key, of calls that need a closer look: symbols of a compiler by the numbers they are."""
+    if isinstance(value, list | tuple):
+        return tuple(map(key_of, value))
+    return spec_of(value) if isinstance(value, DTensor) else known(value)
 
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

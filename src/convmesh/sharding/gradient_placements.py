@@ -46,15 +46,20 @@ class Hints:
         return self._seen.get(_key(key)) if _torch.in_backward() else None
 
 
-_by_shape = Hints()
+by_shape = Hints()
+
+
+def hint_of(spec: _torch.Spec) -> tuple[Hashable, Placements]:
+    """What is to be remembered `by_shape` of a tensor whose gradient is made of zeros of its shape."""
+    placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
+    return (spec.mesh, tuple(spec.shape)), placements
 
 
 def remember(spec: _torch.Spec) -> None:
-    """Call this in forward for a tensor whose gradient is made of zeros of its shape."""
-    placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
-    _by_shape.remember((spec.mesh, tuple(spec.shape)), placements)
+    """Call this in forward for such a tensor."""
+    by_shape.remember(*hint_of(spec))
 
 
 def placements_of(mesh: DeviceMesh, shape: tuple[int, ...]) -> Placements | None:
     """In backward, where the last tensor of this shape was, if that was remembered."""
-    return _by_shape.recall((mesh, shape))
+    return by_shape.recall((mesh, shape))

@@ -1,21 +1,19 @@
-"""The plan of a call whose rule is a sharding table: operands to redistribute, a local call, results to wrap."""
+"""From the chosen rows of a sharding table to a call: operands to redistribute, a local call, results to wrap."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import zip_longest
 from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from .call import Call, Moved
 from .layout import Layout
-from .redistribute import move, relocated
 from .result_strides import OneDevice
 from .sharding_table import Assignment, Wanted, input_placements, output_placements
 
@@ -32,141 +30,80 @@ def contiguous(layout: Layout, local: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Result:
-    """Where a result is after the local call, and where it goes."""
-
-    computed: Layout
-    wanted: Layout
-    memory_format: torch.memory_format | None  # None for strides of no format
-
-    @staticmethod
-    def of(computed: Layout, wish: Wanted | None) -> Result:
-        at = computed.placements if wish is None else [wish.becomes(*entry) for entry in enumerate(computed.placements)]
-        dense = computed.stride == computed.dense.stride
-        return Result(computed, computed.placed(at), computed.memory_format if dense else None)
-
-    @property
-    def moves(self) -> bool:
-        return self.computed.placements != self.wanted.placements
-
-    def wrap(self, local: torch.Tensor) -> DTensor:
-        if local.dtype != self.wanted.dtype:
-            local = local.to(self.wanted.dtype)
-        if self.moves:
-            local = relocated(local, self.computed, self.wanted)
-        if self.memory_format is None:
-            return _torch.wrap(self.wanted.laid(local), self.wanted.spec)
-        return _torch.wrap(local.contiguous(memory_format=self.memory_format), self.wanted.spec)
-
-
-@dataclass(frozen=True)
 class TablePlan:
-    """A call that is ready to be made: where the tensors have to be, and where the results then are."""
+    """Where the tensors of a call have to be, and where the results then are."""
 
     operator: _torch.Operator
     arguments: tuple[Any, ...]  # with the layouts of tensors
     operands: tuple[tuple[int, Layout], ...]  # those, by the number of the argument
-    results: tuple[Result | None, ...]
-    local: Local | None
-    prepare: Prepare | None
-    communicates: bool  # the local call, which is made on every rank of the mesh then
-    single: bool  # the operator returns one tensor, and no tuple
-    moves: bool  # an operand has to be redistributed
+    results: tuple[Moved | None, ...]
 
     @staticmethod
     def of(
-        operator: _torch.Operator, args: Sequence[Any], given: Mapping[int, Layout | None], chosen: Assignment,
-        made: Sequence[OneDevice | None], wishes: Sequence[Wanted | None] = (), local: Local | None = None,
-        prepare: Prepare | None = None, communicates: bool = False,
+        operator: _torch.Operator, given: Sequence[Any], chosen: Assignment, made: Sequence[OneDevice | None],
+        wishes: Sequence[Wanted | None],
     ) -> TablePlan:  # fmt: skip
-        """Of the arguments, by their numbers where the tensors among them are, the chosen rows for these, and what one
-        device returns."""
+        """Of the arguments with the layouts of tensors, the chosen rows for these, and what one device returns."""
         operands = tuple(
-            (number, layout.placed(input_placements(chosen, place)))
-            for place, (number, layout) in enumerate(given.items())
-            if layout is not None
+            (number, given[number].placed(input_placements(chosen, place)))
+            for place, number in enumerate(_torch.signature(operator).tensors)
+            if given[number] is not None
         )
-        mesh = operands[0][1].mesh
+        mesh, placed = operands[0][1].mesh, dict(operands)
         results = tuple(
-            one and Result.of(Layout(mesh, output_placements(chosen, place), *one), wish)
+            one and _result(Layout(mesh, output_placements(chosen, place), *one), wish)
             for place, (one, wish) in enumerate(zip_longest(made, wishes))
         )
-        moves = any(layout.placements != given[number].placements for number, layout in operands)  # type: ignore[union-attr]
-        single = _torch.gives_one_tensor(operator)
-        placed = dict(operands)
-        arguments = tuple(placed.get(number, value) for number, value in enumerate(args))
-        return TablePlan(operator, arguments, operands, results, local, prepare, communicates, single, moves)
+        arguments = tuple(placed.get(number, value) for number, value in enumerate(given))
+        return TablePlan(operator, arguments, operands, results)
 
     def operand(self, number: int = 0) -> Layout:
         return self.operands[number][1]
 
-    @cached_property
-    def ready(self) -> DeviceMesh | None:
-        """The mesh, if this rank is in it and uses its local tensors as they are."""
-        return self.operand().mesh if self.operand().present and not self.moves else None
-
-    @cached_property
-    def numbers(self) -> tuple[int, ...]:
-        """Which of the arguments are tensors."""
-        return tuple(number for number, _ in self.operands)
-
-    @cached_property
-    def local_shapes(self) -> list[tuple[int, ...]]:
-        return [layout.local_shape for _, layout in self.operands]
-
-    def fits(self, values: Sequence[Any]) -> bool:
-        """Whether local tensors have the shapes that their placements say; `move` complains of others."""
-        return [values[number].shape for number in self.numbers] == self.local_shapes
-
-    def run(self, args: Sequence[Any]) -> Any:
-        """Redistribute the operands, compute, and wrap."""
-        values = list(args)
-        for number, layout in self.operands:
-            values[number] = move(args[number], layout)
+    def call(self, local: Local | None, prepare: Prepare | None, communicates: bool) -> Call:
+        """On local tensors `local`, or the operator itself; if that `communicates`, on every rank of the mesh."""
+        run: Callable[..., Any] = _by_position(self.operator)
         if self.operand().present:
-            return self.compute(values)
-        like = args[self.numbers[0]]
-        return self._returned([one and one.wanted.absent(like) for one in self.results])
+            if not communicates and self._has_nothing():
+                run = self._zeros
+            elif local is not None:
+                run = local(self, *self.arguments)
+            if prepare is not None and run != self._zeros:
+                run = _prepared(run, prepare, self.operands)
+        results = self.results[0] if _torch.gives_one_tensor(self.operator) else self.results
+        return Call([self.arguments[number] for number in _torch.signature(self.operator).places], results, run)  # type: ignore[arg-type]
 
-    def compute(self, values: list[Any]) -> Any:
-        """On the local tensors of a rank of the mesh."""
-        if self._contributes_zeros:
-            return self._zeros(values[self.numbers[0]])
-        if self.prepare is not None:
-            for number, layout in self.operands:
-                values[number] = self.prepare(layout, values[number])
-        found = self._call(*values)
-        if self.single:
-            return self.results[0].wrap(found)  # type: ignore[union-attr]
-        pairs = zip(self.results, found, strict=True)
-        return tuple([None if one is None or made is None else one.wrap(made) for one, made in pairs])
-
-    @cached_property
-    def _call(self) -> Callable[..., Any]:
-        if self.local is not None:
-            return self.local(self, *self.arguments)
-        known = _torch.signature(self.operator)
-        return self.operator if known.by_name == len(known.names) else partial(_called, self.operator)
-
-    @cached_property
-    def _contributes_zeros(self) -> bool:
+    def _has_nothing(self) -> bool:
         """Whether this rank has nothing of an operand of which others have something, or of the results. Some kernels
         refuse empty tensors."""
-        if self.communicates:
-            return False
         return any(prod(layout.shape) and not prod(layout.local_shape) for _, layout in self.operands) or not any(
             one is not None and prod(one.computed.local_shape) for one in self.results
         )
 
-    def _zeros(self, like: torch.Tensor) -> Any:
-        def zeros(layout: Layout) -> torch.Tensor:
-            return like.new_zeros(layout.local_shape, dtype=layout.dtype)
-
-        return self._returned([one and one.wrap(zeros(one.computed)) for one in self.results])
-
-    def _returned(self, results: list[Any]) -> Any:
-        return results[0] if self.single else tuple(results)
+    def _zeros(self, *values: Any) -> Any:
+        like = values[self.operands[0][0]]
+        made = [one and like.new_zeros(one.computed.local_shape, dtype=one.computed.dtype) for one in self.results]
+        return made[0] if _torch.gives_one_tensor(self.operator) else made
 
 
-def _called(operator: _torch.Operator, *values: Any) -> Any:
-    return _torch.call(operator, values)
+def _result(computed: Layout, wish: Wanted | None) -> Moved:
+    at = computed.placements if wish is None else [wish.becomes(*entry) for entry in enumerate(computed.placements)]
+    return Moved(computed, computed.placed(at))
+
+
+def _by_position(operator: _torch.Operator) -> Callable[..., Any]:
+    """The operator, to be called with all arguments in the order of its schema."""
+    known = _torch.signature(operator)
+    return operator if known.by_name == len(known.names) else lambda *values: _torch.call(operator, values)
+
+
+def _prepared(run: Callable[..., Any], prepare: Prepare, operands: Sequence[tuple[int, Layout]]) -> Callable[..., Any]:
+    steps = [(number, partial(prepare, layout)) for number, layout in operands]
+
+    def prepared(*given: Any) -> Any:
+        values = list(given)
+        for number, step in steps:
+            values[number] = step(values[number])
+        return run(*values)
+
+    return prepared

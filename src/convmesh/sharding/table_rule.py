@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from itertools import zip_longest
 from math import prod
 from typing import Any, TypeVar
 
-import torch
-
 from .. import _torch
-from .errors import Unfit, refuse
-from .gradient_placements import remember
+from .call import Prepared
 from .layout import Layout
-from .plan_cache import Table
-from .redistribute import layouts_of, specs_of
-from .registry import Behaviour, rule, tolerant
+from .plan_rule import prepared_rule
+from .registry import Behaviour
 from .result_strides import OneDevice, results_of
-from .sharding_table import Assignment, Row, Wanted, choose, counted_from_start
+from .sharding_table import Row, Wanted, choose, counted_from_start
 from .table_plan import Local, Prepare, TablePlan
 
 AnyTable = TypeVar("AnyTable", bound=Callable[..., Iterable[Row]])
@@ -63,70 +59,33 @@ def table_rule(
     """
 
     def declare(table: AnyTable) -> AnyTable:
-        plans = Table()
-        known = plans.plans
+        def make(operator: _torch.Operator, args: tuple[Any, ...], given: list[Any]) -> Prepared:
+            plan = _plan(operator, args, given, table, results, one_device)
+            call = plan.call(local, prepare, communicates)
+            return Prepared(operator, [given[n] for n in _torch.signature(operator).places], call, (), remembers)
 
-        def make(operator: _torch.Operator, args: tuple[Any, ...], key: Sequence[Any]) -> TablePlan:
-            layouts, chosen, made, wishes = _choose(operator, args, key, table, results, one_device)
-            return TablePlan.of(operator, args, layouts, chosen, made, wishes, local, prepare, communicates)
-
-        @tolerant
-        @wraps(table)
-        def unknown(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            args = _torch.arguments(operator, args, kwargs)
-            key = _key(operator, args)
-            plan = plans.look_up((operator, *key), lambda: make(operator, args, key))
-            if remembers:
-                remember(plan.operand().spec)
-            return plan.run(args)
-
-        @wraps(table)
-        def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            opened = _torch.opened(_torch.arguments(operator, args, kwargs), numbers=True)
-            if opened is not None:
-                key, values, mesh = opened
-                plan: TablePlan | None = known.get((operator, *key))
-                if plan is not None and plan.ready is mesh and plan.fits(values):
-                    if remembers:
-                        remember(plan.operand().spec)
-                    return plan.compute(values)
-            return unknown(operator, args, kwargs)
-
-        rule(*operators, behaviour=behaviour, knows_strides=True, tolerates=True)(run)
+        prepared_rule(*operators, behaviour=behaviour, make=make, written=table)
         return table
 
     return declare
 
 
-def _key(operator: _torch.Operator, args: tuple[Any, ...]) -> list[Any]:
-    """What `_torch.opened` gives, for calls that need a closer look."""
-    names = _torch.signature(operator).names
-    tensors = [(name, value) for name, value in zip(names, args, strict=True) if isinstance(value, torch.Tensor)]
-    specs = iter(specs_of(_torch.name_of(operator), tensors))
-    return [next(specs) if isinstance(value, torch.Tensor) else _torch.key_of(value) for value in args]
-
-
-def _choose(
-    operator: _torch.Operator, args: tuple[Any, ...], key: Sequence[Any], table: Callable[..., Iterable[Row]],
+def _plan(
+    operator: _torch.Operator, args: tuple[Any, ...], given: Sequence[Any], table: Callable[..., Iterable[Row]],
     likes: Sequence[Like | None], one_device: Callable[..., Sequence[Layout]] | None,
-) -> tuple[dict[int, Layout | None], Assignment, Sequence[OneDevice | None], list[Wanted | None]]:  # fmt: skip
-    """Where the tensors are, by number of the argument, the rows for them, and the results."""
-    known, operation = _torch.signature(operator), _torch.name_of(operator)
-    specs = [(known.names[number], key[number]) for number in known.tensors]
-    layouts: dict[int, Layout | None] = dict(zip(known.tensors, layouts_of(operation, specs), strict=True))
-    named = {known.names[number]: layout for number, layout in layouts.items()}
-    given = [layouts.get(number, value) for number, value in enumerate(args)]
-    try:
-        rows = list(table(*given))
-    except Unfit as unfit:
-        raise refuse(operation, unfit.reason, named.items(), unfit.remedy) from None
+) -> TablePlan:  # fmt: skip
+    """With a row chosen for each mesh dimension."""
+    known = _torch.signature(operator)
+    named: dict[str, Layout | None] = {known.names[number]: given[number] for number in known.tensors}
+    rows = list(table(*given))
     made = results_of(operator, *_torch.by_name(operator, args), one_device and partial(one_device, *given))
-    inputs = [None if layout is None else layout.ndim for layout in layouts.values()]
+    inputs = [None if layout is None else layout.ndim for layout in named.values()]
     outputs = [None if one is None else len(one.shape) for one in made]
     rows = [counted_from_start(row, inputs, outputs) for row in rows]
     wishes = [_wish(named, one, like) for one, like in zip_longest(made, likes)]
     deciding = [wish if like and like.decides else None for wish, like in zip_longest(wishes, likes)]
-    return layouts, choose(operation, rows, list(named.items()), deciding), made, wishes
+    chosen = choose(_torch.name_of(operator), rows, list(named.items()), deciding)
+    return TablePlan.of(operator, given, chosen, made, wishes)
 
 
 def _wish(named: Mapping[str, Layout | None], result: OneDevice | None, like: Like | None) -> Wanted | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,6 +14,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from ... import _torch
 from ...geometry import Dependence
+from ...sharding.call import Call, Moved
 from ...sharding.layout import Layout, dense_stride, is_sum
 from ...sharding.redistribute import relocated
 from ...sharding.sharding_table import Row, Wanted, choose, input_placements, output_placements
@@ -30,7 +32,7 @@ class TiledPlan:
     operands: tuple[Layout, ...]
     computed: Layout
     wanted: Layout
-    tiling: Tiling | None  # None on a rank outside of the mesh
+    tiling: Tiling | None  # None on a rank outside of the mesh, which does not run the call
 
     @property
     def fields(self) -> tuple[tuple[Layout, ...], Layout, Layout, Tiling | None]:
@@ -46,6 +48,10 @@ class TiledPlan:
         same = self.computed is self.wanted
         local = usual(local, self.wanted.stride) if same else relocated(local, self.computed, self.wanted)
         return _torch.wrap(local.contiguous(memory_format=self.wanted.memory_format), self.wanted.spec)
+
+    def call(self, run: Callable[..., Any]) -> Call:
+        """Of a rule with one result: `run` gets this rank's tile, and then the arguments."""
+        return Call(self.operands, Moved(self.computed, self.wanted), partial(run, self.tiling))
 
     def outside(self, like: DTensor) -> DTensor:
         return _torch.wrap(_torch.local_of(like).new_empty(0, dtype=self.wanted.dtype), self.wanted.spec)

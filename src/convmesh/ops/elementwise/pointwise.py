@@ -6,6 +6,7 @@ tensor that is broadcast along them. A network has hundreds of these calls, so t
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from ...sharding.implicit_replication import the_same_everywhere
 from ...sharding.partial import is_pending, kept, put_back, reduce_once
 from ...sharding.plan_cache import Table
 from ...sharding.redistribute import move, specs_of
-from ...sharding.registry import Behaviour, made_of_others, overloads, rule
-from .pointwise_plan import Step, plan_pointwise
+from ...sharding.registry import Behaviour, made_of_others, overloads, rule, tolerant
+from ...strides import usual
+from .pointwise_plan import PointwisePlan, Step, plan_pointwise
 
 aten = torch.ops.aten
 
@@ -61,7 +63,6 @@ OPERATORS = [
     for operator in overloads(*UNARY, *SEVERAL, *(f"{name}_backward" for name in BACKWARD), *COPIED)
     if operator not in APART and _torch.gives_one_tensor(operator) and not _torch.is_composite(operator)
 ] + [aten.copy_.default]
-WRITING = frozenset(operator for operator in OPERATORS if operator._schema.is_mutable)
 
 made_of_others(
     *overloads("clip", "divide", "multiply", "negative", "positive", "relu6", "selu", "square", "subtract"),
@@ -69,39 +70,50 @@ made_of_others(
     aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
 )  # fmt: skip
 
-_table = Table()
-_plans = _table.plans
+
+def _handler(operator: _torch.Operator) -> _torch.Handler:
+    plans = Table()
+    known, writes = plans.plans, operator._schema.is_mutable
+
+    @wraps(plan_pointwise)
+    def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        opened = _torch.opened(args, numbers=False)
+        if opened is not None:
+            specs, values, _, mesh = opened
+            plan = known.get(_key(specs, kwargs))
+            if plan is not None and plan.ready and plan.output.mesh is mesh:
+                for number, stride in plan.odd:
+                    values[number] = usual(values[number], stride)
+                result = operator(*values, **kwargs)
+                if writes:
+                    return args[0]
+                return _torch.wrap(result, plan.specs.get(result.dtype) or plan.spec(result.dtype))
+        return unknown(operator, args, kwargs)
+
+    @tolerant
+    def unknown(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that is new, while tracing, where operands have to be redistributed or reduced, or beside plain
+        tensors: those of one element are replicated."""
+        mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
+        args = tuple(the_same_everywhere(arg, mesh) if _is_plain_number(arg) else arg for arg in args)
+        tensors = [arg if isinstance(arg, torch.Tensor) else None for arg in args]
+        specs = specs_of(operator._schema.name, [(f"operand {n}", tensor) for n, tensor in enumerate(tensors)])
+        plan = plans.look_up(_key(specs, kwargs), lambda: plan_pointwise(operator, args, kwargs, specs))
+        return _run(run, operator, args, kwargs, plan)
+
+    return run
 
 
-def _key(operator: _torch.Operator, specs: tuple[_torch.Spec | None, ...], kwargs: dict[str, Any]) -> Any:
+def _key(specs: list[_torch.Spec | None], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What a plan depends on. Numbers, which change from step to step, are not among it."""
-    return (operator, specs, kwargs.get("dtype"), kwargs.get("memory_format")) if kwargs else (operator, specs)
+    return (*specs, kwargs.get("dtype"), kwargs.get("memory_format")) if kwargs else tuple(specs)
 
 
-@rule(*WRITING, behaviour=IN_PLACE)
-@rule(*(operator for operator in OPERATORS if operator not in WRITING), behaviour=POINTWISE, knows_strides=True)
-def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    opened = _torch.opened(args)
-    if opened is None:
-        return _with_care(operator, args, kwargs)
-    specs, values, mesh = opened
-    plan = _plans.get(_key(operator, specs, kwargs))
-    if plan is None or not plan.ready or plan.output.mesh is not mesh:
-        return _moved(operator, args, kwargs, specs, values)
-    result = operator(*values, **kwargs)
-    if operator in WRITING:
-        return args[0]
-    return _torch.wrap(result, plan.specs.get(result.dtype) or plan.spec(result.dtype))
-
-
-def _with_care(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """While tracing, where a collective is under way, or beside plain tensors: those of one element are replicated."""
-    mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
-    placed = tuple(the_same_everywhere(arg, mesh) if _is_plain_number(arg) else arg for arg in args)
-    tensors = [arg if isinstance(arg, torch.Tensor) else None for arg in placed]
-    specs = tuple(specs_of(operator._schema.name, [(f"operand {n}", tensor) for n, tensor in enumerate(tensors)]))
-    values = [_torch.local_of(arg) if isinstance(arg, DTensor) else arg for arg in placed]
-    return _moved(operator, placed, kwargs, specs, values)
+for _operator in OPERATORS:
+    _writes = _operator._schema.is_mutable
+    rule(_operator, behaviour=IN_PLACE if _writes else POINTWISE, knows_strides=True, tolerates=True)(
+        _handler(_operator)
+    )
 
 
 def _is_plain_number(arg: Any) -> bool:
@@ -110,17 +122,16 @@ def _is_plain_number(arg: Any) -> bool:
     return not arg.requires_grad or _torch.in_backward()  # a parameter on each rank would be trained by itself
 
 
-def _moved(
-    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any],
-    specs: tuple[_torch.Spec | None, ...], values: list[Any],
-) -> Any:  # fmt: skip
-    """Where operands may have to be redistributed or narrowed before they are used."""
-    plan = _table.look_up(_key(operator, specs, kwargs), lambda: plan_pointwise(operator, args, kwargs, specs))
+def _run(
+    rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], plan: PointwisePlan
+) -> Any:
+    """With operands that may have to be redistributed or narrowed before they are used."""
     if plan.leaves:
         return _torch.stock(operator, args, kwargs)
     if plan.reduces or (plan.writes_terms and _sum_is_known(*args)):
-        return _reduced(operator, args, kwargs)
-    if plan.output.present:
+        return _on_sum(rule, operator, args, kwargs)
+    values = [_torch.local_of(arg) if isinstance(arg, DTensor) else arg for arg in args]
+    if plan.output.present and not plan.ready:
         values = [_brought(arg, value, step) for arg, value, step in zip(args, values, plan.steps, strict=True)]
     result = operator(*values, **kwargs)
     return args[0] if operator._schema.is_mutable else _torch.wrap(result, plan.spec(result.dtype))
@@ -141,10 +152,10 @@ def _brought(tensor: Any, local: Any, step: Step | None) -> Any:
     return local.new_zeros(()).expand(local.shape) if step.zero else local
 
 
-def _reduced(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def _on_sum(rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Write into the sum of a Partial tensor what cannot be written term by term, or need not be: the sum is known."""
     target: DTensor = args[0]
     sum = reduce_once([target])[id(target)]
-    pointwise(operator, (sum, *args[1:]), kwargs)
+    rule(operator, (sum, *args[1:]), kwargs)
     put_back(target, sum)
     return target

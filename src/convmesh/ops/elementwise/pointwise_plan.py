@@ -20,6 +20,8 @@ from ...sharding.errors import ShardingError
 from ...sharding.layout import Layout
 from ...sharding.redistribute import layouts_of
 from ...sharding.sharding_table import Assignment, Row, choose, input_placements, output_placements
+from ...strides import Stride
+from .linear_rows import Terms, linear_rows
 
 R = Replicate()
 
@@ -28,18 +30,6 @@ Narrow = tuple[int, int, int]
 
 Operands = Sequence[Layout | None]
 """By argument; None for one that is no DTensor."""
-
-# By operator: the groups of arguments in which it is linear together, while all others are replicated.
-ALONE = ((0,),)
-LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
-    "clone": ALONE, "_to_copy": ALONE, "neg_": ALONE, "copy_": ((0, 1),),
-    "div.Tensor": ALONE, "div_.Tensor": ALONE, "div_.Scalar": ALONE,
-    "mul.Tensor": ((0,), (1,)), "mul_.Tensor": ALONE, "mul_.Scalar": ALONE,
-    "add.Tensor": ((0, 1),), "sub.Tensor": ((0, 1),), "add_.Tensor": ((0, 1),), "sub_.Tensor": ((0, 1),),
-    "rsub.Tensor": ((0, 1),), "where.self": ((1, 2),), "lerp": ((0, 1),), "lerp_": ((0, 1),),
-    "addcmul": ((0, 1), (0, 2)), "addcmul_": ((0, 1), (0, 2)), "addcdiv": ((0, 1),), "addcdiv_": ((0, 1),),
-}  # fmt: skip
-
 
 # Operators of two tensors, which torch's meta functions take in another order than its kernels do.
 aten = torch.ops.aten
@@ -61,13 +51,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Terms(Row):
-    """A row with a Partial result. Of the operands `once` the first rank alone contributes terms."""
-
-    once: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class PointwisePlan:
     steps: tuple[Step | None, ...]  # by argument; None for one that is used as it is
     output: Layout
@@ -75,6 +58,7 @@ class PointwisePlan:
     writes_terms: bool = False  # the tensor that is written is Partial, and every rank writes its own term of the sum
     leaves: bool = False  # to torch's DTensor: on several meshes, or sharded in an order other than the mesh's
     ready: bool = False  # all arguments are used as they are
+    odd: tuple[tuple[int, Stride], ...] = ()  # arguments of which this rank has one index, or none, of a dimension
     specs: dict[torch.dtype, _torch.Spec] = field(default_factory=dict)
 
     def spec(self, dtype: torch.dtype) -> _torch.Spec:
@@ -95,13 +79,22 @@ def plan_pointwise(
     model = next(layout for layout in operands if layout is not None)
     output = Layout(model.mesh, model.placements, shape, stride, model.dtype)
     if _alike(given) and not any(isinstance(p, Partial) for p in model.placements):
-        return PointwisePlan((None,) * len(specs), output, ready=True)
+        return PointwisePlan((None,) * len(specs), output, ready=True, odd=_odd(specs))
     if not all(_torch.plain_order(spec) for spec in given) or not _torch.in_rank_order(model.mesh):
         return PointwisePlan((), output, leaves=True)
     chosen = _choose(operator, operands, output, kwargs)
     if chosen is None:
         return PointwisePlan((), output, reduces=True)
     return _plan(operands, output.placed(output_placements(chosen, 0)), chosen, operator._schema.is_mutable)
+
+
+def _odd(specs: Sequence[_torch.Spec | None]) -> tuple[tuple[int, Stride], ...]:
+    given = [(number, spec, Layout.of(spec)) for number, spec in enumerate(specs) if spec is not None]
+    return tuple(
+        (number, layout.stride)
+        for number, spec, layout in given
+        if not _torch.plain_order(spec) or {0, 1} & set(layout.local_shape)
+    )
 
 
 def _alike(specs: Sequence[_torch.Spec]) -> bool:
@@ -140,7 +133,7 @@ def _choose(
     written = operands[0] if operator._schema.is_mutable else None
     rows = [Row("replicated", _by_operand(operands, lambda layout: R), (R,))]
     rows += [_sharded(operands, shape, dim) for dim in sorted(_cut_dims(operands, len(shape)))]
-    rows += _linear(operator, operands, kwargs, prod(shape))
+    rows += linear_rows(operator, operands, kwargs, prod(shape))
     name = operator._schema.name.removeprefix("aten::")
     named = [(f"operand {number}", layout) for number, layout in enumerate(operands)]
     natural = [_cut_dims(operands, len(shape), mesh_dim) for mesh_dim in range(output.mesh.ndim)]
@@ -192,31 +185,6 @@ def _sharded(operands: Operands, shape: tuple[int, ...], dim: int) -> Row:
     return Row(f"dimension {dim}", _by_operand(operands, placement), (Shard(dim),))
 
 
-def _linear(operator: _torch.Operator, operands: Operands, kwargs: Mapping[str, Any], count: int) -> list[Row]:
-    """What may stay Partial, where the operator is linear in it. A replicated operand beside it is a term, of averages
-    on every rank and of a sum on the first, if what is Partial is as large as the result, which is reduced later."""
-    name = operator._schema.name.removeprefix("aten::")
-    groups = LINEAR.get(name) or LINEAR.get(f"{name}.{operator._overloadname}", ())
-    if name.endswith("_backward"):
-        groups = ALONE  # a gradient is linear in the gradient that it is made of
-    dtype = kwargs.get("dtype")
-    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
-        groups = ()  # rounding is not linear
-    rows: list[Row] = []
-    for kind in ("sum", "avg"):
-        for group in groups:
-            given = [operands[number] if number < len(operands) else None for number in group]
-            sizes = {number: prod(layout.shape) for number, layout in zip(group, given, strict=True) if layout}
-            if len(sizes) < len(group):
-                continue
-            partial = [group, *((number,) for number in group if sizes[number] == count and "copy_" not in name)]
-            for some in partial if len(group) > 1 else partial[:1]:
-                inputs = tuple(Partial(kind) if number in some else R for number in range(len(operands)))
-                once = tuple(number for number in group if number not in some and kind == "sum")
-                rows.append(Terms(f"Partial({kind})", inputs, (Partial(kind),), once))
-    return rows
-
-
 def _plan(operands: Operands, output: Layout, chosen: Assignment, in_place: bool) -> PointwisePlan:
     here = output.mesh.get_coordinate() or ()
     zeros = {n for row, at in zip(chosen, here, strict=False) if isinstance(row, Terms) and at for n in row.once}
@@ -225,7 +193,9 @@ def _plan(operands: Operands, output: Layout, chosen: Assignment, in_place: bool
         for number, layout in enumerate(operands)
     )
     writes_terms = in_place and any(isinstance(placement, Partial) for placement in output.placements)
-    return PointwisePlan(steps, output, writes_terms=writes_terms, ready=not (writes_terms or any(steps)))
+    given = [None if layout is None else layout.spec for layout in operands]
+    ready = not (writes_terms or any(steps))
+    return PointwisePlan(steps, output, writes_terms=writes_terms, ready=ready, odd=_odd(given) if ready else ())
 
 
 def _step(source: Layout, target: Layout, zero: bool) -> Step | None:

@@ -63,7 +63,7 @@ def travels_within(assignment: Assignment, names: Sequence[str]) -> bool:
     )
 
 
-def whole_price(row: Row, mesh_dim: int, layouts: Sequence[Layout]) -> float:
+def replication_price(row: Row, mesh_dim: int, layouts: Sequence[Layout]) -> float:
     """The memory that sharded tensors take if a row replicates them, in elements."""
     return sum(
         prod(layout.shape)

@@ -26,7 +26,7 @@ from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
 from ...sharding.sharding_table import Row, choose, input_placements, output_placements
 from .._core.index_bounds import raised_alike
-from .common import as_lists, idle, others, travels_within, whole_price
+from .common import as_lists, idle, others, replication_price, travels_within
 from .index_select import owned
 
 aten = torch.ops.aten
@@ -113,7 +113,7 @@ def _plan(input_spec: _torch.Spec, index_spec: _torch.Spec, dim: int, routes: bo
     def price(row: Row, mesh_dim: int) -> float:
         size = input.mesh.size(mesh_dim)
         travels = {"owned": 2, "asked": 3}.get(row.name, 0) * prod(index.shape) * (size - 1) / size
-        return whole_price(row, mesh_dim, (input, index)) + travels / (size if row.name == "asked" else 1)
+        return replication_price(row, mesh_dim, (input, index)) + travels / (size if row.name == "asked" else 1)
 
     def fits(assignment: tuple[Row, ...]) -> bool:
         """Nothing is moved to a dimension of which half of the ranks would have nothing."""

@@ -23,7 +23,7 @@ from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
 from ...sharding.sharding_table import Assignment, Row, choose, input_placements, output_placements
 from .._core.index_bounds import check_within, raised_alike
-from .common import idle, whole_price
+from .common import idle, replication_price
 
 aten = torch.ops.aten
 R, P = Replicate(), Partial()
@@ -100,7 +100,7 @@ def plan_add(
         return not any(idle(layout, input_placements(assignment, number)) for number, layout in placed)
 
     chosen = choose(operator, rows, (("whole", whole), ("source", source)), fits=fits,
-                    extra=lambda row, mesh_dim: whole_price(row, mesh_dim, (whole, source)))  # fmt: skip
+                    extra=lambda row, mesh_dim: replication_price(row, mesh_dim, (whole, source)))  # fmt: skip
     placed = whole.placed(input_placements(chosen, 0)), source.placed(input_placements(chosen, 1))
     return *placed, whole.new(whole.shape, output_placements(chosen, 0))
 

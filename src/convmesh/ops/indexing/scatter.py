@@ -26,7 +26,7 @@ from ...sharding.redistribute import layouts_of, move, specs_of
 from ...sharding.registry import Behaviour, rule
 from ...sharding.sharding_table import Row, Wanted, choose, input_placements, output_placements
 from .._core.index_bounds import check_within, raised_alike
-from .common import as_lists, idle, others, travels_within, whole_price
+from .common import as_lists, idle, others, replication_price, travels_within
 
 aten = torch.ops.aten
 R = Replicate()
@@ -141,7 +141,7 @@ def _plan(
     def price(row: Row, mesh_dim: int) -> float:
         size = whole.mesh.size(mesh_dim)
         travels = count * prod(index.shape) * (size - 1) / size / size if row.name == "sent" else 0
-        return whole_price(row, mesh_dim, given) + travels
+        return replication_price(row, mesh_dim, given) + travels
 
     def fits(assignment: tuple[Row, ...]) -> bool:
         return travels_within(assignment, ("sent",)) and not any(

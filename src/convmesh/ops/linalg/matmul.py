@@ -9,25 +9,22 @@ of these operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ... import _torch
-from ...sharding.errors import refuse
+from ...sharding.call import Call
+from ...sharding.errors import Unfit
 from ...sharding.gradient_placements import Hints, Placements
 from ...sharding.layout import Layout
-from ...sharding.plan_cache import Table
-from ...sharding.redistribute import layouts_of, specs_of
-from ...sharding.registry import Behaviour, rule
-from ...sharding.result_strides import results_of
-from ...sharding.sharding_table import Assignment, P, R, Row, Wanted, choose, input_placements
-from ...sharding.table_plan import TablePlan
-from ..indexing.common import idle, whole_price
+from ...sharding.plan_cache import planned
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour
+from ...sharding.sharding_table import Assignment, P, R, Row, Wanted, choose, input_placements, output_placements
+from ..indexing.common import idle, replication_price
 
 aten = torch.ops.aten
 
@@ -56,22 +53,18 @@ ROWS = {batched: tuple(_rows(batched)) for batched in (False, True)}
 
 
 def _plan(
-    operator: _torch.Operator, args: tuple[Any, ...], numbers: Sequence[int], specs: Sequence[_torch.Spec],
-    like: Placements | None,
-) -> TablePlan:  # fmt: skip
-    """`numbers` are the arguments first, second and, if any, added; the product should be placed `like` this, if that
-    is known."""
-    name = _torch.name_of(operator)
-    layouts = list(zip(("first", "second", "added"), specs, strict=False))
-    given = layouts_of(name, layouts)
-    first, second, added = (*given, None)[:3]
-    shape = _shape(name, first, second, added)
+    operator: _torch.Operator, given: Sequence[Layout], like: Placements | None
+) -> tuple[Sequence[Layout], Layout]:
+    """Where the operands (first, second and, if any, added) have to be, and where their product then is; it should be
+    placed `like` this, if that is known."""
+    first, second, added = *given[:2], given[2] if len(given) > 2 else None
+    shape = _shape(first, second, added)
 
     def price(row: Row, mesh_dim: int) -> float:
         """A Partial product is going to be reduced, and what is replicated takes memory, too."""
         size = first.mesh.size(mesh_dim)
         reduced = 2 * prod(shape) * (size - 1) / size if row.outputs[0] == P and like is None else 0
-        return whole_price(row, mesh_dim, given) + reduced
+        return replication_price(row, mesh_dim, given) + reduced
 
     def fits(assignment: Assignment) -> bool:
         """Nothing is moved to a dimension of which half of the ranks would have nothing."""
@@ -79,29 +72,13 @@ def _plan(
 
     wanted = [] if like is None else [Wanted(like, prod(shape))]
     rows = [new for row in ROWS[len(shape) == 3] for new in _with_added(row, added, shape)]
-    named = [(name, layout) for (name, _), layout in zip(layouts, given, strict=True)]
-    chosen = choose(name, rows, named, wanted, fits=fits, extra=price)
-    made = results_of(operator, *_torch.by_name(operator, args))
-    local = None if added is None else _added_once
-    # An empty product is no special case: also a rank that has nothing to multiply may have to add.
-    return TablePlan.of(
-        operator, args, dict(zip(numbers, given, strict=True)), chosen, made, local=local, communicates=True
-    )
+    named = list(zip(("first", "second", "added"), given, strict=False))
+    chosen = choose(_torch.name_of(operator), rows, named, wanted, fits=fits, extra=price)
+    operands = [layout.placed(input_placements(chosen, number)) for number, layout in enumerate(given)]
+    return operands, first.new(shape, output_placements(chosen, 0))
 
 
-def _added_once(plan: TablePlan, added: Layout, *_: object) -> Callable[..., torch.Tensor]:
-    """Where the product is Partial one rank adds what is added, or all add their terms of it."""
-    (result,) = plan.results
-    assert result is not None
-    pairs = zip(result.computed.placements, added.placements, strict=True)
-    once = [mesh_dim for mesh_dim, (at, beside) in enumerate(pairs) if at == P and beside != P]
-    adds = all(added.mesh.get_local_rank(mesh_dim) == 0 for mesh_dim in once)
-    return lambda added, first, second, beta, alpha: plan.operator(
-        added, first, second, beta=beta if adds else 0, alpha=alpha
-    )
-
-
-def _shape(operator: str, first: Layout, second: Layout, added: Layout | None) -> tuple[int, ...]:
+def _shape(first: Layout, second: Layout, added: Layout | None) -> tuple[int, ...]:
     fitting = len(first.shape) == len(second.shape) in (2, 3) and first.dtype == second.dtype
     fitting = fitting and first.shape[-1] == second.shape[-2] and first.shape[:-2] == second.shape[:-2]
     shape = (*first.shape[:-1], second.shape[-1]) if fitting else ()
@@ -109,9 +86,8 @@ def _shape(operator: str, first: Layout, second: Layout, added: Layout | None) -
         new = len(shape) - len(added.shape)
         fitting = new >= 0 and all(size in (1, shape[new + dim]) for dim, size in enumerate(added.shape))
     if not fitting:
-        raise refuse(operator, "the operands do not fit each other",
-                     (("first", first), ("second", second), ("added", added)),
-                     "give matrices of one dtype, with as many columns in the first as rows in the second")  # fmt: skip
+        raise Unfit("the operands do not fit each other",
+                    "give matrices of one dtype, with as many columns in the first as rows in the second")  # fmt: skip
     return shape
 
 
@@ -129,46 +105,54 @@ def _with_added(row: Row, added: Layout | None, shape: tuple[int, ...]) -> list[
 _factors = Hints()
 
 
-def _remember(first: _torch.Spec, second: _torch.Spec) -> None:
+def _like(first: _torch.Spec, second: _torch.Spec) -> Placements | None:
+    """In backward, the placements of the factor whose gradient a product is. A forward pass remembers them."""
+    if _torch.in_backward():
+        return _factors.recall((first.mesh, tuple(first.shape), tuple(second.shape)))
+    for hint in _hints(first, second):
+        _factors.remember(*hint)
+    return None
+
+
+@planned
+def _hints(first: _torch.Spec, second: _torch.Spec) -> tuple[tuple[Hashable, Placements], ...]:
     """The placements of the factors, by the shapes of the products that are their gradients: these should have them."""
     (*batch, m, k), n = first.shape, second.shape[-1]
     # Of a factor whose columns are next to each other in memory torch makes the gradient transposed. That is rarer, so
     # it comes first: where shapes do not tell one from the other, the later one counts.
-    _factors.remember((first.mesh, (*batch, k, n), (*batch, n, m)), _transposed(first))
-    _factors.remember((first.mesh, (*batch, n, m), (*batch, m, k)), _transposed(second))
-    _factors.remember((first.mesh, (*batch, k, m), (*batch, m, n)), second.placements)
-    _factors.remember((first.mesh, (*batch, m, n), (*batch, n, k)), first.placements)
+    return (
+        ((first.mesh, (*batch, k, n), (*batch, n, m)), _transposed(first)),
+        ((first.mesh, (*batch, n, m), (*batch, m, k)), _transposed(second)),
+        ((first.mesh, (*batch, k, m), (*batch, m, n)), second.placements),
+        ((first.mesh, (*batch, m, n), (*batch, n, k)), first.placements),
+    )
 
 
-def _transposed(spec: _torch.Spec) -> tuple[Placement, ...]:
+def _transposed(spec: _torch.Spec) -> Placements:
     rows = len(spec.shape) - 2
     flip: dict[Placement, Placement] = {Shard(rows): Shard(rows + 1), Shard(rows + 1): Shard(rows)}
     return tuple(flip.get(placement, placement) for placement in spec.placements)
 
 
-_plans = Table()
+@plan_rule(aten.mm.default, aten.bmm.default, behaviour=PRODUCT, asks=_like)
+def product(operator: _torch.Operator, first: Layout, second: Layout, like: Placements | None) -> Call:
+    return Call(*_plan(operator, (first, second), like), operator)
 
 
-def _product(
-    operator: _torch.Operator, args: tuple[Any, ...], numbers: Sequence[int], specs: list[_torch.Spec],
-    like: Placements | None = None,
-) -> DTensor:  # fmt: skip
-    plan = _plans.look_up((operator, like, *specs), lambda: _plan(operator, args, numbers, specs, like))
-    _remember(specs[0], specs[1])
-    product: DTensor = plan.run(args)
-    return product
+def _forgets(added: _torch.Spec, first: _torch.Spec, second: _torch.Spec, *_: object) -> None:
+    _like(first, second)
 
 
-@rule(aten.mm.default, aten.bmm.default, behaviour=PRODUCT, knows_strides=True)
-def product(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    first, second = args = _torch.arguments(operator, args, kwargs)
-    specs = specs_of(_torch.name_of(operator), (("first", first), ("second", second)))
-    like = _factors.recall((specs[0].mesh, tuple(first.shape), tuple(second.shape)))
-    return _product(operator, args, (0, 1), specs, like)
+@plan_rule(aten.addmm.default, aten.baddbmm.default, behaviour=PRODUCT, asks=_forgets)
+def product_and_sum(operator: _torch.Operator, added: Layout, first: Layout, second: Layout, *_: object) -> Call:
+    """Where the product is Partial one rank adds what is added, or all add their terms of it."""
+    (*factors, added), output = _plan(operator, (first, second, added), None)
+    pairs = zip(output.placements, added.placements, strict=True)
+    once = [mesh_dim for mesh_dim, (at, beside) in enumerate(pairs) if at == P and beside != P]
+    adds = all(added.mesh.get_local_rank(mesh_dim) == 0 for mesh_dim in once) if added.present else True
 
+    def run(added: torch.Tensor, first: torch.Tensor, second: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+        result: torch.Tensor = operator(added, first, second, beta=beta if adds else 0, alpha=alpha)
+        return result
 
-@rule(aten.addmm.default, aten.baddbmm.default, behaviour=PRODUCT, knows_strides=True)
-def product_and_sum(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    added, first, second, *_ = args = _torch.arguments(operator, args, kwargs)
-    specs = specs_of(_torch.name_of(operator), (("first", first), ("second", second), ("added", added)))
-    return _product(operator, args, (1, 2, 0), specs)
+    return Call((added, *factors), output, run)

@@ -1,0 +1,59 @@
+"""Elementwise operators on Partial tensors: what may stay Partial because the operator is linear in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Partial
+
+from ... import _torch
+from ...sharding.layout import Layout
+from ...sharding.sharding_table import R, Row
+
+# By operator: the groups of arguments in which it is linear together, while all others are replicated.
+ALONE = ((0,),)
+LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
+    "clone": ALONE, "_to_copy": ALONE, "neg_": ALONE, "copy_": ((0, 1),),
+    "div.Tensor": ALONE, "div_.Tensor": ALONE, "div_.Scalar": ALONE,
+    "mul.Tensor": ((0,), (1,)), "mul_.Tensor": ALONE, "mul_.Scalar": ALONE,
+    "add.Tensor": ((0, 1),), "sub.Tensor": ((0, 1),), "add_.Tensor": ((0, 1),), "sub_.Tensor": ((0, 1),),
+    "rsub.Tensor": ((0, 1),), "where.self": ((1, 2),), "lerp": ((0, 1),), "lerp_": ((0, 1),),
+    "addcmul": ((0, 1), (0, 2)), "addcmul_": ((0, 1), (0, 2)), "addcdiv": ((0, 1),), "addcdiv_": ((0, 1),),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Terms(Row):
+    """A row with a Partial result. Of the operands `once` the first rank alone contributes terms."""
+
+    once: tuple[int, ...] = ()
+
+
+def linear_rows(
+    operator: _torch.Operator, operands: Sequence[Layout | None], kwargs: Mapping[str, Any], count: int
+) -> list[Row]:
+    """What may stay Partial, where the operator is linear in it. A replicated operand beside it is a term, of averages
+    on every rank and of a sum on the first, if what is Partial is as large as the result, which is reduced later."""
+    name = operator._schema.name.removeprefix("aten::")
+    groups = LINEAR.get(name) or LINEAR.get(f"{name}.{operator._overloadname}", ())
+    if name.endswith("_backward"):
+        groups = ALONE  # a gradient is linear in the gradient that it is made of
+    dtype = kwargs.get("dtype")
+    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+        groups = ()  # rounding is not linear
+    rows: list[Row] = []
+    for kind in ("sum", "avg"):
+        for group in groups:
+            given = [operands[number] if number < len(operands) else None for number in group]
+            sizes = {number: prod(layout.shape) for number, layout in zip(group, given, strict=True) if layout}
+            if len(sizes) < len(group):
+                continue
+            partial = [group, *((number,) for number in group if sizes[number] == count and "copy_" not in name)]
+            for some in partial if len(group) > 1 else partial[:1]:
+                inputs = tuple(Partial(kind) if number in some else R for number in range(len(operands)))
+                once = tuple(number for number in group if number not in some and kind == "sum")
+                rows.append(Terms(f"Partial({kind})", inputs, (Partial(kind),), once))
+    return rows

@@ -1,0 +1,192 @@
+"""Prepared calls: what a plan comes to on this rank, with every redistribution, local call and spec made once.
+
+A rule's planner says where the tensors have to be, what is called with the local tensors, and where the results are
+then (`Call`). The rest is the same for all rules, and for a rank that has nothing or is outside of the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import _torch
+from ..strides import Stride, usual
+from . import gradient_placements, registry, view_writeback
+from .assign import assign
+from .errors import refuse
+from .layout import Layout
+from .redistribute import Step, plan_redistribution
+
+Operand = Layout | Sequence[Layout | None] | None
+"""Where an argument has to be: a tensor, or each of a list of tensors. None for one that is not used."""
+Place = tuple[int | None, int]
+"""Which argument is a list of tensors, if it is in one, and the number there or among the arguments."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A result that the local call leaves at one layout, and that is redistributed to another."""
+
+    computed: Layout
+    wanted: Layout
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a planner makes of a call.
+
+    `run` gets all arguments, with local tensors in place of tensors, and returns the local tensors of the results. They
+    become tensors with the strides of one device. It runs on every rank of the mesh.
+    """
+
+    operands: Sequence[Operand]  # of the tensors, and lists of tensors, among the arguments
+    results: Layout | Moved | Sequence[Layout | Moved | None]
+    run: Callable[..., Any]
+    view: bool = False  # the result is a view of the first argument
+    # The result is a copy that torch takes for a view: how it is taken of the first argument, and put back there.
+    copy: tuple[view_writeback.Take, view_writeback.PutBack] | None = None
+    writes: bool = False  # the result is written into the first argument, which is returned
+
+
+@dataclass(frozen=True)
+class Move:
+    """A redistribution of a local tensor."""
+
+    steps: tuple[Step, ...]
+    stride: Stride
+
+    @staticmethod
+    def of(source: Layout, target: Layout) -> Move | None:
+        """None where there is nothing to do."""
+        if source.placements == target.placements or not source.present:
+            return None
+        return Move(plan_redistribution(source, target), target.stride)
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            local = step(local)
+        return usual(local, self.stride)
+
+
+class Result:
+    """How the local tensor of a result becomes a DTensor: cast, redistributed, in the strides of one device."""
+
+    __slots__ = ("dtype", "layout", "memory_format", "move", "spec")
+
+    def __init__(self, result: Layout | Moved, stride: Stride | None):
+        computed, wanted = (result.computed, result.wanted) if isinstance(result, Moved) else (result, result)
+        if stride is not None and stride != wanted.stride:
+            computed, wanted = replace(computed, stride=stride), replace(wanted, stride=stride)
+        self.layout, self.dtype, self.spec = wanted, wanted.dtype, wanted.spec
+        self.move = Move.of(computed, wanted)
+        self.memory_format = wanted.memory_format if wanted.stride == wanted.dense.stride else None
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        if local.dtype != self.dtype:
+            local = local.to(self.dtype)
+        if self.move is not None:
+            local = self.move(local)
+        if self.memory_format is None:
+            return _torch.wrap(self.layout.laid(local), self.spec)
+        return _torch.wrap(local.contiguous(memory_format=self.memory_format), self.spec)
+
+
+class Prepared:
+    """A call of an operator on tensors of known layouts, ready to be made."""
+
+    def __init__(
+        self, operator: _torch.Operator, given: Sequence[Operand], call: Call, strides: Sequence[Stride | None],
+        remembers: bool,
+    ):  # fmt: skip
+        """`given` are the layouts of the tensors among the arguments, and `strides` those of the results."""
+        numbers = _torch.signature(operator).places
+        self.tensors = [(place, layout) for place, layout in _by_place(numbers, given) if layout is not None]
+        wanted = dict(_by_place(numbers, call.operands))
+        first = self.tensors[0][1]
+        self.operator, self.call, self.run = operator, call, call.run
+        self.mesh, self.present = first.mesh, first.present
+        self.shapes = [layout.local_shape for _, layout in self.tensors]
+        self.odd = [(place, layout.stride) for place, layout in self.tensors if {0, 1} & set(layout.local_shape)]
+        self.unused = [place for place, _ in self.tensors if wanted.get(place) is None]
+        self.moves = [
+            (place, move)
+            for place, layout in self.tensors
+            if (target := wanted.get(place)) is not None and (move := Move.of(layout, target)) is not None
+        ]
+        self.single = isinstance(call.results, Layout | Moved)
+        results = [call.results] if isinstance(call.results, Layout | Moved) else call.results
+        self.results = [None if one is None else Result(one, stride) for one, stride in zip_longest(results, strides)]
+        self.is_new = not (call.view or call.copy or call.writes)
+        self.hint = gradient_placements.hint_of(first.spec) if remembers else None
+
+    def check(self, values: list[Any]) -> None:
+        """Local tensors have the shapes that their placements say."""
+        for ((outer, number), layout), shape in zip(self.tensors, self.shapes, strict=True):
+            local = (values if outer is None else values[outer])[number]
+            if self.present and tuple(local.shape) != shape:
+                raise refuse("DTensor", f"its local tensor has shape {tuple(local.shape)}, not {shape}",
+                             [("tensor", layout)], "shard it as torch.chunk does, which Shard means")  # fmt: skip
+
+    def make_usual(self, values: list[Any]) -> None:
+        """Give kernels strides that one device could have had, as `_torch.local_of` does."""
+        for (outer, number), stride in self.odd:
+            into = values if outer is None else values[outer]
+            into[number] = usual(into[number], stride)
+
+    def __call__(self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of all arguments with local tensors, and of the arguments as they were given."""
+        if self.hint is not None:
+            gradient_placements.by_shape.remember(*self.hint)
+        if not self.present:
+            return self._outside(values, args)
+        for (outer, number), move in self.moves:
+            into = values if outer is None else values[outer]
+            into[number] = move(into[number])
+        for outer, number in self.unused:
+            (values if outer is None else values[outer])[number] = None
+        found = self.run(*values)
+        if self.single:
+            result: Any = self.results[0]
+            return result.wrap(found) if self.is_new else self._of_first(result, found, args, kwargs)
+        return tuple([None if one is None or made is None else one.wrap(made)
+                      for one, made in zip(self.results, found, strict=True)])  # fmt: skip
+
+    def _of_first(self, result: Result, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What is a view or a copy of the first argument, or is written into it."""
+        if self.call.view:
+            return _torch.as_view(self.operator, args, kwargs, _torch.wrap(local, result.spec))
+        if self.call.copy is not None:
+            return copy_of(result.wrap(local), args[0], *self.call.copy)
+        if _torch.memory_of(local) != _torch.memory_of(_torch.local_of(args[0])):
+            assign(args[0], result.wrap(local))
+        return args[0]
+
+    def _outside(self, values: list[Any], args: tuple[Any, ...]) -> Any:
+        """What a rank outside of the mesh returns."""
+        if self.call.writes:
+            return args[0]
+        outer, number = self.tensors[0][0]
+        like = (values if outer is None else values[outer])[number]
+        results = [one and one.layout.absent(like) for one in self.results]
+        return results[0] if self.single else tuple(results)
+
+
+def _by_place(numbers: Sequence[int], operands: Sequence[Operand]) -> Iterator[tuple[Place, Layout | None]]:
+    """The arguments of these numbers, and tensors in lists among them."""
+    for number, operand in zip(numbers, operands, strict=True):
+        if operand is None or isinstance(operand, Layout):
+            yield (None, number), operand
+        else:
+            yield from (((number, at), layout) for at, layout in enumerate(operand))
+
+
+def copy_of(part: DTensor, full: DTensor, take: view_writeback.Take, put_back: view_writeback.PutBack) -> DTensor:
+    """`part`, a copy of some of `full` that torch takes for a view: what is written into it is put back."""
+    if view_writeback.mark(part, full, take, put_back):
+        registry.guard_writes()
+    return part

@@ -1,0 +1,143 @@
+"""Rules with a local call or an exchange of their own: a planner, and what it says is run on local tensors.
+
+The author of such a rule writes the planner. It gets layouts and numbers, no tensors, and is called once for each
+combination of them: a call that was seen before is one look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+from torch.distributed.tensor import DTensor
+
+from .. import _torch
+from .call import Call, Prepared
+from .errors import Unfit, refuse
+from .plan_cache import Table
+from .redistribute import layouts_of, specs_of
+from .registry import Behaviour, rule, tolerant
+from .result_strides import strides_of
+
+
+class Left:
+    """A call that is left to torch's DTensor."""
+
+    mesh = None
+
+
+Make = Callable[[_torch.Operator, tuple[Any, ...], list[Any]], Prepared | Left]
+"""Of an operator, the arguments of a call, and the same with layouts in place of tensors."""
+AnyPlanner = TypeVar("AnyPlanner", bound=Callable[..., Call | None])
+
+
+def plan_rule(
+    *operators: _torch.Operator,
+    behaviour: Behaviour,
+    remembers: bool = False,
+    asks: Callable[..., Hashable] | None = None,
+) -> Callable[[AnyPlanner], AnyPlanner]:
+    """Declare that `operators` run as a planner says, and what their users can expect.
+
+    The planner gets the operator and all arguments of a call, a `Layout` for each tensor and tuples for lists, and
+    returns a `Call`; None leaves the call to torch's DTensor. What it cannot run it refuses with `Unfit`.
+
+    With `remembers`, the gradient of the first tensor is written into zeros of its shape, and goes where it was. What
+    a plan depends on beside the arguments `asks` finds out, of specs and numbers: the planner gets it as one more.
+    """
+
+    def declare(planner: AnyPlanner) -> AnyPlanner:
+        def make(operator: _torch.Operator, args: tuple[Any, ...], given: list[Any]) -> Prepared | Left:
+            known = _torch.signature(operator)
+            call = planner(operator, *given)
+            if call is None:
+                return Left()
+            strides = () if call.view else strides_of(operator, *_torch.by_name(operator, args))
+            return Prepared(operator, [given[number] for number in known.places], call, strides, remembers)
+
+        prepared_rule(*operators, behaviour=behaviour, make=make, asks=asks, written=planner)
+        return planner
+
+    return declare
+
+
+def prepared_rule(
+    *operators: _torch.Operator, behaviour: Behaviour, make: Make, written: Callable[..., Any],
+    asks: Callable[..., Hashable] | None = None,
+) -> None:  # fmt: skip
+    """Declare rules whose calls are prepared once; `written` is what the author of the rule has written."""
+    for operator in operators:
+        rule(operator, behaviour=behaviour, knows_strides=True, tolerates=True)(_handler(operator, make, written, asks))
+
+
+def _handler(
+    operator: _torch.Operator, make: Make, written: Callable[..., Any], asks: Callable[..., Hashable] | None
+) -> _torch.Handler:
+    plans = Table()
+    known, count = plans.plans, len(_torch.signature(operator).names)
+
+    @wraps(written)
+    def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        opened = _torch.opened(args if len(args) == count else _torch.arguments(operator, args, kwargs))
+        if opened is not None:
+            key, values, shapes, mesh = opened
+            if asks is not None:
+                key.append(asks(*key))
+            call = known.get(tuple(key))
+            if call is not None and call.mesh is mesh and call.shapes == shapes:
+                if call.odd:
+                    call.make_usual(values)
+                return call(values, args, kwargs)
+        return unknown(operator, args, kwargs)
+
+    @tolerant
+    @wraps(written)
+    def unknown(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = _torch.arguments(operator, args, kwargs)
+        named = _named(operator, given)
+        specs_of(_torch.name_of(operator), named)  # refuses plain tensors
+        key = [_torch.key_of(value) for value in given]
+        if asks is not None:
+            key.append(asks(*key))
+        try:
+            call = plans.look_up(tuple(key), lambda: make(operator, given, _with_layouts(operator, named, key)))
+        except Unfit as unfit:
+            raise refuse(_torch.name_of(operator), unfit.reason, named, unfit.remedy) from None
+        if isinstance(call, Left):
+            return _torch.stock(operator, args, kwargs)
+        values = [_local(value) for value in given]
+        call.check(values)
+        return call(values, args, kwargs)
+
+    return run
+
+
+def _named(operator: _torch.Operator, args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """The tensors of a call, with the names that errors call them by."""
+    known = _torch.signature(operator)
+    found: list[tuple[str, Any]] = []
+    for number in known.places:
+        name, value = known.names[number], args[number]
+        several = isinstance(value, list | tuple)
+        found += [(f"{name}[{at}]", one) for at, one in enumerate(value)] if several else [(name, value)]
+    return found
+
+
+def _with_layouts(operator: _torch.Operator, named: Sequence[tuple[str, Any]], key: Sequence[Any]) -> list[Any]:
+    """The arguments with layouts in place of specs: on one mesh, dimensions sharded in its own order."""
+    known = _torch.signature(operator)
+    specs = [key[number] for number in known.places]
+    flat = [one for spec in specs for one in (spec if isinstance(spec, tuple) else (spec,))]
+    named = [(name, spec) for (name, _), spec in zip(named, flat, strict=True)]
+    layouts = iter(layouts_of(_torch.name_of(operator), named))
+    given = list(key)
+    for number, spec in zip(known.places, specs, strict=True):
+        given[number] = tuple(next(layouts) for _ in spec) if isinstance(spec, tuple) else next(layouts)
+    return given
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return _torch.local_of(value)
+    return [_local(one) for one in value] if type(value) is list else value
