@@ -41,7 +41,9 @@ class Gathered:
             extra[dim - 2] = 0
             if conv.transposed and not fine:
                 extra[dim - 2] = own.size - _padded(window, padding[dim - 2]).fine_size(side.size)
-        return block and Gathered(block, replace(conv, padding=tuple(padding), output_padding=tuple(extra)))
+        if block is None:
+            return None
+        return Gathered(block, replace(conv, padding=tuple(padding), output_padding=tuple(extra)))
 
     def output(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         """Of an input whose halos are fetched."""

@@ -38,9 +38,8 @@ class LocalConvolution:
 
     def gathered(self, tile: torch.Tensor, fine: bool) -> Gathered | None:
         """How a small tile is computed with the halos of its fine or coarse side, in one block."""
-        if (
-            not 0 < tile.numel() <= gathered.FEW_ELEMENTS or type(tile) is not torch.Tensor
-        ):  # a compiler has its own ways to save steps
+        # A compiler saves steps in its own ways.
+        if not 0 < tile.numel() <= gathered.FEW_ELEMENTS or type(tile) is not torch.Tensor:
             return None
         return self._of_fine_block if fine else self._of_coarse_block
 
