@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import convmesh
 from convmesh.ops._core import tiles
-from convmesh.ops.convolution import halo_taps
+from convmesh.ops.convolution import gathered, halo_taps
 from tests.compare import assert_close
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 4), (4, 1), (2, 1), (1, 2)]
@@ -152,18 +152,20 @@ def check(mesh: DeviceMesh, case: Case) -> None:
 
 @contextmanager
 def _border(case: Case) -> Iterator[None]:
-    """Of three cases one computes its border as it pays, one tap by tap, and one in strips, however wide it is.
+    """Of three cases one is computed as it pays, one has its border added tap by tap, and one in strips, however wide
+    and small it is.
 
     Strips need something inside.
     """
-    usual = (tiles.LARGEST_BORDER, halo_taps.FEWEST_CHANNELS)
+    usual = (tiles.LARGEST_BORDER, halo_taps.FEWEST_CHANNELS, gathered.FEW_ELEMENTS)
     by_tap = case.seed % 3 == 1 and case.dtype != torch.bfloat16
     if case.seed % 3:
         tiles.LARGEST_BORDER, halo_taps.FEWEST_CHANNELS = (1.0, 1) if by_tap else (0.99, 10**9)
+        gathered.FEW_ELEMENTS = 0
     try:
         yield
     finally:
-        tiles.LARGEST_BORDER, halo_taps.FEWEST_CHANNELS = usual
+        tiles.LARGEST_BORDER, halo_taps.FEWEST_CHANNELS, gathered.FEW_ELEMENTS = usual
 
 
 def _scales(case: Case) -> dict[str, float | None]:

@@ -20,6 +20,7 @@ from .failures.interception import caller as caller
 from .failures.interception import describe as describe
 from .failures.interception import keep_watch as keep_watch
 from .failures.interception import observe as observe
+from .halo_block import HaloBlock as HaloBlock
 from .rank_line import RankLine as RankLine
 from .rank_line import rank_line as rank_line
 from .reduce import all_gather_stacked as all_gather_stacked

@@ -51,7 +51,7 @@ def start(schedule: Schedule, tensors: Sequence[Held]) -> Pending:
     if schedule.silent:
         return Pending(schedule, len(tensors))
     shaped = tuple([Shaped(one.dims, one.blocks[0].data.shape) for one in tensors])
-    parts = [tensors[piece.tensor].read(piece.box).reshape(-1) for _, piece in schedule.sends]
+    parts = [tensors[piece.tensor].read(piece.box) for _, piece in schedule.sends]
     data = tensors[0].blocks[0].data
     tracing = _torch.tracing()
     if tracing:
@@ -60,7 +60,7 @@ def start(schedule: Schedule, tensors: Sequence[Held]) -> Pending:
         own = data.reshape(-1)[:1] if data.numel() else data.sum(dtype=data.dtype).reshape(1)
         parts.insert(schedule.sent_before_token, own)
     wire = schedule.wire(shaped, int(tracing))
-    return Pending(schedule, len(tensors), wire.send(_joined(parts, data)), wire)
+    return Pending(schedule, len(tensors), wire.send(joined(parts, data)), wire)
 
 
 def exchange_rows(schedule: RowSchedule, rows: torch.Tensor) -> torch.Tensor:
@@ -70,11 +70,18 @@ def exchange_rows(schedule: RowSchedule, rows: torch.Tensor) -> torch.Tensor:
     return received.view(sum(schedule.received), *rows.shape[1:])
 
 
-def _joined(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    if not parts:
+def joined(pieces: list[torch.Tensor], like: torch.Tensor, alike: bool = False) -> torch.Tensor:
+    """The elements of all pieces in a row, each in its own order; `alike` says that they have the same shape."""
+    if len(pieces) == 1:
+        # What goes to one rank only is sent as it is, which may be a part of another tensor.
+        return pieces[0].reshape(-1).contiguous()
+    if not pieces:
         return like.new_empty(0)
-    # What goes to one rank only is sent as it is, which may be a part of another tensor.
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+    if alike:
+        # In memory of its own, or else torch chooses an order by the pieces' strides.
+        rows = like.new_empty((len(pieces), *pieces[0].shape))
+        return torch.stack(pieces, out=rows).view(-1)
+    return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
 def fetch(schedule: Schedule, tensor: torch.Tensor, dims: tuple[int, ...], owned: Box, needed: Box) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 
 from ... import _torch
-from ...comm import Block, Halo, Held, Pending, RankLine, Schedule, give_back, halo, rank_line, start
+from ...comm import Block, Halo, HaloBlock, Held, Pending, RankLine, Schedule, give_back, halo, rank_line, start
 from ...geometry import Box, Dependence, HaloPlan, Interval, ShardedDependence, hull, slabs
 from ...sharding.layout import Layout
 
@@ -180,6 +180,12 @@ class Halos:
         """Every dimension by itself, whatever the extent of the others."""
         sides = zip(self.plans, self.lines, strict=True)
         return tuple(halo(line, Halo(0, plan, (Interval(0, plan.size),))) for plan, line in sides)
+
+    def block(self, box: Box, ndim: int) -> HaloBlock | None:
+        """What puts a local tensor of so many dimensions together with its halos, to `box`; None where that has gaps
+        or is more than this rank needs."""
+        sizes = [plan.size for plan in self.plans]
+        return HaloBlock.of(self.in_turn, self.dims, sizes, self.owned, self.needed, box, ndim)
 
 
 class Fetch:

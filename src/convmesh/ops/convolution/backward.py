@@ -35,6 +35,9 @@ def gradients(
     fine, coarse = (gy, x) if local.conv.transposed else (x, gy)
     fetches_output = for_input or not _cheaper_to_fetch_input(local, w.shape)
     fetches_fine = fetches_output == local.conv.transposed
+    gathered = local.gathered(x, fetches_fine) if gy.numel() and w.numel() else None
+    if gathered is not None:
+        return gathered.gradients(gy, x, w, tuple(mask), fetches_output)
     fetch = tiling.fetch_sources(fine) if fetches_fine else tiling.fetch_targets(coarse)
 
     own_side = coarse if fetches_fine else fine

@@ -18,6 +18,8 @@ from ...geometry import Box, Convolution, Window
 from ...kernels.convolution import bias_gradient, convolution, convolution_backward
 from ...kernels.turn import Turn
 from ...kernels.weight_gradient import weight_gradient
+from . import gathered
+from .gathered import Gathered
 from .operator_padding import Crop
 from .tile import ConvolutionTiling
 
@@ -33,6 +35,21 @@ class LocalConvolution:
     fine_sizes: tuple[int, ...]
     coarse_sizes: tuple[int, ...]
     tiling: ConvolutionTiling
+
+    def gathered(self, tile: torch.Tensor, fine: bool) -> Gathered | None:
+        """How a small tile is computed with the halos of its fine or coarse side, in one block."""
+        # A compiler saves steps in its own ways.
+        if not 0 < tile.numel() <= gathered.FEW_ELEMENTS or type(tile) is not torch.Tensor:
+            return None
+        return self._of_fine_block if fine else self._of_coarse_block
+
+    @cached_property
+    def _of_fine_block(self) -> Gathered | None:
+        return Gathered.of(self.conv, self.tiling, True)
+
+    @cached_property
+    def _of_coarse_block(self) -> Gathered | None:
+        return Gathered.of(self.conv, self.tiling, False)
 
     def own(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The operator on what the rank owns; along sharded dimensions the border lacks what other ranks own."""

@@ -50,6 +50,9 @@ def _forward(local: LocalConvolution, x: torch.Tensor, w: torch.Tensor, b: torch
     tiling = local.tiling
     if not tiling.dims:
         return local.own(x, w, b)
+    gathered = local.gathered(x, fine=not local.conv.transposed) if w.numel() else None
+    if gathered is not None:
+        return gathered.output(x, w, b)
 
     def part(held: Held, box: Box) -> torch.Tensor:
         return local.part(held, box, w, b, to_fine=local.conv.transposed)

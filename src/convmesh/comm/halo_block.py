@@ -1,0 +1,125 @@
+"""A local tensor with its halos in one block of memory, by one exchange and one copy for each sharded dimension.
+
+It sends the messages that `start` sends, prepared: for small tensors, where every step of Python and operator counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from .. import _torch
+from ..geometry import Box, Interval
+from ..strides import memory_format
+from .exchange import joined
+from .schedule import Schedule, Shaped
+from .wire import Wire
+
+
+class View(NamedTuple):
+    """A contiguous piece of a received buffer."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Prepared(NamedTuple):
+    """An exchange of tensors of one shape: what comes in, in the order in which it lies around the own values."""
+
+    wire: Wire
+    before: tuple[View, ...]
+    after: tuple[View, ...]
+    shape: list[int]  # of the block
+
+
+class HaloStep:
+    """From what a rank owns of one dimension to what it needs; along all others the tensor stays as it is."""
+
+    def __init__(self, schedule: Schedule, dims: tuple[int, ...], axis: int, owned: Interval, needed: Interval):
+        own = owned & needed
+        self._schedule, self._dims, self._axis, self._dim = schedule, dims, axis, dims[axis]
+        self._kept = None if own == owned else (own.start - owned.start, own.size)
+        self._needed, self._own = needed, own
+        boxes = [piece.box[axis] for _, piece in schedule.sends]
+        self._sends = [(box.start - owned.start, box.size) for box in boxes]
+        self._alike = len({size for _, size in self._sends}) == 1
+        self._prepared: dict[torch.Size, Prepared] = {}
+
+    @property
+    def fits(self) -> bool:
+        """What comes in and what is owned lie side by side, without gaps, in the order of the ranks."""
+        received = [piece.box[self._axis] for _, piece in self._schedule.receives]
+        sides = sorted([self._own, *received], key=lambda side: side.start)
+        tiled = all(one.stop == other.start for one, other in pairwise(sides))
+        return bool(self._own) and tiled and (sides[0].start, sides[-1].stop) == (self._needed.start, self._needed.stop)
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        if self._schedule.silent:
+            return local if self._kept is None else local.narrow(self._dim, *self._kept)
+        found = self._prepared.get(local.shape)
+        if found is None:
+            found = self._prepared[local.shape] = self._prepare(local.shape)
+        pieces = [local.narrow(self._dim, start, size) for start, size in self._sends]
+        arriving = found.wire.send(joined(pieces, local, self._alike))
+        own = local if self._kept is None else local.narrow(self._dim, *self._kept)
+        received = _torch.wait(arriving)
+        if not found.before and not found.after:
+            return own
+        parts = [received.as_strided(*view) for view in found.before]
+        parts.append(own)
+        parts += [received.as_strided(*view) for view in found.after]
+        block = torch.empty(
+            found.shape, dtype=local.dtype, device=local.device, memory_format=memory_format(local)
+        )  # fmt: skip
+        return torch.cat(parts, self._dim, out=block)
+
+    def _prepare(self, shape: torch.Size) -> Prepared:
+        wire = self._schedule.wire((Shaped(self._dims, shape),), 0)
+        views: dict[bool, list[View]] = {True: [], False: []}
+        offset = 0
+        for (_, piece), size in zip(self._schedule.receives, wire.shapes, strict=True):
+            stride = tuple(prod(size[dim + 1 :]) for dim in range(len(size)))
+            views[piece.box[self._axis].start < self._own.start].append(View(size, stride, offset))
+            offset += prod(size)
+        full = list(shape)
+        full[self._dim] = self._needed.size
+        return Prepared(wire, tuple(views[True]), tuple(views[False]), full)
+
+
+@dataclass(frozen=True, eq=False)
+class HaloBlock:
+    """From a local tensor to a box around it, dimension after dimension, so that corners come too."""
+
+    steps: tuple[HaloStep, ...]
+    overhang: list[int]  # what lies outside of the full tensor, as `constant_pad_nd` takes it; empty for none
+
+    @staticmethod
+    def of(
+        schedules: Sequence[Schedule], dims: tuple[int, ...], sizes: Sequence[int], owned: Box, needed: Box, box: Box,
+        ndim: int,
+    ) -> HaloBlock | None:  # fmt: skip
+        """None where `box` is not exactly what the schedules bring, or is not without gaps."""
+        if any(side & Interval(0, size) != inside for side, size, inside in zip(box, sizes, needed, strict=True)):
+            return None
+        steps = tuple(
+            HaloStep(schedule, dims, axis, owned[axis], needed[axis]) for axis, schedule in enumerate(schedules)
+        )
+        padding = [0] * (2 * ndim)
+        for dim, side, inside in zip(dims, box, needed, strict=True):
+            ends = inside.start - side.start, side.stop - inside.stop
+            padding[2 * (ndim - 1 - dim) : 2 * (ndim - dim)] = ends
+        return HaloBlock(steps, padding if any(padding) else []) if all(step.fits for step in steps) else None
+
+    def __call__(self, local: torch.Tensor, fill: float = 0) -> torch.Tensor:
+        for step in self.steps:
+            local = step(local)
+        if not self.overhang:
+            return local
+        block: torch.Tensor = torch.ops.aten.constant_pad_nd.default(local, self.overhang, fill)
+        return block
