@@ -45,8 +45,10 @@ fuzz: $(READY)  ## N=... random convolutions and programs against one process; p
 	$(BIN)/python -m tests.fuzz --cases $(N) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED))
 	$(if $(KIND)$(SEED),,$(BIN)/python -m tests.batching.compositions)
 
-conformance: $(READY)  ## all of PyTorch's own operator samples, sharded along each dimension in turn
+conformance: $(READY)  ## all of PyTorch's own operator samples, sharded along each dimension in turn; some on large meshes
 	$(BIN)/python -m tests.conformance
+	$(BIN)/python -m tests.conformance --mesh 2x2x2 --most 3
+	@for mesh in 4x4x4 1x8x8 64; do $(BIN)/python -m tests.conformance --mesh $$mesh --most 1 || exit 1; done
 
 bench: $(READY)  ## the figures of docs/benchmarks.md, measured here
 	$(BIN)/python -m benchmarks

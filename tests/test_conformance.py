@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests import conformance_record
-from tests.conformance import FAULTS, RANKS, in_markdown, run
+from tests.conformance import FAULTS, RANKS, Simulated, in_markdown, run
 from tests.conformance_record import Record, digest
 from tests.harness import Pool
 from tests.opinfo import FAMILIES, Case, cases
 
 MOST = 16  # cases of a family on each number of ranks
+FEW = 6  # on simulated ranks
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,6 +34,15 @@ def test_samples_of_torch(pool: Pool, family: str) -> None:
     assert counts["right"], "the samples were found"
     assert not faults, "\n".join(faults)
     assert not Record.load().changes(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_of_torch_on_a_mesh_of_three_dimensions(family: str) -> None:
+    """Of simulated ranks. The samples are small: some ranks own nothing."""
+    some = list(cases(family, 1))
+    verdicts = dict(run(Simulated((2, 2, 2)), family, some[:: max(1, len(some) // FEW)], 8))
+    assert verdicts
+    assert not {str(case): told for case, told in verdicts.items() if told[0] in FAULTS}
 
 
 def recorded(**verdicts: str) -> Record:

@@ -10,6 +10,7 @@ from itertools import groupby
 from . import ops as ops  # declares the rules
 from .batching import calibrate
 from .demo.options import add_options
+from .selftest.options import add_options as add_selftest_options
 from .sharding.registry import Behaviour, declared
 
 HEADINGS = ("operator", "stays sharded", "communication", "refused")
@@ -84,6 +85,12 @@ def run_demo(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def run_selftest(options: argparse.Namespace) -> int:
+    from .selftest.command import run
+
+    return run(options)
+
+
 def run_calibration(options: argparse.Namespace) -> int:
     print(f"measured prices are in {calibrate()}")
     return 0
@@ -101,6 +108,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add_options(show)
     show.set_defaults(run=run_demo)
+    selftest = commands.add_parser(
+        "selftest", help="whether all operator families are right on this hardware, and how fast their parts are"
+    )
+    add_selftest_options(selftest)
+    selftest.set_defaults(run=run_selftest)
     measure = commands.add_parser("calibrate", help="measure what vmapped convolutions cost here (some minutes)")
     measure.set_defaults(run=run_calibration)
     return main_parser
@@ -111,9 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
     except ModuleNotFoundError as error:
-        if error.name != "rich":
+        if error.name not in ("rich", "jinja2"):
             raise
         extra = "demo" if options.run is run_demo else "cli"
-        print(f"This command needs rich: pip install 'convmesh[{extra}]'", file=sys.stderr)
+        print(f"This command needs {error.name}: pip install 'convmesh[{extra}]'", file=sys.stderr)
         return 1
     return status

@@ -1,0 +1,136 @@
+"""The command: starts ranks where torchrun has not, runs all parts on them, and writes what was found."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .. import api
+from . import compute, exactness, links, training
+from .functions import ALL_FUNCTIONS
+from .page import page
+from .report import Device, Report
+from .terminal import show
+from .timing import Stopwatch
+from .topology import Place, Topology
+
+TIMEOUT = timedelta(seconds=60)  # for a rank that has failed while others wait
+T = TypeVar("T")
+
+
+def run(options: argparse.Namespace) -> int:
+    """0, or 1 where something is wrong."""
+    return _as_rank(options) if "RANK" in os.environ else _start(options)
+
+
+def _start(options: argparse.Namespace) -> int:
+    """Start ranks on this machine, as torchrun would."""
+    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    ranks = options.ranks or max(2, gpus)
+    console = Console()
+    console.print(f"Starting {ranks} ranks on this machine. On several machines, run this on each of them:")
+    console.print("  torchrun --nnodes N --nproc-per-node R --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+                  "-m convmesh selftest", markup=False, soft_wrap=True)  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    selftest = ["-m", "convmesh", "selftest", "--out", str(options.out), *(["--quick"] if options.quick else [])]
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    environment = {"OMP_NUM_THREADS": threads} | os.environ
+    return int(subprocess.run([*torchrun, *selftest], env=environment, check=False).returncode != 0)
+
+
+def _device() -> torch.device:
+    """One for each rank, if the machine has so many; the CPU otherwise."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
+        torch.cuda.set_device(local)
+        return torch.device("cuda", local)
+    return torch.device("cpu")
+
+
+def _as_rank(options: argparse.Namespace) -> int:
+    began, device = time.perf_counter(), _device()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    console = Console(quiet=dist.get_rank() != 0)
+    report = Report(Topology.of(_told(Place.here(device))))
+    if dist.get_world_size() == 1:
+        console.print("A self-test of one rank says little: torchrun --nproc-per-node 2 -m convmesh selftest")
+    try:
+        with api.enable():
+            _fill(report, Stopwatch(device, 3 if options.quick else 7), options.quick, console)
+    except Exception:
+        report.failure = f"rank {dist.get_rank()}: {traceback.format_exc(limit=-4)}"
+    report.seconds = time.perf_counter() - began
+    if dist.get_rank() == 0:
+        _write(report, options, console)
+    if not report.failure:  # else others may not come
+        dist.destroy_process_group()
+    return int(report.wrong)
+
+
+def _fill(report: Report, watch: Stopwatch, quick: bool, console: Console) -> None:
+    """Each part is measured on all ranks, which then know what all have found."""
+    ranks, hosts = dist.get_world_size(), report.topology.hosts
+    line = init_device_mesh(watch.device.type, (ranks,), mesh_dim_names=("h",))
+    with console.status("every operator family against one device"):
+        report.exactness = _exactness(line, watch.device)
+        report.losses = training.compare_losses(line, watch.device)
+    with console.status("arithmetic and memory of the device"):
+        local = hosts.count(hosts[dist.get_rank()])
+        figures = compute.flops(watch), compute.memory_bandwidth(watch, 2**20 if quick else 2**25)
+        report.device = _told(Device(*figures, compute.memory(watch.device, local)))[0]
+    large = links.QUICK_LARGE if quick else links.LARGE
+    if ranks > 1:
+        with console.status("halos between neighbours"):
+            found = {link.ranks: link for link in chain(*_told(links.measure_links(watch, hosts, large)))}
+            report.links = [found[pair] for pair in sorted(found)]
+            report.overlap = min(_told(links.measure_overlap(watch, large)), key=lambda one: one.hidden)
+    with console.status("steps of a U-Net"):
+        report.host_time = max(_told(training.measure_host_time(watch, line)), key=lambda one: one.rank)
+        side = training.SMALLEST if quick else training.fitting_side(watch)
+        rows = list(chain(*_told(training.measure_scaling(watch, training.numbers_of_ranks(ranks), side))))
+        slowest = {row.ranks: row for row in sorted(rows, key=lambda row: row.seconds)}
+        report.scaling = [slowest[count] for count in sorted(slowest)]
+
+
+def _exactness(line: DeviceMesh, device: torch.device) -> list[exactness.Exactness]:
+    """On a line of ranks, and on a mesh of two dimensions where there are enough."""
+    meshes: list[tuple[DeviceMesh, tuple[int, ...]]] = [(line, (2,))]
+    if line.size() % 2 == 0 and line.size() > 2:
+        meshes.append((init_device_mesh(device.type, (line.size() // 2, 2), mesh_dim_names=("h", "w")), (2, 3)))
+    found: list[exactness.Exactness] = []
+    for mesh, dims in meshes:
+        for dtype in exactness.DTYPES:
+            mine = [exactness.check(name, dtype, mesh, dims, device) for name in ALL_FUNCTIONS]
+            found += [exactness.worst(verdicts) for verdicts in zip(*_told(mine), strict=True)]
+    return found
+
+
+def _told(value: T) -> list[T]:
+    """What every rank says."""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, value)
+    return said
+
+
+def _write(report: Report, options: argparse.Namespace, console: Console) -> None:
+    options.out.mkdir(parents=True, exist_ok=True)
+    said = show(report, console)
+    (options.out / "report.txt").write_text(said, encoding="utf-8")
+    (options.out / "report.html").write_text(page(report, said), encoding="utf-8")
+    if report.device is not None:
+        (options.out / "device.json").write_text(report.device_figures(), encoding="utf-8")
+    console.print(f"\nThe page is {options.out / 'report.html'}; for an issue, paste {options.out / 'report.txt'}.",
+                  markup=False, soft_wrap=True)  # fmt: skip

@@ -1,0 +1,45 @@
+"""The page as HTML: what was found, pictures of it, and the text for an issue."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from ..demo.charts import bars
+from .report import Report
+from .tables import tables
+
+
+def page(report: Report, text: str) -> str:
+    """`text` is what the terminal shows."""
+    folder = files(__package__)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
+    style = (folder.parent / "demo" / "style.css").read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    return template.render(
+        report=report, findings=report.findings(), tables=list(tables(report)), text=text, style=Markup(style),
+        pictures=[(title, Markup(drawn)) for title, drawn in _pictures(report)],
+    )  # fmt: skip
+
+
+def _pictures(report: Report) -> list[tuple[str, str]]:
+    found = []
+    if report.scaling:
+        steps = [(f"{row.ranks} rank{'s' if row.ranks > 1 else ''}", row.seconds, f"{row.seconds * 1e3:.3g} ms",
+                  "var(--two)") for row in report.scaling]  # fmt: skip
+        found.append(("A step of a U-Net", bars(steps)))
+    if report.links:
+        links = [(f"ranks {link.ranks[0]} and {link.ranks[1]}", link.bandwidth, f"{link.bandwidth / 1e9:.3g} GB/s",
+                  "var(--four)" if link.between_hosts else "var(--two)") for link in report.links]  # fmt: skip
+        found.append(("Bytes a second between neighbours", bars(links)))
+    if report.overlap is not None:
+        parts = {
+            "exchange alone": report.overlap.exchange,
+            "work alone": report.overlap.work,
+            "both": report.overlap.both,
+        }
+        rows = [(name, seconds, f"{seconds * 1e3:.3g} ms", "var(--six)") for name, seconds in parts.items()]
+        found.append(("An exchange behind work", bars(rows)))
+    return found

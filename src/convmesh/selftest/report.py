@@ -1,0 +1,135 @@
+"""What a self-test found, and what that means: right, wrong, or slow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+from .exactness import Exactness
+from .links import Link, Overlap
+from .topology import Topology
+from .training import HostTime, Losses, Scaling
+
+RIGHT, WRONG, SLOW = "right", "wrong", "slow"
+# Below these something is slow, and worth a look.
+LEAST_HIDDEN, LEAST_EFFICIENCY, LEAST_BANDWIDTH, MOST_HOST_TIME = 0.5, 0.5, 0.5, 4.0
+NO_LINK = {"latency": 0.0, "bandwidth": 1e12}  # of one rank, which has no neighbour
+
+
+@dataclass(frozen=True)
+class Finding:
+    verdict: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """Figures of one rank's device: operations a second by dtype, bytes a second and bytes of memory."""
+
+    flops: dict[str, float]
+    memory_bandwidth: float
+    memory: int
+
+
+@dataclass
+class Report:
+    """Of all ranks. Parts that the test did not come to are empty."""
+
+    topology: Topology
+    exactness: list[Exactness] = field(default_factory=list)
+    losses: Losses | None = None
+    device: Device | None = None
+    links: list[Link] = field(default_factory=list)
+    overlap: Overlap | None = None
+    host_time: HostTime | None = None
+    scaling: list[Scaling] = field(default_factory=list)
+    failure: str = ""  # which ended the test
+    seconds: float = 0.0
+
+    @property
+    def wrong(self) -> bool:
+        return any(finding.verdict == WRONG for finding in self.findings())
+
+    def findings(self) -> list[Finding]:
+        parts = (self._failure(), self._exactness(), self._losses(), self._links(), self._overlap(), self._steps())
+        return [finding for part in parts for finding in part]
+
+    def families(self) -> dict[str, list[Exactness]]:
+        """The checks in which a rule of each family ran."""
+        names = sorted({family for one in self.exactness for family in one.families})
+        return {name: [one for one in self.exactness if name in one.families] for name in names}
+
+    def efficiency(self, row: Scaling) -> float:
+        return self.scaling[0].seconds / (row.seconds * row.ranks)
+
+    def _failure(self) -> Iterator[Finding]:
+        if self.failure:
+            yield Finding(WRONG, f"the test could not go on: {self.failure}")
+
+    def _exactness(self) -> Iterator[Finding]:
+        bad = [one for one in self.exactness if not one.right]
+        for one in bad:
+            mesh = " x ".join(map(str, one.mesh))
+            said = one.failure.strip().splitlines()[-1] if one.failure else f"{one.error:.3g} times what is allowed"
+            yield Finding(WRONG, f"{one.function} in {one.dtype} on {mesh} ranks differs from one device: {said}")
+        if self.exactness and not bad:
+            functions = len({one.function for one in self.exactness})
+            yield Finding(RIGHT, f"{functions} functions of {len(self.families())} operator families, forward and "
+                          "backward, are as exact as one device")  # fmt: skip
+
+    def _losses(self) -> Iterator[Finding]:
+        if self.losses is not None:
+            said = f"the losses of a U-Net are {self.losses.apart:.1e} from one device's"
+            yield Finding(RIGHT if self.losses.right else WRONG, said)
+
+    def _links(self) -> Iterator[Finding]:
+        for apart in (False, True):
+            links = [link for link in self.links if link.between_hosts == apart]
+            usual = median(link.bandwidth for link in links) if links else 0.0
+            for link in links:
+                if link.bandwidth < LEAST_BANDWIDTH * usual:
+                    pair, found = "ranks {} and {}".format(*link.ranks), f"{link.bandwidth / 1e9:.2g} GB/s"
+                    yield Finding(SLOW, f"{pair} exchange {found}, and others of their kind {usual / 1e9:.2g} GB/s")
+
+    def _overlap(self) -> Iterator[Finding]:
+        if self.overlap is not None:
+            said = f"{self.overlap.hidden:.0%} of an exchange is hidden behind work that takes as long"
+            yield Finding(RIGHT if self.overlap.hidden >= LEAST_HIDDEN else SLOW, said)
+
+    def _steps(self) -> Iterator[Finding]:
+        if self.host_time is not None:
+            ratio = self.host_time.rank / self.host_time.one
+            said = f"the host needs {ratio:.1f} times as long for a sharded step of a U-Net as for a plain one"
+            yield Finding(RIGHT if ratio <= MOST_HOST_TIME else SLOW, said)
+        if len(self.scaling) > 1:
+            last = self.scaling[-1]
+            said = (
+                f"a step on {last.ranks} ranks is {self.scaling[0].seconds / last.seconds:.2f} times as fast as on one"
+            )
+            yield Finding(RIGHT if self.efficiency(last) >= LEAST_EFFICIENCY else SLOW, said)
+
+    def device_figures(self) -> str:
+        """As JSON, which `convmesh plan --device FILE` reads. What was measured is what programs get: shares are 1."""
+        assert self.device is not None
+        node = self._usual_link(False) or self._usual_link(True) or NO_LINK
+        found = {
+            "name": self.topology.devices[0],
+            "memory": self.device.memory,
+            "flops": self.device.flops,
+            "bandwidth": self.device.memory_bandwidth,
+            "node": node,
+            "network": self._usual_link(True) or node,
+            "node_ranks": self.topology.hosts.count(0),
+            "compute_share": 1.0,
+            "memory_share": 1.0,
+            "source": f"convmesh selftest: {self.topology.summary}",
+        }
+        return json.dumps(found, indent=1) + "\n"
+
+    def _usual_link(self, between_hosts: bool) -> dict[str, float] | None:
+        links = [link for link in self.links if link.between_hosts == between_hosts]
+        if not links:
+            return None
+        return {name: median(getattr(link, name) for link in links) for name in ("latency", "bandwidth")}

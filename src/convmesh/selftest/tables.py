@@ -1,0 +1,65 @@
+"""The numbers of a self-test as tables, which the terminal and the page show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .report import Report
+
+
+@dataclass(frozen=True)
+class Numbers:
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def tables(report: Report) -> Iterator[Numbers]:
+    """Only those that there are numbers for."""
+    yield Numbers("Where", ("", ""), list(_where(report)))
+    families = [
+        (name, ", ".join(dict.fromkeys(one.function for one in checks)), f"{max(one.error for one in checks):.2f}")
+        for name, checks in report.families().items()
+    ]
+    if families:
+        yield Numbers("Exactness", ("operator family", "functions", "error / allowed"), families)
+    if report.device is not None:
+        found = [
+            (f"products of {dtype}", f"{value / 1e12:.3g} TFLOP/s") for dtype, value in report.device.flops.items()
+        ]
+        found.append(
+            ("memory", f"{report.device.memory_bandwidth / 1e9:.3g} GB/s of {report.device.memory / 1e9:.3g} GB")
+        )
+        yield Numbers("Device", ("", ""), found)
+    if report.links:
+        links = [
+            (f"{link.ranks[0]} - {link.ranks[1]}", "two hosts" if link.between_hosts else "one host",
+             f"{link.latency * 1e6:.1f}", f"{link.bandwidth / 1e9:.3g}")
+            for link in report.links
+        ]  # fmt: skip
+        yield Numbers("Halos between neighbours", ("ranks", "on", "latency (us)", "GB/s"), links)
+    if report.overlap is not None:
+        ms = [f"{seconds * 1e3:.3g}" for seconds in (report.overlap.exchange, report.overlap.work, report.overlap.both)]
+        row = (*ms, f"{report.overlap.hidden:.0%}")
+        yield Numbers("Overlap", ("exchange alone (ms)", "work alone (ms)", "both at once (ms)", "hidden"), [row])
+    if report.host_time is not None:
+        one, rank = report.host_time.one, report.host_time.rank
+        row = (f"{one * 1e3:.3g}", f"{rank * 1e3:.3g}", f"{rank / one:.1f}")
+        yield Numbers("Host time of a small U-Net step", ("plain (ms)", "sharded (ms)", "ratio"), [row])
+    if report.scaling:
+        steps = [
+            (str(row.ranks), f"{row.seconds * 1e3:.3g}", f"{report.scaling[0].seconds / row.seconds:.2f}",
+             f"{report.efficiency(row):.0%}", f"{row.waiting:.0%}")
+            for row in report.scaling
+        ]  # fmt: skip
+        side = report.scaling[0].side
+        headings = ("ranks", "ms", "speed-up", "efficiency", "waiting")
+        yield Numbers(f"A U-Net step of a {side} x {side} picture", headings, steps)
+
+
+def _where(report: Report) -> Iterator[tuple[str, str]]:
+    yield "ranks", report.topology.summary
+    yield "versions", ", ".join(f"{name} {version}" for name, version in report.topology.versions.items())
+    yield "settings", ", ".join(f"{name}={value}" for name, value in report.topology.settings.items()) or "none"
+    yield "the test took", f"{report.seconds:.0f} s"

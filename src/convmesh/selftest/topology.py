@@ -1,0 +1,83 @@
+"""What the test runs on: versions, hosts and devices, and the settings that matter. Hosts have numbers, no names."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch
+
+SETTINGS = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_", "CONVMESH_", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank is."""
+
+    host: str
+    device: str
+    settings: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def here(cls, device: torch.device) -> Place:
+        settings = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(SETTINGS)))
+        # Nodes of torchrun may be containers that have one name.
+        return cls(f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}", _name(device), settings)
+
+
+@dataclass(frozen=True)
+class Topology:
+    versions: dict[str, str]
+    backend: str
+    hosts: tuple[int, ...]  # the number of each rank's host
+    devices: tuple[str, ...]  # of each rank
+    settings: dict[str, str]
+
+    @classmethod
+    def of(cls, places: Sequence[Place]) -> Topology:
+        names = list(dict.fromkeys(place.host for place in places))
+        settings: dict[str, str] = {}
+        for name, value in dict.fromkeys(setting for place in places for setting in place.settings):
+            settings[name] = f"{settings[name]}; {value}" if name in settings else value
+        hosts = tuple(names.index(place.host) for place in places)
+        return cls(_versions(), dist.get_backend(), hosts, tuple(place.device for place in places), settings)
+
+    @property
+    def summary(self) -> str:
+        """'8 ranks on 2 hosts, NVIDIA H100, nccl'."""
+        ranks, hosts = len(self.hosts), len(set(self.hosts))
+        kinds = ", ".join(dict.fromkeys(self.devices))
+        return f"{ranks} ranks on {hosts} host{'s' if hosts > 1 else ''}, {kinds}, {self.backend}"
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "convmesh": _torch.VERSION,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+    if torch.cuda.is_available():
+        found["CUDA"] = str(torch.version.cuda or torch.version.hip)
+        found["cuDNN"] = str(torch.backends.cudnn.version())
+        if dist.is_nccl_available():
+            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"

@@ -1,0 +1,152 @@
+"""Training steps of a U-Net: equal to one device's, how they scale with the ranks, and the host's time for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..comm import count_traffic
+from ..models import UNet
+from ..training import distribute, shard
+from .timing import Stopwatch
+
+STEP_SECONDS = 0.3  # which one device should need for a step that is to be shared
+SMALLEST, LARGEST, TINY = 64, 8192, 16  # sides of pictures
+EXACT_STEPS = 3
+
+
+class Step:
+    """A U-Net and a picture on one device, or with rows over the ranks of a mesh."""
+
+    def __init__(
+        self,
+        side: int,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        width: int = 8,
+    ):
+        torch.manual_seed(0)
+        model: nn.Module = UNet(2, 3, 2, (width, 2 * width, 4 * width), (2, 2)).to(device, dtype)
+        picture = torch.rand(1, 3, side, side, dtype=dtype)
+        labels = (picture[:, 0] > 0.5).long()
+        if mesh is None:
+            self.model, self.picture, self.labels = model, picture.to(device), labels.to(device)
+        else:
+            self.model = distribute(model, mesh)
+            self.picture, self.labels = shard(picture, mesh, h=2), shard(labels, mesh, h=1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+
+    def __call__(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(self.picture), self.labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def losses(self, steps: int) -> list[float]:
+        found = [self() for _ in range(steps)]
+        return [(one.full_tensor() if isinstance(one, DTensor) else one).item() for one in found]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of the same training on one device and on all ranks, in float64."""
+
+    one: tuple[float, ...]
+    many: tuple[float, ...]
+
+    @property
+    def apart(self) -> float:
+        return max(abs(a - b) / abs(a) for a, b in zip(self.one, self.many, strict=True))
+
+    @property
+    def right(self) -> bool:
+        """Rounding is 1e-16, and some steps of training make it larger; a wrong border gives parts of a hundred."""
+        return self.apart < 1e-9
+
+
+def compare_losses(mesh: DeviceMesh, device: torch.device) -> Losses:
+    """All ranks call this."""
+    exact = torch.float64
+    one, many = (Step(SMALLEST, place, device, exact, width=4).losses(EXACT_STEPS) for place in (None, mesh))
+    return Losses(tuple(one), tuple(many))
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Seconds of a step on so many ranks, and the part of them in which the slowest rank waited for others."""
+
+    ranks: int
+    side: int
+    seconds: float
+    waiting: float
+
+
+def numbers_of_ranks(ranks: int) -> list[int]:
+    """1, 2, 4, ... and all."""
+    doubled = [2**power for power in range(ranks.bit_length())]
+    return sorted({*doubled, ranks})
+
+
+def fitting_side(watch: Stopwatch) -> int:
+    """Of a picture that one device needs long enough for. The first rank measures, and tells the others."""
+    side = SMALLEST
+    if dist.get_rank() == 0:
+        while side < LARGEST and _seconds_of_one(watch, side) < STEP_SECONDS:
+            side *= 2
+    told = torch.tensor(side, device=watch.device)
+    dist.broadcast(told, 0)
+    return int(told)
+
+
+def _seconds_of_one(watch: Stopwatch, side: int) -> float:
+    step = Step(side, None, watch.device)
+    step()
+    watch.wait()
+    began = time.perf_counter()
+    step()
+    watch.wait()
+    return time.perf_counter() - began
+
+
+def measure_step(watch: Stopwatch, step: Step) -> tuple[float, float]:
+    """Seconds of a step, and those of them in which this rank waited for others."""
+    with count_traffic() as traffic:
+        seconds, waited = watch.measure(step, (time.perf_counter, lambda: traffic.seconds_waiting))
+    return seconds, min(seconds, waited)
+
+
+def measure_scaling(watch: Stopwatch, counts: Sequence[int], side: int) -> list[Scaling]:
+    """This rank's steps, as one of the first 1, 2, 4, ... ranks. All ranks call this."""
+    found = []
+    for count in counts:
+        mesh = DeviceMesh(watch.device.type, torch.arange(count), mesh_dim_names=("h",)) if count > 1 else None
+        if dist.get_rank() < count:
+            seconds, waited = measure_step(watch, Step(side, mesh, watch.device))
+            found.append(Scaling(count, side, seconds, waited / seconds))
+        dist.barrier()
+    return found
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Seconds of a step of a tiny picture, which are the host's: of one device, and of a rank without its waiting."""
+
+    one: float
+    rank: float
+
+
+def measure_host_time(watch: Stopwatch, mesh: DeviceMesh) -> HostTime:
+    """All ranks call this."""
+    one, _ = measure_step(watch, Step(TINY, None, watch.device))
+    seconds, waited = measure_step(watch, Step(TINY * mesh.size(), mesh, watch.device))
+    return HostTime(one, seconds - waited)
