@@ -15,15 +15,11 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
 from ...kernels.attention import cpu_kernel_takes, has_gradient_on_dtensors
-from ...sharding.errors import refuse
 from ...sharding.registry import Behaviour, composite, while_installed
 
 aten = torch.ops.aten
 
-ATTENTION = Behaviour(
-    "batch, heads, tokens of the queries", "keys and values, gathered along sharded tokens",
-    "grouped-query attention over sharded tokens",
-)  # fmt: skip
+ATTENTION = Behaviour("batch, heads, tokens of the queries", "keys and values, gathered along sharded tokens")
 
 
 @composite("scaled_dot_product_attention", ATTENTION)
@@ -40,10 +36,10 @@ def attention(
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         result: torch.Tensor = _torch.composite(operator, given, {"scale": scale, "enable_gqa": enable_gqa})
         return result
-    if enable_gqa:
-        raise refuse("scaled_dot_product_attention", "grouped queries over sharded tokens",
-                     (("query", query), ("key", key)), "repeat the heads of keys and values")  # fmt: skip
     key, value = _gathered(key, tokens), _gathered(value, tokens)
+    if enable_gqa:  # heads of queries, in groups that share one head of keys and values
+        heads = query.shape[-3]
+        key, value = (t.repeat_interleave(heads // t.shape[-3], -3) for t in (key, value))
     if attn_mask is None and not dropout_p and not is_causal and _fused(query, key, value):
         fused: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, scale=scale)[
             0
