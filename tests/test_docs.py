@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import benchmarks.__main__ as benchmarks
 import convmesh
+from convmesh import cli
 from tests.harness import Pool
 from tests.launch import FORK_SERVER, LIMIT_SECONDS
 from tests.worker import loopback
@@ -73,6 +74,8 @@ def run(command: list[str], folder: Path) -> str:
             assert (ROOT / script).exists()  # test_examples.py runs them
         case ["torchrun", "--standalone", "--nproc-per-node", ranks, script]:
             return _output(script, folder, min(int(ranks), MOST_RANKS))
+        case ["convmesh", *arguments]:
+            assert cli.main(arguments) == 0
         case ["python", script]:
             return _output(script, folder)
         case _:

@@ -11,6 +11,12 @@ from .batching import per_sample_gradients as per_sample_gradients
 from .batching import per_sample_norms as per_sample_norms
 from .comm import CommunicationError as CommunicationError
 from .comm import count_traffic as count_traffic
+from .planner import Device as Device
+from .planner import Input as Input
+from .planner import Plan as Plan
+from .planner import PlanError as PlanError
+from .planner import best_mesh as best_mesh
+from .planner import plan as plan
 from .sharding.buffer_factories import implicit_replication as implicit_replication
 from .sharding.debug.rendezvous import MismatchError as MismatchError
 from .sharding.errors import ShardingError as ShardingError

@@ -10,6 +10,7 @@ from itertools import groupby
 from . import ops as ops  # declares the rules
 from .batching import calibrate
 from .demo.options import add_options
+from .planner import command as planning
 from .selftest.options import add_options as add_selftest_options
 from .sharding.registry import Behaviour, declared
 
@@ -115,6 +116,9 @@ def parser() -> argparse.ArgumentParser:
     selftest.set_defaults(run=run_selftest)
     measure = commands.add_parser("calibrate", help="measure what vmapped convolutions cost here (some minutes)")
     measure.set_defaults(run=run_calibration)
+    plan = commands.add_parser("plan", help="memory, traffic and time of a model on a mesh, without the hardware")
+    planning.add_options(plan)
+    plan.set_defaults(run=planning.run)
     return main_parser
 
 

@@ -18,6 +18,7 @@ from .failures.first_failure import take_back as take_back
 from .failures.interception import CommunicationError as CommunicationError
 from .failures.interception import caller as caller
 from .failures.interception import describe as describe
+from .failures.interception import is_library as is_library
 from .failures.interception import keep_watch as keep_watch
 from .failures.interception import observe as observe
 from .halo_block import HaloBlock as HaloBlock

@@ -123,7 +123,7 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
                 f"distribute: {name} is made by the first forward pass, and has no shape yet\n"
                 "  remedy: run the module once on a small input before distributing it"
             )
-        if tensor.is_meta:
+        if tensor.is_meta and _torch.has_values(mesh):
             raise ShardingError(
                 f"distribute: {name} is on the meta device and has no values\n"
                 "  remedy: module.to_empty(device=...) and initialise it before distributing it"

@@ -6,13 +6,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import _torch
+
 
 def share_random_state(mesh: DeviceMesh) -> None:
     """Give all ranks of the mesh the first one's random state, of the CPU and of the mesh's device.
 
     Random operators draw the numbers of one device, and each rank keeps its part: so all have to draw alike.
     """
-    if mesh.get_coordinate() is None:
+    if mesh.get_coordinate() is None or not _torch.has_values(mesh):
         return
     torch.set_rng_state(_first_ranks(torch.get_rng_state(), mesh))
     if mesh.device_type != "cpu":

@@ -71,6 +71,8 @@ def _is_thorough(mesh: DeviceMesh) -> bool | None:
     """Whether this call compares values, None where ranks have nothing to compare."""
     if mesh.get_coordinate() is None or mesh.size() == 1 or torch.compiler.is_compiling() or _torch.tracing():
         return None
+    if not _torch.has_values(mesh):
+        return None
     calls: dict[DeviceMesh, int] = _calls.get()
     calls[mesh] = number = calls.get(mesh, 0) + 1
     return number <= FIRST_CALLS or number & (number - 1) == 0 or checking()

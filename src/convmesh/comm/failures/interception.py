@@ -129,10 +129,14 @@ def caller(innermost: FrameType | None = None) -> str | None:
     """Where in the user's own code this is, or what runs in another frame: the innermost one outside of torch and of
     this library. None in threads that have no such frame, as autograd's own."""
     for frame in _frames(innermost):
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and "torchinductor" not in file:  # where compiled code is written to
-            return f"{file}:{frame.f_lineno}"
+        if not is_library(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return None
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is torch's or this library's, or one that compiled code is written to."""
+    return file.startswith(_LIBRARIES) or "torchinductor" in file
 
 
 def running_operator() -> str | None:

@@ -1,0 +1,130 @@
+"""The command `convmesh plan`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch
+from ..sharding.errors import ShardingError
+from .plan import plan
+from .problem import OPTIMIZERS, PRECISIONS, Mesh, PlanError
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="module:Class or module:function that makes the model")
+    parser.add_argument("--with", dest="arguments", nargs="*", default=[], metavar="NAME=VALUE", help="its arguments")
+    parser.add_argument("--input", required=True, metavar="SIZES", help="the global shape, such as 1,1,512,512,512")
+    parser.add_argument("--ranks", type=int, help="try the meshes of so many ranks and of fewer")
+    parser.add_argument("--mesh", help="look at one mesh, such as d=4,h=2,w=2")
+    parser.add_argument("--device", default="h100", help="a100, h100, h200, b200, mi300x, l40s, here, or a JSON file")
+    parser.add_argument("--optimizer", default="adamw", help=", ".join(OPTIMIZERS))
+    parser.add_argument("--precision", default="fp32", help=", ".join(PRECISIONS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all tables there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """0, or 2 with one line that says what is wrong."""
+    try:
+        mesh = None if options.mesh is None else _mesh(options.mesh)
+        found = plan(
+            _model(options.model, options.arguments), {_INPUT: _sizes(options.input)}, mesh, ranks=options.ranks,
+            device=options.device, optimizer=options.optimizer, precision=options.precision, progress=_progress,
+        )  # fmt: skip
+        if options.json is not None:
+            options.json.write_text(found.to_json())
+    except (PlanError, ShardingError) as error:
+        print(f"convmesh plan: {_in_one_line(error)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"convmesh plan: {options.json} cannot be written ({error.strerror}): choose another", file=sys.stderr)
+        return 2
+    print(found, end="")
+    return 0
+
+
+_INPUT = "input"
+
+
+def _in_one_line(error: Exception) -> str:
+    """What is wrong and the remedy, which a `ShardingError` has in a line of its own."""
+    first, *others = str(error).splitlines()
+    return "; ".join([first, *(line.strip() for line in others if line.strip().startswith("remedy:"))])
+
+
+class _First(nn.Module):
+    """A model whose first argument, whatever its name, is the input."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        return self.model(inputs[_INPUT])
+
+
+def _model(name: str, arguments: list[str]) -> nn.Module:
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise PlanError(f"{name} names no model: write module:Class, such as convmesh.models:UNet")
+    settings = dict(map(_setting, arguments))
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a module beside where the command is called, as for `python -m`
+    try:
+        make = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise PlanError(f"{name} cannot be imported ({error}): check the name, and install its package") from None
+    try:
+        made = _built(make, settings)
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PlanError(f"{name} cannot be built ({said}): give its arguments by --with NAME=VALUE") from None
+    if not isinstance(made, nn.Module):
+        raise PlanError(f"{name} makes a {type(made).__name__}: name something that makes an nn.Module")
+    return _First(made)
+
+
+def _built(make: Any, settings: dict[str, Any]) -> Any:
+    """Without values, so that it takes no memory, unless the model looks at values while it is built."""
+    try:
+        with torch.device(_torch.DEVICE):
+            return make(**settings)
+    except (NotImplementedError, RuntimeError):
+        return make(**settings)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise PlanError(f"{text!r} is no argument of a model: write NAME=VALUE, such as channels=16,32,64")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise PlanError(f"{text!r} is no shape: write its sizes, such as 1,1,512,512,512") from None
+
+
+def _mesh(text: str) -> Mesh:
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {name: int(size) for name, size in pairs}
+    except ValueError:
+        raise PlanError(f"{text!r} is no mesh: write its dimensions, such as d=4,h=2,w=2") from None
+
+
+def _progress(what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{what}", end="\r", file=sys.stderr, flush=True)

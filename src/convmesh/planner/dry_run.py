@@ -1,0 +1,85 @@
+"""Runs any rank of any mesh in this process, without values and without other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Thread
+from typing import TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .. import _torch, api, batching
+from ..sharding import registry
+from .autocast import Autocast
+from .layers import Layers
+from .problem import Mesh, PlanError, Problem, ranks_of
+from .recorder import Recorder, recorded
+from .trace import Kind, Trace
+
+Result = TypeVar("Result")
+WARM_UP = 1  # the steps before the one that is looked at: the first one makes the optimizer's state
+
+
+@contextmanager
+def silent_world() -> Iterator[None]:
+    """Within it, `dry_run` works. A process group that is in use, and convmesh's rules, are as before afterwards."""
+    if _torch.ranks_are_threads():
+        raise PlanError("a plan is made outside of convmesh.simulate: call it before, or afterwards")
+    on = registry.installed(), batching.installed()
+    try:
+        with _torch.threads_as_ranks(_torch.silent_group), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        if (registry.installed(), batching.installed()) != on:
+            api.disable()
+
+
+def dry_run(problem: Problem, mesh: Mesh, rank: int, limit: int | None = None) -> Trace:
+    """What a rank does in a training step. It ends early where it needs more bytes of memory than `limit`."""
+    return in_thread(lambda: _run(problem, mesh, rank, limit))
+
+
+def _run(problem: Problem, mesh: Mesh, rank: int, limit: int | None) -> Trace:
+    world = _torch.rank_of_threads(rank, ranks_of(mesh), _torch.silent_store())
+    with world, torch.device(_torch.DEVICE), Autocast():
+        return traced(problem, init_device_mesh(_torch.DEVICE, tuple(mesh.values()), mesh_dim_names=tuple(mesh)), limit)
+
+
+def traced(problem: Problem, mesh: DeviceMesh, limit: int | None = None) -> Trace:
+    """The same of this rank of any mesh, with values or without."""
+    trace = Trace(tuple(mesh.get_coordinate() or ()))
+
+    def steps(recorder: Recorder) -> None:
+        step = problem.build(mesh)
+        inputs = problem.tensors(mesh)
+        for tensor in inputs.values():
+            recorder.mark(tensor, Kind.INPUTS)
+        for number in range(WARM_UP + 1):
+            if number == WARM_UP:
+                recorder.mark_state()
+                trace.begins = len(trace.events)
+            step(**inputs)
+        recorder.mark_state()
+
+    return recorded(trace, Layers(), steps, limit)
+
+
+def in_thread(work: Callable[[], Result]) -> Result:
+    """A thread of its own has none of the caller's modes, and process groups of its own."""
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # raised again where the work was asked for
+            errors.append(error)
+
+    thread = Thread(target=run, name="convmesh plan")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,105 @@
+"""Which module is at work: forward by hooks of all modules, backward by marks on the nodes of autograd's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_iter
+
+from .. import _torch
+from .trace import LOSS, OPTIMIZER, WEIGHTS, Phase
+
+_MARK = "convmesh layer"
+
+
+class Layers:
+    """A context manager: within it, modules that this thread calls are known.
+
+    Modules have backward hooks too, but these do not let an in-place activation follow. A node belongs to the innermost
+    module whose outputs depend on it.
+    """
+
+    def __init__(self) -> None:
+        self.roots: dict[nn.Module, str] = {}  # those that no other module has called, and what their names begin with
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._names: dict[nn.Module, str] = {}
+        self._stack: list[nn.Module] = []
+        self._stepping = 0
+        self._thread = get_ident()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Layers:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            register_optimizer_step_pre_hook(self._begin_optimizer),
+            register_optimizer_step_post_hook(self._end_optimizer),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def at_work(self) -> tuple[str, Phase]:
+        """The name of the module at work, or of what else is."""
+        if self._stepping:
+            return OPTIMIZER, Phase.OPTIMIZER
+        backward = _torch.in_backward()
+        if self._stack:  # in a backward pass where activations are computed once more
+            return self._names[self._stack[-1]], Phase.BACKWARD if backward else Phase.FORWARD
+        if not backward:
+            return LOSS, Phase.FORWARD
+        node = _torch.running_node()
+        if node is None or hasattr(node, "variable"):  # where a parameter collects its gradient, and afterwards
+            return WEIGHTS, Phase.BACKWARD
+        return node.metadata.get(_MARK, LOSS), Phase.BACKWARD
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All that have been called, and those within them, with their names."""
+        for module, name in self._names.items():
+            yield name, module
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if get_ident() != self._thread:
+            return
+        if module not in self._names:
+            self._name(module)
+        self._stack.append(module)
+
+    def _name(self, root: nn.Module) -> None:
+        """The first one that is called is the model; others, such as losses, go by the names of their classes."""
+        prefix = "" if not self.roots else type(root).__name__
+        self.roots[root] = prefix
+        for name, module in root.named_modules():
+            self._names.setdefault(module, ".".join(filter(None, (prefix, name))) or type(root).__name__)
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if get_ident() != self._thread or module not in self._stack:
+            return
+        while self._stack.pop() is not module:  # one that has raised has left nothing else behind
+            pass
+        name = self._names[module]
+        waiting: list[Any] = [tensor.grad_fn for tensor in tree_iter(output) if isinstance(tensor, torch.Tensor)]
+        while waiting:
+            node = waiting.pop()
+            if node is None or hasattr(node, "variable") or _MARK in node.metadata:
+                continue
+            node.metadata[_MARK] = name
+            waiting += [following for following, _ in node.next_functions]
+
+    def _begin_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if get_ident() == self._thread:
+            self._stepping += 1
+            if not any(optimizer is known for known in self.optimizers):
+                self.optimizers.append(optimizer)
+
+    def _end_optimizer(self, *_: Any) -> None:
+        if get_ident() == self._thread:
+            self._stepping -= 1

@@ -1,0 +1,83 @@
+"""Memory of a rank over a step, from the lives of its storages: the peak, what it is made of, and the curve."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .trace import Block, Compute, Kind, Phase, Send, Trace
+
+POINTS = 400  # of a curve
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a rank holds while a layer works, in bytes."""
+
+    layer: str
+    phase: Phase
+    parts: dict[Kind, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one rank in one step."""
+
+    peak: Moment
+    curve: list[Moment]
+    saved: dict[str, int]  # by layer, the activations that it keeps for its backward pass
+
+
+def memory_of(trace: Trace) -> Memory:
+    """Activations are what the forward pass leaves for the backward pass; what nobody keeps that long is temporary."""
+    turn = _first_backward(trace)
+    kinds = [_kind(block, turn) for block in trace.blocks]
+    saved: Counter[str] = Counter()
+    for block, kind in zip(trace.blocks, kinds, strict=True):
+        if kind is Kind.ACTIVATIONS and block.born >= trace.begins:
+            saved[block.layer] += block.size
+    moments = list(_moments(trace, kinds))
+    return Memory(max(moments, key=lambda moment: moment.total), _thinned(moments), dict(saved))
+
+
+def _first_backward(trace: Trace) -> int:
+    for number, event in enumerate(trace.step):
+        if isinstance(event, Compute | Send) and event.phase is Phase.BACKWARD:
+            return trace.begins + number
+    return len(trace.events)
+
+
+def _kind(block: Block, turn: int) -> Kind:
+    if block.kind is not None:
+        return block.kind
+    lasts = block.died is None or block.died > turn
+    return Kind.ACTIVATIONS if block.phase is Phase.FORWARD and lasts else Kind.TEMPORARIES
+
+
+def _moments(trace: Trace, kinds: list[Kind]) -> Iterator[Moment]:
+    """One for each event of the step at which memory changes."""
+    changes: dict[int, Counter[Kind]] = {}
+    for block, kind in zip(trace.blocks, kinds, strict=True):
+        changes.setdefault(max(block.born, trace.begins), Counter())[kind] += block.size
+        if block.died is not None:
+            changes.setdefault(max(block.died, trace.begins), Counter())[kind] -= block.size
+    held: Counter[Kind] = Counter()
+    layer, phase = "", Phase.FORWARD
+    names = {number: event for number, event in enumerate(trace.events) if isinstance(event, Compute | Send)}
+    for number in sorted(changes):
+        held.update(changes[number])
+        event = names.get(number - 1) or names.get(number)
+        if event is not None and number > trace.begins:
+            layer, phase = event.layer, event.phase
+        yield Moment(layer, phase, {kind: held[kind] for kind in Kind})
+
+
+def _thinned(moments: list[Moment]) -> list[Moment]:
+    """The largest of each of so many stretches."""
+    size = max(1, -(-len(moments) // POINTS))
+    return [max(moments[at : at + size], key=lambda moment: moment.total) for at in range(0, len(moments), size)]

@@ -1,0 +1,181 @@
+"""What is planned: a training step, its inputs, and how mesh dimensions shard them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_iter
+
+from .. import _torch
+from ..training import distribute, from_region, region
+
+Step = Callable[..., object]
+Build = Callable[[DeviceMesh], Step]
+Mesh = Mapping[str, int]
+
+DATA = "data"
+# The names of mesh dimensions for the batch and the spatial dimensions of tensors with so many of the latter.
+SPATIAL: dict[int, tuple[str, ...]] = {0: (), 1: ("w",), 2: ("h", "w"), 3: ("d", "h", "w")}
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
+}  # fmt: skip
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PlanError(ValueError):
+    """What was asked for cannot be planned. The message is one line, and says what would help.
+
+    Examples:
+        >>> convmesh.plan(nn.ReLU(), {"input": (1, 1, 8, 8)}, {"h": 9})
+        Traceback (most recent call last):
+        convmesh.planner.problem.PlanError: h=9 is more ranks than the 8 indices that they would share: take fewer
+    """
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that a step is given: its global shape and its type.
+
+    Examples:
+        >>> convmesh.Input((1, 512, 512, 512), torch.int64).shape
+        (1, 512, 512, 512)
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A step, and its inputs by the names of its arguments. `dims` says which dimension of the first input a mesh
+    dimension shards; other inputs are sharded where they have a dimension of that size in the same place, counted from
+    the end for spatial ones."""
+
+    build: Build
+    inputs: Mapping[str, Input]
+    dims: Mapping[str, int]
+
+    @property
+    def first(self) -> Input:
+        return next(iter(self.inputs.values()))
+
+    def sharded(self, given: Input, names: Mesh | tuple[str, ...]) -> dict[str, int]:
+        """`mesh dimension = tensor dimension` of an input."""
+        found = {}
+        for name in names:
+            dim = self.dims[name]
+            at = dim if dim == 0 else dim - len(self.first.shape) + len(given.shape)
+            if 0 <= at < len(given.shape) and given.shape[at] == self.first.shape[dim]:
+                found[name] = at
+        return found
+
+    def tensors(self, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+        made: dict[str, torch.Tensor] = {}
+        for name, given in self.inputs.items():
+            dims = self.sharded(given, tuple(mesh.mesh_dim_names or ()))
+            own = [part.stop - part.start for part in region(given.shape, mesh, **dims)]
+            made[name] = from_region(torch.empty(own, dtype=given.dtype), given.shape, mesh, **dims)
+        return made
+
+
+def problem(
+    step: nn.Module | Build, inputs: Mapping[str, Any], dims: Mapping[str, int] | None, optimizer: str, precision: str
+) -> Problem:
+    """Of what was given to `plan`."""
+    if not inputs:
+        raise PlanError('no inputs: give their shapes, such as inputs={"x": (1, 1, 512, 512, 512)}')
+    given = {name: _input(name, value) for name, value in inputs.items()}
+    first = next(iter(given.values()))
+    known = _usual_dims(len(first.shape)) if dims is None else dict(dims)
+    build = partial(_training, step, optimizer, precision) if isinstance(step, nn.Module) else step
+    if optimizer not in OPTIMIZERS:
+        raise PlanError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}, or give a step")
+    if precision not in PRECISIONS:
+        raise PlanError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}, or give a step")
+    return Problem(build, given, known)
+
+
+def check_mesh(asked: Problem, mesh: Mesh) -> None:
+    shape = asked.first.shape
+    for name, size in mesh.items():
+        if name not in asked.dims:
+            raise PlanError(
+                f"the mesh dimension {name!r} shards nothing of an input of shape {shape}: "
+                f"use {', '.join(asked.dims)}, or say which dimension by dims={{{name!r}: 2}}"
+            )
+        if size < 1:
+            raise PlanError(f"{name}={size} is no number of ranks: take 1 or more")
+        extent = shape[asked.dims[name]]
+        if size > extent:
+            raise PlanError(f"{name}={size} is more ranks than the {extent} indices that they would share: take fewer")
+
+
+def ranks_of(mesh: Mesh) -> int:
+    return prod(mesh.values())
+
+
+def _usual_dims(ndim: int) -> dict[str, int]:
+    names = SPATIAL.get(ndim - 2)
+    if names is None:
+        raise PlanError(f"an input with {ndim} dimensions: say what is sharded, such as dims={{'data': 0, 'h': 2}}")
+    return {DATA: 0, **{name: 2 + number for number, name in enumerate(names)}}
+
+
+def _input(name: str, value: Any) -> Input:
+    if isinstance(value, Input):
+        return value
+    if isinstance(value, torch.Tensor):
+        return Input(tuple(value.shape), value.dtype)
+    try:
+        shape = tuple(int(size) for size in value)
+    except (TypeError, ValueError):
+        raise PlanError(f"the input {name} is {value!r}: give a shape, a tensor or convmesh.Input") from None
+    if min(shape, default=0) < 1:
+        raise PlanError(f"the input {name} of shape {shape} has no elements: give positive sizes")
+    return Input(shape)
+
+
+def _training(model: nn.Module, optimizer: str, precision: str, mesh: DeviceMesh) -> Step:
+    """A training step of a model, whose loss is the mean of all that it returns."""
+    placed = distribute(model if _torch.has_values(mesh) else without_values(model), mesh)
+    trained = [parameter for parameter in placed.parameters() if parameter.requires_grad]
+    made = OPTIMIZERS[optimizer](trained, lr=1e-3, foreach=True) if trained else None  # type: ignore[call-arg]
+    dtype = PRECISIONS[precision]
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        if made is not None:
+            made.zero_grad()
+        with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
+            output = placed(*args, **kwargs)
+            loss = sum(tensor.float().mean() for tensor in _floating(output))
+        del output
+        if made is not None:
+            loss.backward()  # type: ignore[union-attr]
+            made.step()
+
+    return step
+
+
+def _floating(output: Any) -> list[torch.Tensor]:
+    leaves = tree_iter(dict(output) if isinstance(output, Mapping) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters and buffers have sizes only."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        sizes = torch.empty_like(tensor, device=_torch.DEVICE)
+        if isinstance(tensor, nn.Parameter):
+            sizes = nn.Parameter(sizes, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = sizes
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,192 @@
+"""Records what a rank does: it sees every operator on local tensors, with values or without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import flop_registry
+
+from .. import _torch
+from ..comm import Traffic, caller, count_traffic
+from .layers import Layers
+from .trace import WEIGHTS, Block, Compute, Event, Kind, Phase, Send, Trace, Use, Wait
+
+aten = torch.ops.aten
+_FUNCTIONAL = "_c10d_functional::"
+# Results of operators that have no kernel for tensors without values.
+_RESULTS: dict[Any, Callable[..., Any]] = {
+    aten.batch_norm_update_stats.default: lambda x, *_: tuple(x.new_empty(x.shape[1], dtype=_wide(x)) for _ in "mv"),
+}
+
+
+class ExceededError(Exception):
+    """More memory than there is."""
+
+
+class Recorder(_torch.TorchDispatchMode):
+    """Books operators, collectives and storages of one rank in a trace, each to the module at work."""
+
+    def __init__(self, trace: Trace, layers: Layers, traffic: Traffic, limit: int | None = None) -> None:
+        super().__init__()
+        self.trace, self._layers, self._traffic, self._limit = trace, layers, traffic, limit
+        self._exchanges = traffic.exchanges
+        self._live: dict[int, tuple[Block, ref[Any]]] = {}
+        self._total = 0
+        self._under_way: dict[int, int] = {}  # by the memory of its result, the number of a collective
+        self._sent = 0
+        self._groups: dict[str, tuple[tuple[str, ...], int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+            return NotImplemented  # what it does itself is seen here afterwards
+        kwargs = kwargs or {}
+        given = list(_tensors((args, kwargs.values())))
+        if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
+            args, kwargs = _without_values(args), {name: _without_values(value) for name, value in kwargs.items()}
+        result = _RESULTS[func](*args) if func in _RESULTS and given[0].is_meta else func(*args, **kwargs)
+        made = list(_tensors((result,)))
+        layer, phase = self._layers.at_work()
+        self.trace.events.extend(self._events(func, args, kwargs, result, given, made, layer, phase))
+        for tensor in given if layer is WEIGHTS else ():
+            self.mark(tensor, Kind.GRADIENTS, known=False)
+        for tensor in made:
+            self._keep(tensor, layer, phase)
+        return result
+
+    def _events(
+        self, func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tensor], made: list[torch.Tensor],
+        layer: str, phase: Phase,
+    ) -> Iterable[Event]:  # fmt: skip
+        name: str = func.name()
+        if name.startswith(_FUNCTIONAL):
+            if "wait_tensor" in name:
+                number = self._under_way.pop(_torch.memory_of(args[0]), None)
+                return () if number is None else (Wait(number),)
+            if _torch.name_of(func) in _torch.COLLECTIVES:
+                return (self._send(name.removeprefix(_FUNCTIONAL), args[-1], given, made, layer, phase),)
+        if _torch.is_view_operator(func) or (not made and not given):
+            return ()
+        packet = func.overloadpacket
+        flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+        moved = sum(_size(tensor) for tensor in (*given, *made))
+        dtype = (given or made)[0].dtype
+        signature = _signature(func, args) if flops else ()
+        return (Compute(name, layer, phase, flops, moved, dtype, signature),)
+
+    def _send(
+        self, name: str, group: Any, given: list[torch.Tensor], made: list[torch.Tensor], layer: str, phase: Phase
+    ) -> Send:
+        before, self._exchanges = self._exchanges, self._traffic.exchanges
+        use = Use.HALO if self._exchanges > before else Use.GATHER if "gather" in name else Use.REDUCTION
+        self._sent += 1
+        for tensor in made:
+            self._under_way[_torch.memory_of(tensor)] = self._sent
+        for tensor in given:
+            self.mark(tensor, Kind.HALOS if use is Use.HALO else Kind.BUCKETS, known=False)
+        along, peers = self._along(group)
+        where = caller() if use is Use.GATHER else None
+        return Send(name, layer, phase, use, sum(map(_size, given)), along, peers, self._sent, where)
+
+    def _along(self, group: Any) -> tuple[tuple[str, ...], int]:
+        key = str(getattr(group, "group_name", group))
+        if key not in self._groups:
+            found = _torch.group_called(group)
+            desc = str(found.group_desc)
+            names = (desc.removeprefix("mesh_"),) if desc.startswith("mesh_") else ()
+            self._groups[key] = names, found.size() - 1
+        return self._groups[key]
+
+    def _keep(self, tensor: torch.Tensor, layer: str, phase: Phase) -> None:
+        storage = tensor.untyped_storage()
+        key, size = _torch.memory_of(tensor), storage.nbytes()
+        if key in self._live or not size:
+            return
+        block = Block(size, layer, phase, len(self.trace.events))
+        if self._under_way.get(key) is not None:
+            sent = self.trace.events[-1]
+            block.kind = Kind.HALOS if isinstance(sent, Send) and sent.use is Use.HALO else Kind.BUCKETS
+        self.trace.blocks.append(block)
+        self._live[key] = block, ref(storage, partial(self._free, key))
+        self._total += size
+        if self._limit is not None and self._total > self._limit:
+            self.trace.exceeded = self._total
+            raise ExceededError
+
+    def _free(self, key: int, _: Any) -> None:
+        block, _ = self._live.pop(key)
+        block.died = len(self.trace.events)
+        self._total -= block.size
+
+    def mark(self, tensor: torch.Tensor | None, kind: Kind, known: bool = True) -> None:
+        """Say what the storage of a tensor is for; what is not `known` but likely, only of one that nobody marked."""
+        if isinstance(tensor, DTensor):
+            tensor = _torch.slot_of(tensor)
+        if tensor is None:
+            return
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.elem
+        found = self._live.get(_torch.memory_of(tensor))
+        if found is not None and (known or found[0].kind is None):
+            found[0].kind = kind
+
+    def mark_state(self) -> None:
+        """Parameters, gradients and the state of optimizers, of all modules that have been called."""
+        for root in self._layers.roots:
+            for tensor in (*root.parameters(), *root.buffers()):
+                self.mark(tensor, Kind.PARAMETERS)
+                self.mark(tensor.grad, Kind.GRADIENTS)
+        for optimizer in self._layers.optimizers:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    self.mark(value if isinstance(value, torch.Tensor) else None, Kind.OPTIMIZER)
+
+
+def recorded(trace: Trace, layers: Layers, run: Callable[[Recorder], None], limit: int | None = None) -> Trace:
+    """Run something under a recorder, up to where it takes more memory than `limit`, in bytes."""
+    with count_traffic() as traffic, layers:
+        recorder = Recorder(trace, layers, traffic, limit)
+        try:
+            with recorder:
+                run(recorder)
+        except ExceededError:
+            pass
+    return trace
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple) or type(value).__name__ == "dict_values":
+            yield from _tensors(value)
+
+
+def _without_values(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(_torch.DEVICE)
+    return type(value)(map(_without_values, value)) if type(value) in (list, tuple) else value
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def _signature(func: Any, args: tuple[Any, ...]) -> tuple[object, ...]:
+    """The operator, and its arguments with the layout of tensors in their place: the same for calls that cost alike."""
+    return func, tuple(_described(argument) for argument in args)
+
+
+def _described(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), tuple(value.stride()), value.dtype)
+    return tuple(map(_described, value)) if isinstance(value, list | tuple) else value

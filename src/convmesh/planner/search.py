@@ -1,0 +1,77 @@
+"""Which ranks of a mesh to look at, and which meshes of so many ranks to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+
+from ..geometry import shards
+from .problem import DATA, Mesh, Problem
+
+_WHERE = ("interior", "face", "edge", "corner")
+
+
+def classes(problem: Problem, mesh: Mesh) -> dict[str, int]:
+    """A rank of every class: where it is, and its number. Ranks of a class have as many neighbours, and as much."""
+    places = [_places(problem.first.shape[problem.dims[name]], size) for name, size in mesh.items()]
+    sizes = list(mesh.values())
+    found: dict[str, int] = {}
+    for place in product(*places):
+        rank = sum(at * prod(sizes[number + 1 :]) for number, at in enumerate(place))
+        found[_words(mesh, place)] = rank
+    return found
+
+
+def largest_class(problem: Problem, mesh: Mesh) -> int:
+    """A rank that owns most, and has neighbours on as many sides as a rank can that does."""
+    sizes, rank = list(mesh.values()), 0
+    for number, (name, size) in enumerate(mesh.items()):
+        owned = [len(own) for own in shards(problem.first.shape[problem.dims[name]], (size,))]
+        full = [at for at in range(size) if owned[at] == max(owned)]
+        at = next((one for one in full if 0 < one < size - 1), full[0])
+        rank += at * prod(sizes[number + 1 :])
+    return rank
+
+
+def _places(extent: int, size: int) -> list[int]:
+    """The first, the last, and of those between them one for each number of indices that they own."""
+    owned = [len(own) for own in shards(extent, (size,))]
+    between: dict[int, int] = {}
+    for at in range(1, size - 1):
+        between.setdefault(owned[at], at)
+    return sorted({0, size - 1, *between.values()})
+
+
+def _words(mesh: Mesh, place: tuple[int, ...]) -> str:
+    borders = sum(
+        size > 1 and at in (0, size - 1)
+        for (name, size), at in zip(mesh.items(), place, strict=True) if name != DATA
+    )  # fmt: skip
+    dims = sum(size > 1 for name, size in mesh.items() if name != DATA)
+    kind = _WHERE[min(borders + 3 - max(dims, 1), 3)] if borders else "interior"
+    return f"{kind} ({', '.join(f'{name} {at}' for name, at in zip(mesh, place, strict=True))})"
+
+
+def meshes(problem: Problem, ranks: int) -> Iterator[dict[str, int]]:
+    """Every way to share out so many ranks over the batch and the spatial dimensions. Dimensions of one rank are left
+    out, and none gets more ranks than half of its indices, but for the batch: such halos are as large as the shards."""
+    names = [name for name in problem.dims if problem.first.shape[problem.dims[name]] > 1]
+    most = [problem.first.shape[problem.dims[name]] // (1 if name == DATA else 2) for name in names]
+
+    def share(number: int, left: int) -> Iterator[tuple[int, ...]]:
+        if number == len(names):
+            if left == 1:
+                yield ()
+            return
+        for size in (size for size in range(1, min(left, most[number]) + 1) if left % size == 0):
+            for others in share(number + 1, left // size):
+                yield (size, *others)
+
+    for sizes in share(0, ranks):
+        yield {name: size for name, size in zip(names, sizes, strict=True) if size > 1} or {names[-1]: 1}
+
+
+def fewer(ranks: int) -> list[int]:
+    """1, 2, 4, ... and the number itself."""
+    return sorted({*(2**power for power in range(ranks.bit_length()) if 2**power <= ranks), ranks})

@@ -1,0 +1,111 @@
+"""What a rank did in a step, as plain numbers: local operators, collectives, and the life of every storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+
+LOSS, WEIGHTS, OPTIMIZER = "loss", "weight gradients", "optimizer"  # what is the work of no module
+
+
+class Phase(StrEnum):
+    """The part of a step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Use(StrEnum):
+    """What a collective is for."""
+
+    HALO = "halo"
+    REDUCTION = "reduction"
+    GATHER = "gather"
+
+
+class Kind(StrEnum):
+    """The memory of a rank, by what it is for."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    INPUTS = "inputs"
+    ACTIVATIONS = "saved activations"
+    HALOS = "halos"
+    BUCKETS = "buckets"
+    TEMPORARIES = "temporaries"
+
+
+class Compute(NamedTuple):
+    """A local operator. `bytes` are those that it reads and writes; a view moves none, and is not listed."""
+
+    operator: str
+    layer: str
+    phase: Phase
+    flops: int
+    bytes: int
+    dtype: torch.dtype
+    signature: tuple[object, ...] = ()  # of operators with floating point operations to speak of: their arguments
+
+
+class Send(NamedTuple):
+    """The start of a collective. `bytes` are those that this rank gives to it, `peers` the other ranks of its group."""
+
+    operator: str
+    layer: str
+    phase: Phase
+    use: Use
+    bytes: int
+    along: tuple[str, ...]  # mesh dimensions
+    peers: int
+    number: int
+    where: str | None = None  # a line of the user's code, of a gather
+
+
+class Wait(NamedTuple):
+    """A local operator needs the result of a collective."""
+
+    number: int
+
+
+Event = Compute | Send | Wait
+
+
+@dataclass(slots=True)
+class Block:
+    """A storage. It lives from one event to another; `died` is None while it does."""
+
+    size: int
+    layer: str
+    phase: Phase
+    born: int
+    died: int | None = None
+    kind: Kind | None = None  # where it is known by whom it belongs to
+
+
+class Refusal(NamedTuple):
+    """An operator that raises a `ShardingError` on this mesh."""
+
+    layer: str
+    where: str | None
+    message: str
+
+
+@dataclass
+class Trace:
+    """Of one rank. Events from `begins` on are those of the step that is looked at; the ones before warm it up."""
+
+    coordinate: tuple[int, ...]
+    events: list[Event] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    begins: int = 0
+    exceeded: int | None = None  # the bytes at which the run ended, because they were more than a limit
+
+    @property
+    def step(self) -> list[Event]:
+        return self.events[self.begins :]
