@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from .. import _torch
 from ..api import enable
 from ..comm import BUCKET_BYTES
 from ..sharding.errors import ShardingError
