@@ -102,3 +102,8 @@ def _usual_stride(shape: tuple[int, ...], stride: Stride, whole: Stride) -> Stri
                 reach = max(reach, stride[dim] * shape[dim])
         wanted = tuple(steps)
     return None if wanted == stride else wanted
+
+
+def has_idle_strides(shape: Sequence[Any]) -> bool:
+    """Whether a dimension has size 0 or 1, so that its stride may be anything. Not of a compiler's symbols."""
+    return any(isinstance(size, int) and size < 2 for size in shape)

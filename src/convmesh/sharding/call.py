@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..strides import Stride, usual
+from ..strides import Stride, has_idle_strides, usual
 from . import gradient_placements, registry, view_writeback
 from .assign import assign
 from .errors import refuse
@@ -111,7 +111,7 @@ class Prepared:
         self.operator, self.call, self.run = operator, call, call.run
         self.mesh, self.present = first.mesh, first.present
         self.shapes = [layout.local_shape for _, layout in self.tensors]
-        self.odd = [(place, layout.stride) for place, layout in self.tensors if {0, 1} & set(layout.local_shape)]
+        self.odd = [(place, layout.stride) for place, layout in self.tensors if has_idle_strides(layout.local_shape)]
         self.unused = [place for place, _ in self.tensors if wanted.get(place) is None]
         self.moves = [
             (place, move)

@@ -20,7 +20,7 @@ from ...sharding.errors import ShardingError
 from ...sharding.layout import Layout
 from ...sharding.redistribute import layouts_of
 from ...sharding.sharding_table import Assignment, Row, choose, input_placements, output_placements
-from ...strides import Stride
+from ...strides import Stride, has_idle_strides
 from .linear_rows import Terms, linear_rows
 
 R = Replicate()
@@ -93,7 +93,7 @@ def _odd(specs: Sequence[_torch.Spec | None]) -> tuple[tuple[int, Stride], ...]:
     return tuple(
         (number, layout.stride)
         for number, spec, layout in given
-        if not _torch.plain_order(spec) or {0, 1} & set(layout.local_shape)
+        if not _torch.plain_order(spec) or has_idle_strides(layout.local_shape)
     )
 
 
