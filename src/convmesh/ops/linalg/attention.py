@@ -31,7 +31,7 @@ def attention(
     tokens = query.dim() - 2
     sharded = any(_sharded(tensor, tokens) for tensor in (query, key, value))
     own = isinstance(query, DTensor) and not has_gradient_on_dtensors(query.device)
-    if not sharded and not (own and not enable_gqa):
+    if not sharded and not own:
         operator = aten.scaled_dot_product_attention.default
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         result: torch.Tensor = _torch.composite(operator, given, {"scale": scale, "enable_gqa": enable_gqa})
