@@ -9,10 +9,14 @@ from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...comm import all_gather_stacked, rank_line
+from ...sharding.call import Call
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import plan_rule
 from ...sharding.redistribute import move
 from ...sharding.registry import Behaviour, rule
 from ..sorting.sort_topk import begin_order, run_whole
-from .plan import begin
+from .basic import dims_and_dtype, summed_dtype
+from .plan import Reduction
 
 aten = torch.ops.aten
 
@@ -39,18 +43,16 @@ def running(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     return _torch.wrap(own.contiguous(), plan.given.typed(own.dtype).dense.spec)
 
 
-@rule(aten.prod.default, aten.prod.dim_int, behaviour=PRODUCT)
-def prod(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, *rest = _torch.arguments(operator, args, kwargs)
-    dim, keepdim, dtype = rest if len(rest) == 3 else (None, False, *rest)
-    floating = input.dtype.is_floating_point or input.dtype.is_complex
-    dtype = dtype or (input.dtype if floating else torch.int64)
-    plan, local = begin("prod", input, dim, keepdim)
-    if local is None:
-        return plan.output.typed(dtype).absent(input)
-    own = local.to(dtype)
-    for reduced in plan.dims:
-        own = own.prod(reduced, keepdim=True)
-    if plan.mesh_dims:
-        own = all_gather_stacked(own, plan.mesh, plan.mesh_dims).prod(0)
-    return plan.wrap(own, dtype)
+@plan_rule(aten.prod.default, aten.prod.dim_int, behaviour=PRODUCT, remembers=True)
+def prod(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
+    dim, keepdim, asked = dims_and_dtype(how)
+    dtype = summed_dtype(input, asked)
+    plan = Reduction.of(input, dim, keepdim)
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        own = local.to(dtype)
+        for reduced in plan.dims:
+            own = own.prod(reduced, keepdim=True)
+        return all_gather_stacked(own, plan.mesh, plan.mesh_dims).prod(0) if plan.mesh_dims else own
+
+    return plan.call(run, dtype)
