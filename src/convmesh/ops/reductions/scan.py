@@ -14,7 +14,7 @@ from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.redistribute import move
 from ...sharding.registry import Behaviour, rule
-from ..sorting.sort_topk import begin_order, run_whole
+from ..sorting.sort_topk import begin_order, run_unsharded
 from .basic import dims_and_dtype, summed_dtype
 from .plan import Reduction
 
@@ -30,13 +30,13 @@ def running(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     plan = begin_order(operator, (input, dim, dtype))
     mesh_dims = plan.given.sharded_dims.get(plan.dim, ())
     if not mesh_dims or not plan.given.present:
-        result: DTensor = run_whole(operator, (input, dim, dtype), plan)
+        result: DTensor = run_unsharded(operator, (input, dim, dtype), plan)
         return result
     local = move(input, plan.given)
     own = operator(local, plan.dim, dtype=dtype)
     adds = operator is aten.cumsum.default
-    whole = (local.sum if adds else local.prod)(plan.dim, keepdim=True, dtype=own.dtype)
-    everyone = all_gather_stacked(whole, plan.given.mesh, mesh_dims)
+    combined = (local.sum if adds else local.prod)(plan.dim, keepdim=True, dtype=own.dtype)
+    everyone = all_gather_stacked(combined, plan.given.mesh, mesh_dims)
     before = everyone[: rank_line(plan.given.mesh, mesh_dims).rank]
     own = own + before.sum(0) if adds else own * before.prod(0)
     own = _torch.tie(own, tokens=[everyone.reshape(-1)[:1]])  # of which the first rank uses nothing

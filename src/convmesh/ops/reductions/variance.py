@@ -52,7 +52,7 @@ def merge(
 
 
 def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance (of the whole population) over a plan's dimensions, which are left with size 1."""
+    """Mean and variance (of a population) over a plan's dimensions, which are left with size 1."""
     if local.numel():
         var, mean = torch.var_mean(local, plan.dims, correction=0, keepdim=True)
     else:
