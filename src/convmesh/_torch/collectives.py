@@ -45,6 +45,16 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place
     return result
 
 
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Start to send what each rank has to all; the result, [rank * size ...], is there after `wait`."""
+    if tensor.is_complex():
+        return torch.view_as_complex(all_gather(_pairs(tensor), group))
+    if tracing():
+        return in_order(tensor, lambda tensor: collectives.all_gather_tensor(tensor, 0, group))
+    result: torch.Tensor = _operators.all_gather_into_tensor(tensor, group.size(), group.group_name)
+    return result
+
+
 def _pairs(tensor: torch.Tensor) -> torch.Tensor:
     """A view, as what is made complex of the result again: who waits for that waits for what is under way."""
     return torch.view_as_real(tensor.resolve_conj())
