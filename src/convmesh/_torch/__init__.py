@@ -97,6 +97,7 @@ from .tensors import noted as noted
 from .tensors import notes_of as notes_of
 from .tensors import opened as opened
 from .tensors import plain as plain
+from .tensors import plain_local_of as plain_local_of
 from .tensors import plain_order as plain_order
 from .tensors import redistribute as redistribute
 from .tensors import relocate as relocate

@@ -103,13 +103,18 @@ def groups_along(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[dist.Proces
 
 def all_gather_stacked(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
     """What each rank along `mesh_dims` has, stacked in the order of these ranks, the first mesh dimension outermost."""
-    result = tensor.contiguous().view(1, *tensor.shape)
+    return all_gather_rows(tensor.contiguous().view(1, *tensor.shape), mesh, mesh_dims)
+
+
+def all_gather_rows(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
+    """The same of as many rows on each rank, contiguous, one behind the other."""
+    result = rows
     for mesh_dim in reversed(mesh_dims):
         group = mesh.get_group(mesh_dim)
         if _goes_at_once(result, group):
             result = _tell_all(result, group)().flatten(0, 1)
-        elif tensor.numel():  # some backends take offence at nothing
+        elif rows.numel():  # some backends take offence at nothing
             result = _torch.wait(_torch.all_gather(result, group))
         else:
-            result = result.repeat(group.size(), *[1] * tensor.dim())
+            result = result.repeat(group.size(), *[1] * (rows.dim() - 1))
     return result

@@ -49,8 +49,8 @@ class Normalised(NamedTuple):
 
 @Kernel
 def channel_moments(x: torch.Tensor, dtype: torch.dtype, compiled: bool) -> torch.Tensor:
-    """[N C space] -> [2 C]: means and variances of a rank's own values, in this type; of no values, zeros."""
-    return torch.stack(moments_of_channels(x.to(dtype), compiled))
+    """[N C space] -> [1 2 C]: means and variances of a rank's own values, in this type; of no values, zeros."""
+    return torch.stack(moments_of_channels(x.to(dtype), compiled)).unsqueeze(0)
 
 
 @Kernel

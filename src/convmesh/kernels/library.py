@@ -38,7 +38,7 @@ def compute(product: products.Product, tensors: products.Steps, threads: int) ->
 
 
 def moments(x: torch.Tensor, sets: int, samples: int = 1) -> torch.Tensor:
-    """Mean and variance of each of `sets` sets, [2 set]. Every sample has a part of each of them, one behind the other
+    """Mean and variance of each of `sets` sets, [1 2 set]. Every sample has a part of each, one behind the other
     in contiguous memory, and none is empty."""
     return norms.moments(_existing(), x, sets, torch.get_num_threads(), samples)
 

@@ -37,7 +37,7 @@ def _moments_of_sets(x: torch.Tensor, sets: int, compiled: bool = True) -> Pair:
         mean, rstd = _group_norm(x.view(sets, 1, count), 1)
         return mean.view(sets), _variance(rstd).view(sets)
     if compiled and _takes(x):
-        mean, var = library.moments(x, sets)
+        mean, var = library.moments(x, sets)[0]
         return mean, var.masked_fill_(var.isinf(), nan)  # torch's kernels for these norms have no such number
     row = _row(count, ROW)
     # Some rows at a time, as samples of one group: what the operator writes stays in the cache, and so does the row
@@ -82,7 +82,7 @@ def _has_long_channels(x: torch.Tensor, compiled: bool = True) -> bool:
 @normalization.moments_of_channels.on("cpu", when=_has_long_channels)
 def _moments_of_channels(x: torch.Tensor, compiled: bool = True) -> Pair:
     if compiled and _takes(x):
-        mean, var = library.moments(x, x.shape[1], x.shape[0])
+        mean, var = library.moments(x, x.shape[1], x.shape[0])[0]
         return mean, var
     mean, var = (t.view(x.shape[:2]) for t in normalization.moments_of_groups(x, x.shape[1], compiled))
     return _moments_of_equals(mean, var, 0)

@@ -37,8 +37,8 @@ class Parameters(NamedTuple):
 
 
 def moments(library: ctypes.CDLL, x: torch.Tensor, sets: int, threads: int, samples: int = 1) -> torch.Tensor:
-    """Mean and variance, [2 set]. A set has a part in each of the samples."""
-    found = x.new_empty((2, sets))
+    """Mean and variance, [1 2 set]. A set has a part in each of the samples."""
+    found = x.new_empty((1, 2, sets))
     at, step = found.data_ptr(), sets * found.element_size()
     _call(
         library, "moments", x.dtype, x.data_ptr(), samples, sets, x.numel() // (samples * sets), at, at + step, threads
@@ -133,7 +133,7 @@ def agree_with_torch(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     apart, of_gradient = (x - mean[:, None]).double(), (g * variance[:, None]).double()
     products, applied = g.double() * apart * rstd[:, None], apart * variance[:, None] + mean[:, None]
     found = (
-        *moments(library, x, 3, 2),
+        *moments(library, x, 3, 2)[0],
         *reversed(sums(library, g, x, (mean, rstd), 2)),
         combined(library, x, g, linear, 3, 2),
         combined(library, x, None, linear, 3, 2),

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import kernels
-from ...comm import agreed, all_gather_stacked, all_reduce, start_reducing
+from ...comm import agreed, all_gather_rows, all_reduce, start_reducing
 from ...kernels.normalization import Pair
 from ...sharding.layout import Layout
 from ...sharding.redistribute import place
@@ -59,8 +59,8 @@ class Spread:
         return merge(mean, var, self.weights, self.mesh, self.mesh_dims)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """What each rank has, [rank ...]."""
-        return all_gather_stacked(own, self.mesh, self.mesh_dims)
+        """What each rank has, [1 ...] -> [rank ...]."""
+        return all_gather_rows(own, self.mesh, self.mesh_dims)
 
     @cached_property
     def weights(self) -> Numbers:
