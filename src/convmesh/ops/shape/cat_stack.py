@@ -16,10 +16,12 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from ... import _torch
 from ...geometry import IndexMap, index_map
+from ...sharding.call import Call
 from ...sharding.errors import refuse
 from ...sharding.implicit_replication import the_same_everywhere
 from ...sharding.layout import Layout, dense_stride
 from ...sharding.plan_cache import planned
+from ...sharding.plan_rule import plan_rule
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
 from ...sharding.sharding_table import Row, choose, input_placements, output_placements
@@ -100,17 +102,26 @@ def plan_cat(dim: int, dtype: torch.dtype, *specs: _torch.Spec) -> JoinPlan:
     return join_plan("cat", operands, rows, shape, dtype, (dim, index_map.joined(sizes)))
 
 
-@rule(aten.cat.default, behaviour=JOIN)
-def cat(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given, dim = _torch.arguments(operator, args, kwargs)
-    tensors = with_meshes("cat", given)
-    # torch lets tensors of shape (0,) stand beside any others.
-    tensors = [t for t in tensors if tuple(t.shape) != (0,)] or tensors[:1]
-    plan = plan_cat(int(dim), common_dtype(given), *(_torch.spec_of(tensor) for tensor in tensors))
-    return run(plan, tensors, lambda local: aten.cat.default(local, dim))
+@plan_rule(aten.cat.default, behaviour=JOIN)
+def cat(operator: _torch.Operator, given: tuple[Layout, ...], dim: int) -> Call:
+    """torch lets tensors of shape (0,) stand beside any others."""
+    joined = [number for number, layout in enumerate(given) if layout.shape != (0,)] or [0]
+    plan = plan_cat(int(dim), common_dtype(given), *(given[number].spec for number in joined))
+    placed: list[Layout | None] = [None] * len(given)
+    for number, layout in zip(joined, plan.operands, strict=True):
+        placed[number] = layout
+    cast = any(layout.dtype != plan.output.dtype for layout in given)
+
+    def run(values: list[torch.Tensor], dim: int) -> torch.Tensor:
+        local = values if len(joined) == len(values) else [values[number] for number in joined]
+        if cast:
+            local = [part.to(plan.output.dtype) for part in local]
+        return plan.remap(local) if plan.remap is not None else aten.cat.default(local, dim)
+
+    return Call([placed], plan.output, run)
 
 
-def common_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+def common_dtype(tensors: Sequence[torch.Tensor | Layout]) -> torch.dtype:
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
