@@ -14,7 +14,7 @@ from .. import _torch
 from .._torch import Handler, Operator
 from ..comm import keep_watch
 from . import view_writeback
-from .fallback import by_torch, in_place, without_rule
+from .fallback import by_torch, in_place, into_out, without_rule
 from .implicit_replication import with_constants
 from .result_strides import as_on_one_device
 
@@ -186,6 +186,9 @@ def install() -> None:
         library._destroy()
         raise
     table = _torch.handlers()
+    for operator in _torch.out_operators():
+        if operator not in table:
+            _rules.setdefault(operator, into_out)
     made_of_others(*(operator for operator in _torch.composite_operators() if operator not in _rules | table))
     for operator in _torch.view_operators():
         if operator not in _rules and operator not in table:
