@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from .arrivals import AWAKE_SECONDS as AWAKE_SECONDS
 from .arrivals import memory_of as memory_of
 from .collectives import ALL_TO_ALL as ALL_TO_ALL
+from .collectives import all_gather as all_gather
 from .collectives import all_reduce as all_reduce
 from .collectives import all_to_all as all_to_all
 from .collectives import intercept_collectives as intercept_collectives
@@ -66,6 +67,8 @@ from .operators import gives_one_tensor as gives_one_tensor
 from .operators import group_collectives as group_collectives
 from .operators import is_composite as is_composite
 from .operators import name_of as name_of
+from .operators import out_operators as out_operators
+from .operators import returning as returning
 from .operators import signature as signature
 from .operators import takes_several as takes_several
 from .operators import takes_tensors as takes_tensors
@@ -96,6 +99,7 @@ from .tensors import noted as noted
 from .tensors import notes_of as notes_of
 from .tensors import opened as opened
 from .tensors import plain as plain
+from .tensors import plain_local_of as plain_local_of
 from .tensors import plain_order as plain_order
 from .tensors import redistribute as redistribute
 from .tensors import relocate as relocate

@@ -6,7 +6,7 @@ Only what is left of a tensor after a local reduction comes here: numbers by cha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, nan, prod
+from math import inf, nan
 
 import torch
 import torch.distributed as dist
@@ -103,17 +103,18 @@ def groups_along(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[dist.Proces
 
 def all_gather_stacked(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
     """What each rank along `mesh_dims` has, stacked in the order of these ranks, the first mesh dimension outermost."""
-    groups = [mesh.get_group(mesh_dim) for mesh_dim in mesh_dims]
-    sizes = [mesh.size(mesh_dim) for mesh_dim in mesh_dims]
-    if all(_goes_at_once(tensor, group) for group in groups):
-        result = tensor
-        for group in reversed(groups):
-            result = _tell_all(result, group)()
-        return result.reshape(prod(sizes), *tensor.shape)
-    # Every rank fills its own place among zeros, and the sum of all is exact.
-    here = 0
-    for mesh_dim, size in zip(mesh_dims, sizes, strict=True):
-        here = here * size + mesh.get_local_rank(mesh_dim)
-    places = tensor.new_zeros([prod(sizes), *tensor.shape])
-    places[here] = tensor
-    return all_reduce(places, mesh, mesh_dims)
+    return all_gather_rows(tensor.contiguous().view(1, *tensor.shape), mesh, mesh_dims)
+
+
+def all_gather_rows(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
+    """The same of as many rows on each rank, contiguous, one behind the other."""
+    result = rows
+    for mesh_dim in reversed(mesh_dims):
+        group = mesh.get_group(mesh_dim)
+        if _goes_at_once(result, group):
+            result = _tell_all(result, group)().flatten(0, 1)
+        elif rows.numel():  # some backends take offence at nothing
+            result = _torch.wait(_torch.all_gather(result, group))
+        else:
+            result = result.repeat(group.size(), *[1] * (rows.dim() - 1))
+    return result

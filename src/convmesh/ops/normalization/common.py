@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import kernels
-from ...comm import agreed, start_reducing
+from ...comm import agreed, all_gather_rows, all_reduce, start_reducing
 from ...kernels.normalization import Pair
 from ...sharding.layout import Layout
 from ...sharding.redistribute import place
@@ -56,11 +56,19 @@ class Spread:
         )
 
     def merge(self, mean: torch.Tensor, var: torch.Tensor) -> Pair:
-        return merge(mean, var, self._weights, self.mesh, self.mesh_dims)
+        return merge(mean, var, self.weights, self.mesh, self.mesh_dims)
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """What each rank has, [1 ...] -> [rank ...]."""
+        return all_gather_rows(own, self.mesh, self.mesh_dims)
 
     @cached_property
-    def _weights(self) -> Numbers:
+    def weights(self) -> Numbers:
         return Numbers(self.shares)
+
+    def total(self, own: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks."""
+        return all_reduce(own, self.mesh, self.mesh_dims)
 
     def add_up(self, one: torch.Tensor, other: torch.Tensor) -> Pair:
         """Two sums over all ranks, in one all-reduce."""
