@@ -6,6 +6,7 @@ import multiprocessing as mp
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -121,6 +122,43 @@ def test_volumes_of_different_shapes_one_at_a_time(pool: Pool, tmp_path: Path) -
     for index in range(4):
         np.save(tmp_path / f"{index}.npy", np.random.default_rng(index).normal(size=(2, 3 + 2 * index, 5 - index)))
     pool.run(check_shapes, tmp_path, names=NAMES)
+
+
+def check_other_ranks(mesh: DeviceMesh) -> None:
+    """A mesh of two of the four ranks: the others have nothing, and read nothing."""
+    part = DeviceMesh("cpu", [1, 3], mesh_dim_names=("h",))
+    inside = part.get_coordinate() is not None
+    for batch in convmesh.loader([sample(number) for number in range(3)], part, batch_size=2, dims={"image": {"h": 2}}):
+        assert batch["image"].shape[1:] == (2, 6, 5)
+        assert (batch["image"].to_local().numel() > 0) == inside
+        assert bool(batch["file"]) == inside
+
+
+def test_ranks_outside_of_the_mesh(pool: Pool) -> None:
+    pool.run(check_other_ranks, mesh=(4,))
+
+
+def check_pinned(mesh: DeviceMesh) -> None:
+    """From pinned memory the copy to the device is not waited for."""
+    copies = []
+    to = torch.Tensor.to
+
+    def noted(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        copies.extend([options["non_blocking"]] if "non_blocking" in options else [])
+        return to(tensor, *args, **options)
+
+    for pinned in (True, False):
+        with (
+            mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, pinned=pinned: pinned),
+            mock.patch.object(torch.Tensor, "to", noted),
+        ):
+            (batch,) = convmesh.loader(list(IMAGES), mesh, batch_size=7, dims={"h": 2})
+        assert copies.pop() is pinned
+        assert np.array_equal(batch.full_tensor(), IMAGES)
+
+
+def test_pinned_memory(pool: Pool) -> None:
+    pool.run(check_pinned, names=NAMES)
 
 
 def check_views(mesh: DeviceMesh) -> None:

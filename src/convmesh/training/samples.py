@@ -23,7 +23,8 @@ from .region import placements
 
 Dims = Mapping[str, int]
 Shape = tuple[int, ...]
-Place = tuple[int, tuple[int, ...]]  # which part, of how many, over how many of each mesh dimension
+Place = tuple[int, tuple[int, ...]]  # which part, of how many along each mesh dimension
+OUTSIDE: Place = -1, ()  # a rank outside of the mesh has none
 
 
 class Samples(Protocol):
@@ -85,9 +86,10 @@ def dims_of_fields(dims: Any, sample: Any) -> list[Dims | None]:
 def places(mesh: DeviceMesh, dims: Dims, ndim: int) -> dict[int, Place]:
     """Which part of which dimensions of a batch this rank has."""
     found: dict[int, Place] = {}
-    for at, size, placement in zip(
-        mesh.get_coordinate() or (0,) * mesh.ndim, mesh.shape, placements(ndim, mesh, dims), strict=True
-    ):
+    sharded, here = placements(ndim, mesh, dims), mesh.get_coordinate()
+    if here is None:
+        return dict.fromkeys(range(ndim), OUTSIDE)
+    for at, size, placement in zip(here, mesh.shape, sharded, strict=True):
         if isinstance(placement, Shard):
             place, sizes = found.get(placement.dim, (0, ()))
             found[placement.dim] = place * size + at, (*sizes, size)
@@ -127,10 +129,9 @@ class Order:
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + epoch)
             order = torch.randperm(self.count, generator=generator).tolist()
-        here, parts = self.place
         sizes = list(enumerate(self.sizes()))
         for number, size in sizes[self.first_batch :]:
-            own = shards(size, parts)[here]
+            own = _own(size, self.place)
             first = number * self.batch_size
             # The last batch may have nothing for this rank; one sample tells the shapes and types all the same.
             mine = order[first + own.start : first + own.stop]
@@ -200,6 +201,8 @@ class Regions(Dataset[Any]):
 
 
 def _own(size: int, place: Place | None) -> Interval:
+    if place == OUTSIDE:
+        return Interval(0, 0)
     return Interval(0, size) if place is None else shards(size, place[1])[place[0]]
 
 
