@@ -131,10 +131,10 @@ def check_refusals(mesh: DeviceMesh, folder: Path) -> None:
         with pytest.raises(convmesh.CheckpointError, match=words):
             convmesh.export(wrong, folder / "a.safetensors")
     with pytest.raises(convmesh.CheckpointError, match=r"is a folder\n  remedy: a file in it"):
-        convmesh.export(fully_shard(build(mesh), mesh=mesh), folder)
+        convmesh.export(fully_shard(Net().double(), mesh=mesh), folder)
     (folder / "file").write_text("")
     with pytest.raises(convmesh.CheckpointError, match="remedy: another folder"):
-        convmesh.export(fully_shard(build(mesh), mesh=mesh), folder / "file" / "a.safetensors")
+        convmesh.export(fully_shard(Net().double(), mesh=mesh), folder / "file" / "a.safetensors")
     state = convmesh.full_state_dict(model, all_ranks=True)
     assert state["_extra_state"] == "text"
     with pytest.raises(convmesh.ShardingError, match=r"remedy: .*convmesh.export\(model, path\)"):
@@ -243,5 +243,6 @@ def check_pretrained(mesh: DeviceMesh, folder: Path) -> None:
     assert_close(scores.full_tensor(), expected(x).logits)
 
 
+@pytest.mark.slow  # `make compat` has no other people's packages
 def test_pretrained_weights_before_distribute(pool: Pool, tmp_path: Path) -> None:
     pool.run(check_pretrained, tmp_path, mesh=(2,), names=("h",))

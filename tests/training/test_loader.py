@@ -312,6 +312,7 @@ def check_files(mesh: DeviceMesh, folder: Path, kind: str, volumes: np.ndarray) 
     assert np.array_equal(batch.full_tensor(), volumes)
 
 
+@pytest.mark.slow  # `make compat` has no other people's packages
 @pytest.mark.parametrize("kind", ["zarr", "h5", "nii"])
 def test_files_of_other_formats(pool: Pool, tmp_path: Path, kind: str) -> None:
     volumes = np.random.default_rng(0).integers(-9, 9, size=(2, 5, 7, 4)).astype(np.int32)

@@ -170,6 +170,7 @@ def leaves(values: list[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
+@pytest.mark.slow  # `make compat` has no other people's packages
 def test_torchmetrics(pool: Pool) -> None:
     pool.run(check_torchmetrics, names=NAMES[:2])
 
@@ -212,5 +213,6 @@ def check_monai(mesh: DeviceMesh) -> None:
         monai.data.set_track_meta(True)
 
 
+@pytest.mark.slow  # `make compat` has no other people's packages
 def test_monai(pool: Pool) -> None:
     pool.run(check_monai, names=NAMES[:2])
