@@ -37,6 +37,11 @@ def compute(product: products.Product, tensors: products.Steps, threads: int) ->
     products.run(_existing(), product, tensors, threads)
 
 
+def prepare(product: products.Product, tensors: products.Steps) -> products.Prepared:
+    """The same for tensors that lie as these do."""
+    return products.Prepared(_existing(), product, tensors)
+
+
 def moments(x: torch.Tensor, sets: int) -> norms.Pair:
     """Mean and variance of each of `sets` equal parts of contiguous memory, none of which is empty."""
     return norms.moments(_existing(), x, sets, torch.get_num_threads())
