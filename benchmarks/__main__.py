@@ -6,13 +6,14 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import batching, convolution, host, large_meshes, operators, training
+from benchmarks import batching, convolution, host, large_meshes, operators, privacy, training
 from tests.harness import Pool
 
 SUITES = {
     "convolution": convolution.run,
     "operators": operators.run,
     "batching": batching.run,
+    "privacy": privacy.run,
     "training": training.run,
     "large_meshes": large_meshes.run,
     "host": host.run,
