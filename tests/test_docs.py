@@ -170,7 +170,6 @@ def test_fragments_run(pool: Pool, page: Path) -> None:
 
 PUBLIC = {name: value for name, value in vars(convmesh).items() if name[0] != "_" and callable(value)}
 NO_EXAMPLE = {
-    "calibrate": "takes minutes",
     "CheckpointError": "docs/reliability.md",
     "CommunicationError": "ends the process",
     "MismatchError": "docs/debugging.md",

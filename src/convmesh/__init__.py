@@ -4,7 +4,6 @@ from . import geometry as geometry
 from ._torch import VERSION
 from .api import disable as disable
 from .api import enable as enable
-from .batching import calibrate as calibrate
 from .batching import clipped_gradient as clipped_gradient
 from .batching import explain as explain
 from .batching import per_sample_gradients as per_sample_gradients
