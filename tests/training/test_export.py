@@ -222,7 +222,7 @@ def test_a_plain_input_is_replicated(pool: Pool) -> None:
 
 
 def check_pretrained(mesh: DeviceMesh, folder: Path) -> None:
-    """Of Hugging Face: the first rank's file counts, whatever others have; and back in their format."""
+    """Of Hugging Face: the first rank's file counts, whatever others have; and back in their format, in two ways."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
@@ -234,10 +234,15 @@ def check_pretrained(mesh: DeviceMesh, folder: Path) -> None:
     model = convmesh.distribute(mine, mesh)
     convmesh.export(model, folder / "again" / "model.safetensors")
     config.save_pretrained(folder / "again")
+    state = convmesh.full_state_dict(model)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / "saved", state_dict=state)
     dist.barrier(mesh.get_group())
-    expected, again = (ResNetForImageClassification.from_pretrained(path).eval() for path in (folder, folder / "again"))
-    for a, b in zip(expected.state_dict().values(), again.state_dict().values(), strict=True):
-        assert torch.equal(a, b)
+    expected = ResNetForImageClassification.from_pretrained(folder).eval()
+    for path in (folder / "again", folder / "saved"):
+        again = ResNetForImageClassification.from_pretrained(path)
+        for a, b in zip(expected.state_dict().values(), again.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
     x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     scores = model.eval()(convmesh.shard(x, mesh, h=2)).logits
     assert_close(scores.full_tensor(), expected(x).logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +202,7 @@ def check_monai(mesh: DeviceMesh) -> None:
         assert_close(found.full_tensor(), DiceMetric()((scores > 0.5).float(), (scores < 0.7).float()))
         with pytest.raises(TypeError, match="a metric of global tensors is global already"):
             dice.aggregate()
+        warnings.simplefilter("ignore", FutureWarning)  # of MONAI's own code
         with pytest.raises(convmesh.ShardingError, match=r"tensor.full_tensor\(\).numpy\(\)"):
             HausdorffDistanceMetric()((sharded > 0.5).float(), (sharded < 0.7).float())
         net = nn.Conv2d(3, 2, 3, padding=1)

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.utils._pytree import tree_iter
 
 from .. import _torch
+from ..comm import caller
 from .errors import PlainTensor, refuse
 from .layout import is_plain, is_sum
 from .registry import unlisted, while_installed
@@ -65,9 +66,10 @@ PLAIN_STATE = (
 def _reduce(tensor: DTensor, protocol: Any) -> Any:
     """torch.save asks for a protocol that copy and pickle do not ask for by themselves."""
     if protocol == torch.serialization.DEFAULT_PROTOCOL:
+        where = caller()
         warnings.warn(
             "torch.save of a DTensor writes this rank's part of it and its mesh, which only a job with this mesh can "
-            f"load\n  remedy: {PLAIN_STATE}",
+            f"load\n  remedy: {PLAIN_STATE}{f'{chr(10)}  at {where}' if where else ''}",
             stacklevel=2,
         )
     return torch.Tensor.__reduce_ex__(tensor, protocol)
