@@ -75,6 +75,7 @@ from .operators import takes_tensors as takes_tensors
 from .operators import values_alone as values_alone
 from .operators import view_operators as view_operators
 from .operators import writing_operators as writing_operators
+from .order import after_the_last as after_the_last
 from .planning import DEVICE as DEVICE
 from .planning import has_values as has_values
 from .planning import running_node as running_node
