@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import batching, convolution, host, large_meshes, operators, training
+from benchmarks import batching, convolution, dry_runs, host, large_meshes, operators, training
 from tests.harness import Pool
 
 SUITES = {
@@ -15,6 +15,7 @@ SUITES = {
     "batching": batching.run,
     "training": training.run,
     "large_meshes": large_meshes.run,
+    "dry_runs": dry_runs.run,
     "host": host.run,
 }
 

@@ -51,6 +51,7 @@ def tensors_of_the_cpu_are_refused(mesh: DeviceMesh) -> None:
         with pytest.raises(RuntimeError, match="same device"):
             mixed()
     assert (x.to("acc") * torch.tensor(2.0)).sum().item() == 36, "a number of the host's is an argument"
+    assert (5 * x.to("acc") // 2).sum().item() == 36
     with pytest.raises(TypeError, match="numpy"):
         x.to("acc").numpy()
 
@@ -61,8 +62,9 @@ def waiting_and_copying_are_counted(mesh: DeviceMesh) -> None:
     torch.optim.SGD([x.clone().requires_grad_()], lr=0.1, momentum=0.9).step()
     assert take_events() == []
     x.sum().item(), x.nonzero(), x.cpu(), torch.tensor([1], device="acc"), x[:, [0, 2]]
+    torch.accelerator.synchronize()
     assert set(take_events()) == {
-        "aten::_local_scalar_dense", "aten::nonzero", "copy from device to host", "copy from host to device",
+        "synchronize", "aten::_local_scalar_dense", "aten::nonzero", "copy from device to host", "copy from host to device",
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from .arrivals import AWAKE_SECONDS as AWAKE_SECONDS
 from .arrivals import memory_of as memory_of
 from .collectives import ALL_TO_ALL as ALL_TO_ALL
+from .collectives import all_gather as all_gather
 from .collectives import all_reduce as all_reduce
 from .collectives import all_to_all as all_to_all
 from .collectives import intercept_collectives as intercept_collectives
@@ -20,6 +21,7 @@ from .dispatch import as_view as as_view
 from .dispatch import attach_hooks as attach_hooks
 from .dispatch import gradient_hooks as gradient_hooks
 from .dispatch import handlers as handlers
+from .dispatch import has_kernel as has_kernel
 from .dispatch import has_strategy as has_strategy
 from .dispatch import in_backward as in_backward
 from .dispatch import keeps_communication as keeps_communication

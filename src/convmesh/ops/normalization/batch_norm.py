@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move, place
 from ...sharding.registry import Behaviour, made_of_others, rule
 from ..reductions.plan import wide
+from . import synchronized
 from .common import Named, Spread, arrange, rows
 
 aten = torch.ops.aten
@@ -24,7 +26,7 @@ aten = torch.ops.aten
 # The module reads its count of batches as a number where it has no momentum.
 made_of_others(aten.batch_norm.default, aten.item.default, aten.is_nonzero.default)
 
-FORWARD = Behaviour("batch, channels, space", "training: all-reduce of 2 C numbers a rank")
+FORWARD = Behaviour("batch, channels, space", "training: all-reduce of 2 C numbers")
 BACKWARD = Behaviour("batch, channels, space", "training: all-reduce of 2 C numbers")
 
 
@@ -35,6 +37,8 @@ class BatchNormPlan:
     statistics: Layout
     saved: Layout  # what backward is given of them
     spread: Spread
+    fused: bool  # in training, by torch's kernels of synchronised norms
+    updates: bool  # these move the running statistics, too
 
 
 @planned
@@ -45,6 +49,7 @@ def plan_batch_norm(operator: str, training: bool, *specs: _torch.Spec | None) -
     _check(operator, named, input)
     if not training and (mean is None or var is None):
         raise refuse(operator, "evaluation needs running statistics", named, "give running_mean and running_var")
+    kept = named[3:]
     if training:
         named = named[:3]
     dims = len(input.shape)
@@ -53,13 +58,16 @@ def plan_batch_norm(operator: str, training: bool, *specs: _torch.Spec | None) -
     assert placed is not None
     by_channel = tuple(Shard(0) if p == Shard(1) else Replicate() for p in placed.placements)
     statistics = input.new((input.shape[1],), by_channel, wide(input.dtype))
+    spread = Spread.over(placed, (0, *range(2, dims)))
     return BatchNormPlan(
         operands,
         placed.dense,
         statistics,
         # In evaluation torch saves nothing, since backward has the running statistics.
         statistics if training else statistics.new((0,), statistics.replicated().placements),
-        Spread.over(placed, (0, *range(2, dims))),
+        spread,
+        fused=training and synchronized.fused(spread, placed, *operands[1:]),
+        updates=all(t is not None and (t.placements, t.dtype) == (by_channel, statistics.dtype) for _, t in kept),
     )
 
 
@@ -94,14 +102,14 @@ def _normalise(
         saved = plan.saved.absent(input)
         return _Normalised(plan.output.absent(input), saved, saved, running)
     x, w, b, *given = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=False))
+    if plan.fused and not _torch.tracing():
+        return _synchronised(plan, x, w, b, running, momentum, eps, in_place)
     compiled = plan.spread.compiled()
     mean, var = _moments(plan, x, compiled) if training else (t.to(plan.statistics.dtype) for t in given)
     y = _apply(x, w, b, mean, var, eps, compiled)
     statistics = (mean, (var + eps).rsqrt()) if training else (mean.new_empty(0),) * 2
     if training:
-        unbiased = var * (plan.spread.count / max(1, plan.spread.count - 1))
-        steps = zip(running, (mean, unbiased), strict=True)
-        running = tuple(_updated(old, value, plan, momentum, in_place) for old, value in steps)
+        running = _moved(plan, running, mean, var, momentum, in_place)
     saved_mean, saved_rstd = (_torch.wrap(t, plan.saved.spec) for t in statistics)
     return _Normalised(plan.output.wrap(y), saved_mean, saved_rstd, running)
 
@@ -125,6 +133,35 @@ def _apply(
         return normalised(x, (mean.view(by_channel), var.view(by_channel)), eps, w, b, compiled)
     result: torch.Tensor = aten.native_batch_norm.default(x, w, b, mean, var, False, 0.0, eps)[0]
     return result
+
+
+def _synchronised(
+    plan: BatchNormPlan, x: torch.Tensor, w: Any, b: Any, running: tuple[Any, ...], momentum: float, eps: float,
+    in_place: bool,
+) -> _Normalised:  # fmt: skip
+    updates = plan.updates and in_place
+    local = tuple(_torch.local_of(t) if updates else None for t in running)
+    mean, rstd = synchronized.moments(plan.spread, x, local, momentum, eps)
+    y = synchronized.normalised(x, w, b, mean, rstd, eps)
+    if not updates:
+        running = _moved(plan, running, mean, rstd.pow(-2) - eps, momentum, in_place)
+    saved_mean, saved_rstd = (_torch.wrap(t, plan.saved.spec) for t in (mean, rstd))
+    return _Normalised(plan.output.wrap(y), saved_mean, saved_rstd, running)
+
+
+def _moved(
+    plan: BatchNormPlan,
+    running: tuple[Any, ...],
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    momentum: float,
+    in_place: bool,
+) -> tuple[Any, ...]:
+    """The running statistics, after these."""
+    count = plan.spread.count
+    unbiased = var * (nan if count == 1 else count / max(1, count - 1))  # one value has no variance, as torch has it
+    steps = zip(running, (mean, unbiased), strict=True)
+    return tuple(_updated(old, value, plan, momentum, in_place) for old, value in steps)
 
 
 def _updated(old: Any, value: torch.Tensor, plan: BatchNormPlan, momentum: float, in_place: bool) -> Any:

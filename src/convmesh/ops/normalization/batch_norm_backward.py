@@ -15,6 +15,7 @@ from ...sharding.layout import Layout, all_absent
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move, move_beside
 from ...sharding.registry import rule
+from . import synchronized
 from .batch_norm import BACKWARD, plan_batch_norm
 from .common import Spread, parameter_gradient, place_parameters
 
@@ -28,6 +29,7 @@ class BackwardPlan:
     statistics: Layout
     spread: Spread
     parameter: tuple[Layout, Layout]  # where the gradients of weight and bias are, and where they go
+    fused: bool  # by torch's kernels of synchronised norms
 
 
 @planned
@@ -41,7 +43,7 @@ def plan_backward(
     parameter = plain if weight is None else Layout.of(weight)
     return BackwardPlan(
         x, w, forward.statistics, forward.spread,
-        parameter_gradient(parameter, x, plain, pending=not training),
+        parameter_gradient(parameter, x, plain, pending=not training), forward.fused,
     )  # fmt: skip
 
 
@@ -71,6 +73,8 @@ def _gradients(
     plan: BackwardPlan, gy: torch.Tensor, x: torch.Tensor, w: Any, moments: Pair, training: bool, for_input: bool
 ) -> tuple[torch.Tensor | None, Pair]:
     """That of the input, if asked for, and of weight and bias: sums over all ranks if the moments are theirs."""
+    if plan.fused and not _torch.tracing():
+        return synchronized.gradients(plan.spread, gy, x, w, moments, for_input)
 
     def by_channel(numbers: torch.Tensor) -> torch.Tensor:
         return numbers.view(-1, *[1] * (x.dim() - 2))

@@ -38,12 +38,13 @@ class Spread:
     mesh_dims: tuple[int, ...]
     shares: tuple[Any, ...]  # by rank: a number, or one for every set
     count: int  # values of one set, on all ranks together
+    counts: tuple[int, ...] = ()  # by rank, where they are the same for every set
 
     @staticmethod
     def over(layout: Layout, dims: Sequence[int]) -> Spread:
         mesh_dims = layout.sharded_over(dims)
         found = counts(layout, dims, mesh_dims)
-        return Spread(layout.mesh, mesh_dims, tuple(n / max(1, sum(found)) for n in found), sum(found))
+        return Spread(layout.mesh, mesh_dims, tuple(n / max(1, sum(found)) for n in found), sum(found), found)
 
     def compiled(self) -> bool:
         """Whether every rank of the mesh has the compiled kernels: torch's differ from them in the last bits.
@@ -61,6 +62,20 @@ class Spread:
     @cached_property
     def _weights(self) -> Numbers:
         return Numbers(self.shares)
+
+    @cached_property
+    def owners(self) -> Numbers:
+        """The ranks that have any values."""
+        return Numbers([rank for rank, count in enumerate(self.counts) if count])
+
+    @cached_property
+    def owned(self) -> Numbers:
+        """How many each of these has."""
+        return Numbers([count for count in self.counts if count])
+
+    @cached_property
+    def total(self) -> Numbers:
+        return Numbers([self.count])
 
     def add_up(self, one: torch.Tensor, other: torch.Tensor) -> Pair:
         """Two sums over all ranks, in one all-reduce."""
