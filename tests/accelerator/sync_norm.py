@@ -51,10 +51,12 @@ def _dense(*tensors: Tensor) -> bool:
 
 
 @_kernel
-def batch_norm_stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _check(empty=input.numel() > 0, gaps=_dense(input))
+def batch_norm_update_stats(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
+) -> tuple[Tensor, Tensor]:
+    _check(empty=input.numel() > 0, gaps=_dense(input), running=running_mean is None and running_var is None)
     variance, mean = torch.var_mean(_wide(input), _but_channels(input), correction=0)
-    return mean, torch.rsqrt(variance + eps)
+    return mean, variance
 
 
 @_kernel

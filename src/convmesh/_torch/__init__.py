@@ -38,6 +38,7 @@ from .gloo_threads import listeners as listeners
 from .groups import group_called as group_called
 from .groups import inherit_timeout as inherit_timeout
 from .groups import inside_ddp as inside_ddp
+from .groups import is_fake as is_fake
 from .groups import is_gloo as is_gloo
 from .groups import messages_between as messages_between
 from .groups import store as store
@@ -68,6 +69,8 @@ from .operators import gives_one_tensor as gives_one_tensor
 from .operators import group_collectives as group_collectives
 from .operators import is_composite as is_composite
 from .operators import name_of as name_of
+from .operators import out_operators as out_operators
+from .operators import returning as returning
 from .operators import signature as signature
 from .operators import takes_several as takes_several
 from .operators import takes_tensors as takes_tensors
@@ -98,6 +101,7 @@ from .tensors import noted as noted
 from .tensors import notes_of as notes_of
 from .tensors import opened as opened
 from .tensors import plain as plain
+from .tensors import plain_local_of as plain_local_of
 from .tensors import plain_order as plain_order
 from .tensors import redistribute as redistribute
 from .tensors import relocate as relocate

@@ -24,6 +24,7 @@ SENT = frozenset({
 })  # fmt: skip
 ALL_TO_ALL: Operator = _operators.all_to_all_single.default
 MOVING = (ALL_TO_ALL, _operators.all_gather_into_tensor.default)
+_WAIT: Operator = _operators.wait_tensor.default
 
 
 def all_to_all(
@@ -35,7 +36,7 @@ def all_to_all(
         return torch.view_as_complex(all_to_all(_pairs(buffer).reshape(-1), *doubled, group).view(-1, 2))
     if tracing():
         return in_order(buffer, lambda buffer: collectives.all_to_all_single(buffer, incoming, outgoing, group), True)
-    result: torch.Tensor = _operators.all_to_all_single(buffer, incoming, outgoing, group.group_name)
+    result: torch.Tensor = ALL_TO_ALL(buffer, incoming, outgoing, group.group_name)
     return result
 
 
@@ -45,18 +46,18 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place
         return torch.view_as_complex(all_reduce(_pairs(tensor), op, group, in_place))
     if tracing():
         return in_order(tensor, lambda tensor: collectives.all_reduce(tensor, op, group))
-    run = _operators.all_reduce_ if in_place else _operators.all_reduce
+    run = _operators.all_reduce_.default if in_place else _operators.all_reduce.default
     result: torch.Tensor = run(tensor, op, group.group_name)
     return result
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Start gathering what all ranks of a group have, one behind the other along the first dimension."""
+    """Start to send what each rank has to all; the result, of all of them along dimension 0, is there after `wait`."""
     if tensor.is_complex():
         return torch.view_as_complex(all_gather(_pairs(tensor), group))
     if tracing():
         return in_order(tensor, lambda tensor: collectives.all_gather_tensor(tensor, 0, group))
-    result: torch.Tensor = _operators.all_gather_into_tensor(tensor, group.size(), group.group_name)
+    result: torch.Tensor = _operators.all_gather_into_tensor.default(tensor, group.size(), group.group_name)
     return result
 
 
@@ -73,7 +74,7 @@ def _as_bytes(send: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """The result of a collective, once it is there. What a compiler traces is awaited where it starts."""
-    result: torch.Tensor = tensor if tracing() else _operators.wait_tensor(tensor)
+    result: torch.Tensor = tensor if tracing() else _WAIT(tensor)
     return result
 
 

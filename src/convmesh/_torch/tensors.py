@@ -39,6 +39,13 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return local
 
 
+def plain_local_of(tensor: Any) -> torch.Tensor | None:
+    """The local tensor of a DTensor by strides that any kernel takes, outside of a trace and where nothing is under
+    way; None for what needs a closer look."""
+    local = tensor._local_tensor if type(tensor) is DTensor else None
+    return usual(local, tensor._spec.tensor_meta.stride) if type(local) is torch.Tensor else None
+
+
 def slot_of(tensor: DTensor) -> Any:
     """The local tensor as it is, whoever watches (`before_local_tensors`)."""
     return _slot.__get__(tensor)

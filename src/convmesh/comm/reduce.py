@@ -106,20 +106,25 @@ def groups_along(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[dist.Proces
 
 def all_gather_stacked(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
     """What each rank along `mesh_dims` has, stacked in the order of these ranks, the first mesh dimension outermost."""
-    result = tensor
+    return all_gather_rows(tensor.contiguous().view(1, *tensor.shape), mesh, mesh_dims)
+
+
+def all_gather_rows(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
+    """The same of as many rows on each rank, contiguous, one behind the other."""
+    result = rows
     for mesh_dim in reversed(mesh_dims):
         group = mesh.get_group(mesh_dim)
         if _goes_at_once(result, group):
-            result = _tell_all(result, group)()
+            result = _tell_all(result, group)().flatten(0, 1)
+        elif rows.numel():  # some backends take offence at nothing
+            result = _torch.wait(_torch.all_gather(result, group))
         else:
-            result = _torch.wait(_torch.all_gather(result.contiguous().unsqueeze(0), group))
-    return result.reshape(prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims), *tensor.shape)
+            result = result.repeat(group.size(), *[1] * (rows.dim() - 1))
+    return result
 
 
 def are_few(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
     """Whether it is latency that counts when every rank along `mesh_dims` gets such a tensor of every other: the same
-    on all of them."""
-    if _torch.has_symbols(tuple(tensor.shape)):
-        return False
-    ranks = prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims)
-    return tensor.numel() * tensor.element_size() * ranks <= FEW_BYTES
+    on all of them. A compiler's symbols may be many."""
+    size = tensor.numel() * tensor.element_size() * prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims)
+    return isinstance(size, int) and size <= FEW_BYTES

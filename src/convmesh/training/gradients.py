@@ -94,15 +94,21 @@ class Gradients:
 
 def _settled(parameter: DTensor, gradient: DTensor, local: torch.Tensor) -> DTensor:
     """The gradient, of which `local` is summed, where the parameter lies and in its memory format."""
-    spec = _torch.spec_of(gradient)
-    _, layout = _summed(spec)
-    goal = Layout.of(_torch.spec_of(parameter))
-    if layout.placements != goal.placements:
-        local = _torch.redistribute(local, layout.spec, layout.placed(goal.placements).spec)
+    source, target, result = _settling(_torch.spec_of(gradient), _torch.spec_of(parameter), local.dtype)
+    if source.placements != target.placements:
+        local = _torch.redistribute(local, source, target)
     beside = _torch.local_of(parameter)
     if local.stride() != beside.stride():
         local = torch.empty_like(beside, dtype=local.dtype).copy_(local)
-    return _torch.wrap(local, goal.typed(local.dtype).spec)
+    return _torch.wrap(local, result)
+
+
+@planned
+def _settling(gradient: _torch.Spec, parameter: _torch.Spec, dtype: torch.dtype) -> tuple[_torch.Spec, ...]:
+    """Where the summed gradient is, where it goes, and the same in the strides of the parameter."""
+    _, layout = _summed(gradient)
+    goal = Layout.of(parameter)
+    return layout.spec, layout.placed(goal.placements).spec, goal.typed(dtype).spec
 
 
 @planned
