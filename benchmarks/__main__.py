@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import batching, convolution, host, large_meshes, operators, privacy, training
+from benchmarks import batching, convolution, dry_runs, host, large_meshes, operators, privacy, training
 from tests.harness import Pool
 
 SUITES = {
@@ -16,6 +16,7 @@ SUITES = {
     "privacy": privacy.run,
     "training": training.run,
     "large_meshes": large_meshes.run,
+    "dry_runs": dry_runs.run,
     "host": host.run,
 }
 
