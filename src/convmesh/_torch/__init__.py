@@ -35,6 +35,7 @@ from .fake import on_one_device as on_one_device
 from .fake import suggested_format as suggested_format
 from .gloo_threads import keep_listeners_from_interrupting as keep_listeners_from_interrupting
 from .gloo_threads import listeners as listeners
+from .gloo_threads import workers_rest_before_exit as workers_rest_before_exit
 from .groups import group_called as group_called
 from .groups import inherit_timeout as inherit_timeout
 from .groups import inside_ddp as inside_ddp
