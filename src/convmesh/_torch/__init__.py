@@ -73,10 +73,11 @@ from .operators import values_alone as values_alone
 from .operators import view_operators as view_operators
 from .operators import writing_operators as writing_operators
 from .planning import DEVICE as DEVICE
+from .planning import SilentStore as SilentStore
+from .planning import fsdp_without_values as fsdp_without_values
 from .planning import has_values as has_values
 from .planning import running_node as running_node
 from .planning import silent_group as silent_group
-from .planning import silent_store as silent_store
 from .symbols import has_symbols as has_symbols
 from .symbols import known as known
 from .symbols import meta_tensors as meta_tensors
