@@ -80,10 +80,11 @@ from .operators import view_operators as view_operators
 from .operators import writing_operators as writing_operators
 from .order import after_the_last as after_the_last
 from .planning import DEVICE as DEVICE
+from .planning import SilentStore as SilentStore
+from .planning import fsdp_without_values as fsdp_without_values
 from .planning import has_values as has_values
 from .planning import running_node as running_node
 from .planning import silent_group as silent_group
-from .planning import silent_store as silent_store
 from .symbols import has_symbols as has_symbols
 from .symbols import known as known
 from .symbols import meta_tensors as meta_tensors
