@@ -32,8 +32,9 @@ processes (`tests/test_networks.py`).
 ## Methods that are not `forward`
 
 After `distribute` every way into a model works: `vae.encode(x)`, `vae.decode(z)`, `model.generate(...)`, a submodule
-called by itself, `torch.func.functional_call`. Gradients are summed, and constants are allowed, as in `forward`. So they
-are in methods of an object that the model returns: `vae.encode(x).latent_dist.sample()` draws the numbers of one device.
+called by itself, `torch.func.functional_call`. Gradients are summed, and constants are allowed, as in `forward`. So it
+is in methods of an object that the model returns: `vae.encode(x).latent_dist.sample()` draws the numbers of one
+device.
 
 Code around a network that mixes plain tensors and DTensors, such as MONAI's
 `sliding_window_inference`, runs within [`implicit_replication(mesh)`](api.md#convmesh.implicit_replication).
