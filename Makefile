@@ -13,7 +13,7 @@ PARALLEL := -n 2 --dist worksteal --durations=15
 ZOO := timm segmentation_models_pytorch kornia kornia_rs neuraloperator tensorly tensorly-torch opt_einsum zencfg \
        configmypy ruamel.yaml h5py einops
 
-.PHONY: help demo check test lint unit docs fuzz conformance zoo bench compat clean
+.PHONY: help demo check test lint unit docs fuzz conformance zoo hosts bench compat clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -57,6 +57,9 @@ conformance: $(READY)  ## all of PyTorch's own operator samples, sharded along e
 zoo: $(READY)  ## networks of seven packages on simulated ranks against one process, and docs/networks.md of them
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(ZOO)
 	$(BIN)/python -m tests.zoo --json .zoo.json --page docs/networks.md
+
+hosts: $(READY)  ## trainings on 2 and 4 hosts, made of namespaces, some of which are lost on the way; root on Linux
+	$(BIN)/python -m tests.hosts
 
 bench: $(READY)  ## the figures of docs/benchmarks.md, measured here
 	$(BIN)/python -m benchmarks
