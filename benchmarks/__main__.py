@@ -7,6 +7,7 @@ import argparse
 from rich.console import Console
 
 from benchmarks import (
+    attention,
     batching,
     convolution,
     dry_runs,
@@ -28,7 +29,18 @@ SUITES = {
     "large_meshes": large_meshes.run,
     "dry_runs": dry_runs.run,
     "host": host.run,
-    "plan": plan.run,
+from benchmarks import (
+    attention,
+    batching,
+    convolution,
+    dry_runs,
+    host,
+    large_meshes,
+    operators,
+    plan,
+    privacy,
+    training,
+)
 }
 
 
