@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import batching, convolution, host, large_meshes, operators, training
+from benchmarks import batching, compiled, convolution, host, large_meshes, operators, training
 from tests.harness import Pool
 
 SUITES = {
@@ -16,6 +16,7 @@ SUITES = {
     "training": training.run,
     "large_meshes": large_meshes.run,
     "host": host.run,
+    "compiled": compiled.run,
 }
 
 
