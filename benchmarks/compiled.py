@@ -1,8 +1,8 @@
 """Whole training steps under `torch.compile(fullgraph=True)`: forward pass, loss and backward pass.
 
 Host time is that of one rank of two on torch's fake process group, one thread, on small inputs, with the step of plain
-PyTorch that was compiled by the same backend as the measure. Compile time is that of the first step, with torch's caches
-on disk off. Two real ranks then run the same step compiled and not, and say how far their gradients are apart.
+PyTorch that was compiled by the same backend as the measure. Compile time is that of the first step, without torch's
+caches on disk. Two real ranks then run the same step compiled and not, and say how far their gradients are apart.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from .dispatch import as_view as as_view
 from .dispatch import attach_hooks as attach_hooks
 from .dispatch import gradient_hooks as gradient_hooks
 from .dispatch import handlers as handlers
+from .dispatch import has_kernel as has_kernel
 from .dispatch import has_strategy as has_strategy
 from .dispatch import in_backward as in_backward
 from .dispatch import keeps_communication as keeps_communication
@@ -37,6 +38,7 @@ from .gloo_threads import listeners as listeners
 from .groups import group_called as group_called
 from .groups import inherit_timeout as inherit_timeout
 from .groups import inside_ddp as inside_ddp
+from .groups import is_fake as is_fake
 from .groups import is_gloo as is_gloo
 from .groups import messages_between as messages_between
 from .groups import store as store
@@ -67,6 +69,8 @@ from .operators import gives_one_tensor as gives_one_tensor
 from .operators import group_collectives as group_collectives
 from .operators import is_composite as is_composite
 from .operators import name_of as name_of
+from .operators import out_operators as out_operators
+from .operators import returning as returning
 from .operators import signature as signature
 from .operators import takes_several as takes_several
 from .operators import takes_tensors as takes_tensors

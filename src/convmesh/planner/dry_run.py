@@ -49,7 +49,8 @@ def _run(problem: Problem, mesh: Mesh, rank: int, limit: int | None) -> Trace:
 
 def traced(problem: Problem, mesh: DeviceMesh, limit: int | None = None) -> Trace:
     """The same of this rank of any mesh, with values or without."""
-    trace = Trace(tuple(mesh.get_coordinate() or ()))
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    trace = Trace(tuple(mesh.get_coordinate() or ()), sizes)
 
     def steps(recorder: Recorder) -> None:
         step = problem.build(mesh)
@@ -60,6 +61,8 @@ def traced(problem: Problem, mesh: DeviceMesh, limit: int | None = None) -> Trac
             if number == WARM_UP:
                 recorder.mark_state()
                 trace.begins = len(trace.events)
+                trace.needs.clear()
+                trace.refusals.clear()
             step(**inputs)
         recorder.mark_state()
 

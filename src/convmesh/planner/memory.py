@@ -35,8 +35,7 @@ class Memory:
 
 def memory_of(trace: Trace) -> Memory:
     """Activations are what the forward pass leaves for the backward pass; what nobody keeps that long is temporary."""
-    turn = _first_backward(trace)
-    kinds = [_kind(block, turn) for block in trace.blocks]
+    kinds = kinds_of(trace)
     saved: Counter[str] = Counter()
     for block, kind in zip(trace.blocks, kinds, strict=True):
         if kind is Kind.ACTIVATIONS and block.born >= trace.begins:
@@ -45,7 +44,14 @@ def memory_of(trace: Trace) -> Memory:
     return Memory(max(moments, key=lambda moment: moment.total), _thinned(moments), dict(saved))
 
 
-def _first_backward(trace: Trace) -> int:
+def kinds_of(trace: Trace) -> list[Kind]:
+    """Of every storage."""
+    turn = first_backward(trace)
+    return [_kind(block, turn) for block in trace.blocks]
+
+
+def first_backward(trace: Trace) -> int:
+    """The event with which the backward pass of the step begins."""
     for number, event in enumerate(trace.step):
         if isinstance(event, Compute | Send) and event.phase is Phase.BACKWARD:
             return trace.begins + number

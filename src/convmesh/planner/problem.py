@@ -123,6 +123,11 @@ def ranks_of(mesh: Mesh) -> int:
     return prod(mesh.values())
 
 
+def words(mesh: Mesh) -> str:
+    ranks = ranks_of(mesh)
+    return " x ".join(f"{name} {size}" for name, size in mesh.items()) + f" ({ranks} rank{'s' * (ranks > 1)})"
+
+
 def _usual_dims(ndim: int) -> dict[str, int]:
     names = SPATIAL.get(ndim - 2)
     if names is None:

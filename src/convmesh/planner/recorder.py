@@ -13,8 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from .. import _torch
-from ..comm import Traffic, caller, count_traffic
+from ..comm import Traffic, count_traffic
+from ..sharding.errors import ShardingError
+from .groups import Groups
 from .layers import Layers
+from .needs import need
+from .refusals import refusal, replicated
 from .trace import WEIGHTS, Block, Compute, Event, Kind, Phase, Send, Trace, Use, Wait
 
 aten = torch.ops.aten
@@ -36,15 +40,18 @@ class Recorder(_torch.TorchDispatchMode):
         super().__init__()
         self.trace, self._layers, self._traffic, self._limit = trace, layers, traffic, limit
         self._exchanges = traffic.exchanges
+        layers.returned = self._returned
         self._live: dict[int, tuple[Block, ref[Any]]] = {}
         self._total = 0
         self._under_way: dict[int, int] = {}  # by the memory of its result, the number of a collective
         self._sent = 0
-        self._groups: dict[str, tuple[tuple[str, ...], int]] = {}
+        self._groups = Groups(trace.mesh)
+        self._within = False  # an operator on DTensors
+        self._operator = ""  # the latest of them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # what it does itself is seen here afterwards
+            return self._sharded(func, args, kwargs or {})
         kwargs = kwargs or {}
         given = list(_tensors((args, kwargs.values())))
         if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
@@ -59,6 +66,25 @@ class Recorder(_torch.TorchDispatchMode):
             self._keep(tensor, layer, phase)
         return result
 
+    def _sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator on DTensors does itself is seen here afterwards. One that is refused is noted."""
+        if self._within:
+            return NotImplemented
+        layer, phase = self._layers.at_work()
+        found = need(func, args, layer, phase)
+        if found is not None:
+            self.trace.needs.append(found)
+        self._within, self._operator = True, _torch.name_of(func)
+        try:
+            with self:
+                return func(*args, **kwargs)
+        except ShardingError as error:
+            result = replicated(func, args, kwargs, error)
+            self.trace.refusals.append(refusal(error, layer, self._layers.line(layer)))
+            return result
+        finally:
+            self._within = False
+
     def _events(
         self, func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tensor], made: list[torch.Tensor],
         layer: str, phase: Phase,
@@ -69,7 +95,7 @@ class Recorder(_torch.TorchDispatchMode):
                 number = self._under_way.pop(_torch.memory_of(args[0]), None)
                 return () if number is None else (Wait(number),)
             if _torch.name_of(func) in _torch.COLLECTIVES:
-                return (self._send(name.removeprefix(_FUNCTIONAL), args[-1], given, made, layer, phase),)
+                return (self._send(name.removeprefix(_FUNCTIONAL), args, given, made, layer, phase),)
         if _torch.is_view_operator(func) or (not made and not given):
             return ()
         packet = func.overloadpacket
@@ -80,7 +106,7 @@ class Recorder(_torch.TorchDispatchMode):
         return (Compute(name, layer, phase, flops, moved, dtype, signature),)
 
     def _send(
-        self, name: str, group: Any, given: list[torch.Tensor], made: list[torch.Tensor], layer: str, phase: Phase
+        self, name: str, args: Any, given: list[torch.Tensor], made: list[torch.Tensor], layer: str, phase: Phase
     ) -> Send:
         before, self._exchanges = self._exchanges, self._traffic.exchanges
         use = Use.HALO if self._exchanges > before else Use.GATHER if "gather" in name else Use.REDUCTION
@@ -89,18 +115,14 @@ class Recorder(_torch.TorchDispatchMode):
             self._under_way[_torch.memory_of(tensor)] = self._sent
         for tensor in given:
             self.mark(tensor, Kind.HALOS if use is Use.HALO else Kind.BUCKETS, known=False)
-        along, peers = self._along(group)
-        where = caller() if use is Use.GATHER else None
-        return Send(name, layer, phase, use, sum(map(_size, given)), along, peers, self._sent, where)
-
-    def _along(self, group: Any) -> tuple[tuple[str, ...], int]:
-        key = str(getattr(group, "group_name", group))
-        if key not in self._groups:
-            found = _torch.group_called(group)
-            desc = str(found.group_desc)
-            names = (desc.removeprefix("mesh_"),) if desc.startswith("mesh_") else ()
-            self._groups[key] = names, found.size() - 1
-        return self._groups[key]
+        size = sum(map(_size, given))
+        to = self._groups.messages(args[-1], args[2], given[0].element_size()) if use is Use.HALO else ()
+        along, peers = self._groups.along(args[-1])
+        if to:
+            along = self._groups.between(to)
+        where = self._layers.line(layer) if use is Use.GATHER else None
+        name = self._operator if use is Use.GATHER else name
+        return Send(name, layer, phase, use, size, along, peers, self._sent, where, to)
 
     def _keep(self, tensor: torch.Tensor, layer: str, phase: Phase) -> None:
         storage = tensor.untyped_storage()
@@ -123,17 +145,24 @@ class Recorder(_torch.TorchDispatchMode):
         block.died = len(self.trace.events)
         self._total -= block.size
 
+    def _returned(self, tensor: torch.Tensor, module: str) -> None:
+        """A module returns a tensor; those that it is within come later, and may return it too."""
+        found = self._block_of(tensor)
+        if found is not None:
+            found.leaves = module
+
     def mark(self, tensor: torch.Tensor | None, kind: Kind, known: bool = True) -> None:
         """Say what the storage of a tensor is for; what is not `known` but likely, only of one that nobody marked."""
-        if isinstance(tensor, DTensor):
-            tensor = _torch.slot_of(tensor)
-        if tensor is None:
-            return
-        if isinstance(tensor, AsyncCollectiveTensor):
-            tensor = tensor.elem
-        found = self._live.get(_torch.memory_of(tensor))
-        if found is not None and (known or found[0].kind is None):
-            found[0].kind = kind
+        found = None if tensor is None else self._block_of(tensor)
+        if found is not None and (known or found.kind is None):
+            found.kind = kind
+
+    def _block_of(self, tensor: torch.Tensor) -> Block | None:
+        local = _torch.slot_of(tensor) if isinstance(tensor, DTensor) else tensor
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.elem
+        found = self._live.get(_torch.memory_of(local))
+        return None if found is None else found[0]
 
     def mark_state(self) -> None:
         """Parameters, gradients and the state of optimizers, of all modules that have been called."""

@@ -75,3 +75,12 @@ def meshes(problem: Problem, ranks: int) -> Iterator[dict[str, int]]:
 def fewer(ranks: int) -> list[int]:
     """1, 2, 4, ... and the number itself."""
     return sorted({*(2**power for power in range(ranks.bit_length()) if 2**power <= ranks), ranks})
+
+
+def halved(mesh: Mesh) -> list[dict[str, int]]:
+    """The mesh, and smaller ones down to one rank, each with half of the ranks along the largest mesh dimension."""
+    found = [dict(mesh)]
+    while max(found[-1].values()) > 1:
+        longest = max(found[-1], key=lambda name: found[-1][name])
+        found.append(found[-1] | {longest: -(-found[-1][longest] // 2)})
+    return [{name: size for name, size in one.items() if size > 1} or {next(iter(mesh)): 1} for one in found]

@@ -37,6 +37,7 @@ def plan_rule(
     behaviour: Behaviour,
     remembers: bool = False,
     asks: Callable[..., Hashable] | None = None,
+    adapt: Callable[..., tuple[Any, ...]] | None = None,
     varies: Container[str] = (),
 ) -> Callable[[AnyPlanner], AnyPlanner]:
     """Declare that `operators` run as a planner says, and what their users can expect.
@@ -47,6 +48,7 @@ def plan_rule(
     With `remembers`, the gradient of the first tensor is written into zeros of its shape, and goes where it was. What
     a plan depends on beside the arguments `asks` finds out, of specs and numbers: the planner gets it as one more.
     Numbers that change from call to call, and on which no plan depends, have a name in `varies`: it gets None for them.
+    `adapt` gets the arguments of each call, as they are, and returns those that are planned for.
     """
 
     def declare(planner: AnyPlanner) -> AnyPlanner:
@@ -58,7 +60,9 @@ def plan_rule(
             strides = () if call.view else strides_of(operator, *_torch.by_name(operator, args))
             return Prepared(operator, [given[number] for number in known.places], call, strides, remembers)
 
-        prepared_rule(*operators, behaviour=behaviour, make=make, asks=asks, varies=varies, written=planner)
+        prepared_rule(
+            *operators, behaviour=behaviour, make=make, written=planner, asks=asks, varies=varies, adapt=adapt
+        )
         return planner
 
     return declare
@@ -67,11 +71,21 @@ def plan_rule(
 def prepared_rule(
     *operators: _torch.Operator, behaviour: Behaviour, make: Make, written: Callable[..., Any],
     asks: Callable[..., Hashable] | None = None, varies: Container[str] = (),
+    adapt: Callable[..., tuple[Any, ...]] | None = None,
 ) -> None:  # fmt: skip
     """Declare rules whose calls are prepared once; `written` is what the author of the rule has written."""
     for operator in operators:
         handler = _handler(operator, make, written, asks, varies)
+        handler = handler if adapt is None else _adapted(handler, adapt)
         rule(operator, behaviour=behaviour, knows_strides=True, tolerates=True)(handler)
+
+
+def _adapted(handler: _torch.Handler, adapt: Callable[..., tuple[Any, ...]]) -> _torch.Handler:
+    @wraps(handler)
+    def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return handler(operator, adapt(*_torch.arguments(operator, args, kwargs)), {})
+
+    return run
 
 
 def _handler(

@@ -70,8 +70,8 @@ def plan_rename(operator: _torch.Operator, spec: _torch.Spec, dims: tuple[int, .
         return None
     try:
         with _torch.no_modes():
-            whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-            viewed = operator(whole, dims) if operator is aten.permute.default else operator(whole, *dims)
+            full = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+            viewed = operator(full, dims) if operator is aten.permute.default else operator(full, *dims)
     except (RuntimeError, IndexError):
         return None
     places = _places(operator, len(layout.shape), dims)
