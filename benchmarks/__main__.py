@@ -9,6 +9,7 @@ from rich.console import Console
 from benchmarks import (
     attention,
     batching,
+    compiled,
     convolution,
     dry_runs,
     host,
@@ -29,18 +30,9 @@ SUITES = {
     "large_meshes": large_meshes.run,
     "dry_runs": dry_runs.run,
     "host": host.run,
-from benchmarks import (
-    attention,
-    batching,
-    convolution,
-    dry_runs,
-    host,
-    large_meshes,
-    operators,
-    plan,
-    privacy,
-    training,
-)
+    "plan": plan.run,
+    "attention": attention.run,
+    "compiled": compiled.run,
 }
 
 
