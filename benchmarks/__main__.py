@@ -24,11 +24,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suites", nargs="*", default=list(SUITES), help=f"any of {', '.join(SUITES)}")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds; medians are reported")
+    batching.add_options(parser)
     options = parser.parse_args()
     console = Console(width=160)
     with Pool(stays_enabled=True) as pool:
         for name in options.suites:
-            SUITES[name](pool, console, options.rounds)
+            rows = {"options": options} if name == "batching" else {}
+            SUITES[name](pool, console, options.rounds, **rows)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,13 @@ def test_unet3d_volume_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert [again[step] for step in again] == pytest.approx([found[step] for step in again], abs=2e-3)
 
 
+@pytest.mark.slow  # `make compat` has no other people's packages
+def test_augmentation_gives_the_pictures_of_one_process() -> None:
+    many, one = (losses(run("augmented_volumes", mesh)) for mesh in ("2x2", "1x1"))
+    assert len(many) == 6
+    assert [many[step] for step in many] == pytest.approx([one[step] for step in one], abs=2e-3)
+
+
 def test_huge_image_inference(tmp_path: Path) -> None:
     output = tmp_path / "output.npy"
     printed = run("huge_image_inference", "2x2", "--size", "250,333", "--output", str(output), "--check")

@@ -100,6 +100,7 @@ from .tensors import make_spec as make_spec
 from .tensors import noted as noted
 from .tensors import notes_of as notes_of
 from .tensors import opened as opened
+from .tensors import opened_lists as opened_lists
 from .tensors import plain as plain
 from .tensors import plain_local_of as plain_local_of
 from .tensors import plain_order as plain_order

@@ -13,5 +13,7 @@ from .backend import synchronous as synchronous
 from .library import available as available
 from .library import compute as compute
 from .library import lanes as lanes
+from .library import prepare as prepare
+from .products import Prepared as Prepared
 from .products import Product as Product
 from .products import Steps as Steps

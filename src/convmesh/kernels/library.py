@@ -37,6 +37,11 @@ def compute(product: products.Product, tensors: products.Steps, threads: int) ->
     products.run(_existing(), product, tensors, threads)
 
 
+def prepare(product: products.Product, tensors: products.Steps) -> products.Prepared:
+    """The same for tensors that lie as these do."""
+    return products.Prepared(_existing(), product, tensors)
+
+
 def moments(x: torch.Tensor, sets: int, samples: int = 1) -> torch.Tensor:
     """Mean and variance of each of `sets` sets, [1 2 set]. Every sample has a part of each, one behind the other
     in contiguous memory, and none is empty."""

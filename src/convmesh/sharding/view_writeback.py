@@ -149,7 +149,7 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         targets = (args[0],) if first_only else tuple(_written(known, args, kwargs))
-        if not any(map(_is_of_others, targets)):
+        if not any(map(_is_of_others if _noting else _is_view, targets)):
             return handler(operator, args, kwargs)  # nearly always
         for target in targets:
             _before(target)
@@ -174,7 +174,11 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
 
 def _is_of_others(target: Any) -> bool:
     """Whether what is written there may be somebody else's, too."""
-    return target is not None and ((_noting and _torch.noted(target, _NOTES) is not None) or target._is_view())
+    return _torch.noted(target, _NOTES) is not None or _is_view(target)
+
+
+def _is_view(target: Any) -> bool:
+    return target is not None and target._is_view()
 
 
 def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

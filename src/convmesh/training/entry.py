@@ -146,8 +146,8 @@ def _refuse_plain(target: Any, args: Any, kwargs: Any) -> None:
                 f"{type(target).__name__} is distributed, and its input of shape {tuple(tensor.shape)} is a plain "
                 "torch.Tensor\n"
                 "  remedy: convmesh.shard(tensor, mesh, data=0, ...) if every rank has all of it, "
-                "convmesh.shard(tensor, mesh) to replicate it, convmesh.from_region(part, shape, mesh, ...) if each "
-                "rank has its part"
+                "convmesh.replicate(tensor, mesh) if all are to compute all of it, convmesh.from_region(part, shape, "
+                "mesh, ...) if each rank has its part"
             )
 
 

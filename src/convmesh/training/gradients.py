@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
+from torch.utils.hooks import unserializable_hook
 
 from .. import _torch
 from ..comm import Summation, Term
@@ -137,3 +138,6 @@ def _before(gradient: torch.Tensor) -> None:
             local = local if mesh.get_coordinate() is None or mesh.get_local_rank(mesh_dim) == 0 else local * 0
     if placements != list(earlier.placements) and not torch.is_grad_enabled():
         parameter.grad = _torch.wrap(local, Layout.of(_torch.spec_of(earlier)).placed(tuple(placements)).spec)
+
+
+unserializable_hook(_before)  # a model that is saved and loaded gets it anew when it is called

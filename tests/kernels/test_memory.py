@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from convmesh import batching
-from convmesh.batching import memory
+from convmesh.kernels import memory
 
 LARGE = (memory.LARGE // 4 + 5,)
 LIKE = torch.ones(1)
@@ -83,21 +80,11 @@ def test_tensors_are_what_torch_would_make(
     large_pages: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not large_pages:
-        monkeypatch.setattr(memory, "returns_large_blocks", lambda: False)
-    zeros = memory.new_zeros(torch.ones(1, dtype=dtype), (3, *LARGE))
+        monkeypatch.setattr(memory, "HAS_LARGE_PAGES", False)
+    zeros = memory.new_empty(torch.ones(1, dtype=dtype), (3, *LARGE)).zero_()
     assert (zeros.dtype, zeros.shape, zeros.is_contiguous(), type(zeros)) == (dtype, (3, *LARGE), True, Tensor)
     assert not zeros.any()
     turned = torch.randn(LARGE[0], 3).t()
     assert torch.equal(memory.contiguous(turned), turned)
     assert memory.contiguous(turned).is_contiguous()
     assert memory.contiguous(zeros) is zeros
-
-
-def test_it_is_known_whether_large_blocks_are_given_back() -> None:
-    """In a process of its own, because the C library cannot be told to do as before."""
-    code = (
-        "from benchmarks.measure import keep_memory; from convmesh.batching.memory import returns_large_blocks as ask\n"
-        "before = ask(); keep_memory(); ask.cache_clear(); print(before, ask())"
-    )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr) == ("True False\n", "")
