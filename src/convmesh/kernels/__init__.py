@@ -5,6 +5,8 @@ many samples at once (libraries for neural networks are made for few large ones,
 anew, copy them together, or wait between them), and the passes over memory that a norm needs.
 """
 
+from . import batch_norm_cpu as batch_norm_cpu
+from . import batch_norm_fused as batch_norm_fused
 from . import normalization_cpu as normalization_cpu
 from .backend import COMPILED_FOR as COMPILED_FOR
 from .backend import synchronous as synchronous

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
+from markupsafe import Markup
+
 WIDTH, HEIGHT = 1000.0, 100.0  # of a drawing, in its own units
 
 
@@ -19,16 +21,16 @@ class Curve:
     dashes: str = ""
 
 
-def legend(entries: Sequence[tuple[str, str, str]]) -> str:
+def legend(entries: Sequence[tuple[str, str, str]]) -> Markup:
     """(name, color, look): the look is a line if it is empty, else a box."""
     marks = (
         f'<span><i class="{look}" style="border-color: {color}; --color: {color}"></i>{escape(name)}</span>'
         for name, color, look in entries
     )
-    return f'<div class="legend">{"".join(marks)}</div>'
+    return Markup(f'<div class="legend">{"".join(marks)}</div>')
 
 
-def curves(lines: Sequence[Curve], css: str = "") -> str:
+def curves(lines: Sequence[Curve], css: str = "") -> Markup:
     """Over the number of the step, on a logarithmic scale; numbers that are not positive lie on its lower end."""
     positive = [value for line in lines for value in line.values if value > 0] or [1.0]
     low, high = log10(min(positive)), log10(max(positive))
@@ -47,7 +49,7 @@ def curves(lines: Sequence[Curve], css: str = "") -> str:
     drawn = "".join(_path(line, [(x(step), y(value)) for step, value in enumerate(line.values)]) for line in lines)
     at_y = "".join(f'<span style="top: {y(t) / HEIGHT:.2%}">{_short(t)}</span>' for t in ticks)
     at_x = "".join(f'<span style="left: {x(s) / WIDTH:.2%}">{s + 1}</span>' for s in _steps(steps))
-    return (
+    return Markup(
         f'<div class="plot"><div class="y">{at_y}</div><div class="area {css}"><svg preserveAspectRatio="none" '
         f'viewBox="0 0 {WIDTH:g} {HEIGHT:g}">{grid}{drawn}</svg></div><div class="x">{at_x}</div></div>'
     )
@@ -82,7 +84,7 @@ def _short(number: float) -> str:
     return f"{number:g}" if 1e-4 <= number < 1e4 else f"{number:.0e}".replace("e-0", "e-").replace("e+0", "e")
 
 
-def bars(rows: Sequence[tuple[str, float, str, str]]) -> str:
+def bars(rows: Sequence[tuple[str, float, str, str]]) -> Markup:
     """(name, number, the same in words, color): lengths from zero on one scale."""
     longest = max(number for _, number, _, _ in rows) or 1.0
     cells = (
@@ -90,4 +92,14 @@ def bars(rows: Sequence[tuple[str, float, str, str]]) -> str:
         f'<span class="num">{escape(words)}</span>'
         for name, number, words, color in rows
     )
-    return f'<div class="bars">{"".join(cells)}</div>'
+    return Markup(f'<div class="bars">{"".join(cells)}</div>')
+
+
+def stacked(parts: Sequence[tuple[str, float, str]], whole: float | None = None) -> Markup:
+    """(name, number, color): one bar of all parts; what is left to `whole` stays empty."""
+    total = whole or sum(number for _, number, _ in parts) or 1.0
+    cells = (
+        f'<i style="width: {number / total:.3%}; background: {color}" title="{escape(name)}"></i>'
+        for name, number, color in parts
+    )
+    return Markup(f'<div class="stacked">{"".join(cells)}</div>')
