@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from convmesh.cli import main
 from convmesh.demo import launch, picture
 from convmesh.demo.page import page
-from convmesh.demo.report import Report, Runs, size
+from convmesh.demo.report import Report, Runs
 from convmesh.demo.settings import PICTURES, DemoError, Settings, mesh_shape
 from convmesh.demo.training import Run, train
+from convmesh.report.words import size
 from tests.harness import Pool
 
 SMALL = Settings(crop=66, steps=4, channels=(4, 6, 8))

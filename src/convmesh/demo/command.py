@@ -12,11 +12,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..report.words import size
 from .launch import join, joins_torchrun, spawn
 from .machine import command
 from .page import page
 from .picture import load
-from .report import Report, Runs, size
+from .report import Report, Runs
 from .settings import DemoError, Settings, Shape, mesh_name
 
 

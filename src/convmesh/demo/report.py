@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log10
 from statistics import median
 
 from .settings import Settings, Shape
@@ -59,13 +58,3 @@ class Report:
     def step_seconds(self, shape: Shape | None) -> float:
         """A mesh is as slow as its slowest rank."""
         return max(median(run.seconds) for run in self.runs[shape])
-
-
-def size(count: float) -> str:
-    """Bytes as people read them."""
-    units = ["B", "kB", "MB", "GB"]
-    while count >= 1000 and len(units) > 1:
-        count /= 1000
-        units.pop(0)
-    digits = 0 if units[0] == "B" else max(0, 2 - int(log10(count)))  # three that matter
-    return f"{count:.{digits}f} {units[0]}"

@@ -47,6 +47,11 @@ class Device:
     compute_share: float = 0.4
     memory_share: float = 0.8
     source: str = ""
+    cores: int = 0  # of a CPU, which the ranks of a node share; 0 where each rank has a device of its own
+
+    def sharing(self, ranks: int) -> float:
+        """How much longer compute takes because ranks share what they run on."""
+        return max(1.0, min(ranks, self.node_ranks) / self.cores) if self.cores else 1.0
 
     def rate(self, dtype: torch.dtype) -> float:
         """Floating point operations a second; of a type that nobody has published, those of float32."""

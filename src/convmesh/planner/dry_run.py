@@ -29,7 +29,8 @@ def silent_world() -> Iterator[None]:
         raise PlanError("a plan is made outside of convmesh.simulate: call it before, or afterwards")
     on = registry.installed(), batching.installed()
     try:
-        with _torch.threads_as_ranks(_torch.silent_group), torch.random.fork_rng(devices=[]):
+        ranks = _torch.threads_as_ranks(_torch.silent_group)
+        with ranks, _torch.fsdp_without_values(), torch.random.fork_rng(devices=[]):
             yield
     finally:
         if (registry.installed(), batching.installed()) != on:
@@ -42,14 +43,15 @@ def dry_run(problem: Problem, mesh: Mesh, rank: int, limit: int | None = None) -
 
 
 def _run(problem: Problem, mesh: Mesh, rank: int, limit: int | None) -> Trace:
-    world = _torch.rank_of_threads(rank, ranks_of(mesh), _torch.silent_store())
+    world = _torch.rank_of_threads(rank, ranks_of(mesh), _torch.SilentStore())
     with world, torch.device(_torch.DEVICE), Autocast():
         return traced(problem, init_device_mesh(_torch.DEVICE, tuple(mesh.values()), mesh_dim_names=tuple(mesh)), limit)
 
 
 def traced(problem: Problem, mesh: DeviceMesh, limit: int | None = None) -> Trace:
     """The same of this rank of any mesh, with values or without."""
-    trace = Trace(tuple(mesh.get_coordinate() or ()))
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    trace = Trace(tuple(mesh.get_coordinate() or ()), sizes)
 
     def steps(recorder: Recorder) -> None:
         step = problem.build(mesh)
@@ -60,6 +62,8 @@ def traced(problem: Problem, mesh: DeviceMesh, limit: int | None = None) -> Trac
             if number == WARM_UP:
                 recorder.mark_state()
                 trace.begins = len(trace.events)
+                trace.needs.clear()
+                trace.refusals.clear()
             step(**inputs)
         recorder.mark_state()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_iter
 
 from .. import _torch
+from ..comm import caller
 from .trace import LOSS, OPTIMIZER, WEIGHTS, Phase
 
 _MARK = "convmesh layer"
@@ -29,8 +31,10 @@ class Layers:
         self.roots: dict[nn.Module, str] = {}  # those that no other module has called, and what their names begin with
         self.optimizers: list[torch.optim.Optimizer] = []
         self._names: dict[nn.Module, str] = {}
+        self._lines: dict[str, str | None] = {}
         self._stack: list[nn.Module] = []
         self._stepping = 0
+        self.returned: Callable[[torch.Tensor, str], None] = lambda tensor, name: None
         self._thread = get_ident()
         self._handles: list[Any] = []
 
@@ -72,6 +76,14 @@ class Layers:
         if module not in self._names:
             self._name(module)
         self._stack.append(module)
+        if self._names[module] not in self._lines:
+            self._lines[self._names[module]] = caller()
+
+    def line(self) -> str | None:
+        """Where in the user's code the operator at work is called; in a backward pass, its module."""
+        name, phase = self.at_work()
+        found = caller() if phase is Phase.FORWARD else self._lines.get(name)
+        return None if found is None or found.startswith(threading.__file__) else found
 
     def _name(self, root: nn.Module) -> None:
         """The first one that is called is the model; others, such as losses, go by the names of their classes."""
@@ -86,7 +98,10 @@ class Layers:
         while self._stack.pop() is not module:  # one that has raised has left nothing else behind
             pass
         name = self._names[module]
-        waiting: list[Any] = [tensor.grad_fn for tensor in tree_iter(output) if isinstance(tensor, torch.Tensor)]
+        outputs = [tensor for tensor in tree_iter(output) if isinstance(tensor, torch.Tensor)]
+        for tensor in outputs:
+            self.returned(tensor, name)
+        waiting: list[Any] = [tensor.grad_fn for tensor in outputs]
         while waiting:
             node = waiting.pop()
             if node is None or hasattr(node, "variable") or _MARK in node.metadata:

@@ -3,50 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..comm import is_library
-from ..sharding.errors import ShardingError
 from . import devices
 from .devices import Device
-from .dry_run import dry_run, silent_world
-from .here import measured
-from .memory import Memory, memory_of
-from .problem import Build, Mesh, PlanError, Problem, check_mesh, problem, ranks_of
-from .search import classes, fewer, largest_class, meshes
-from .timing import Seconds, Time, time_of
-from .trace import Trace
-from .traffic import Gather, LayerTraffic, by_layer, by_mesh_dim, gathers
-
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """Of a class of ranks: which it is, and what one of its ranks needs."""
-
-    name: str
-    rank: int
-    memory: Memory
-    time: Time
-    layers: list[LayerTraffic]
-    bytes_along: dict[str, int]  # by mesh dimension
-    gathers: list[Gather]
-
-
-@dataclass(frozen=True)
-class MeshRow:
-    """A mesh that was tried. Memory is the peak of its largest rank, or where its run ended if that does not fit."""
-
-    mesh: dict[str, int]
-    fits: bool
-    memory: int
-    seconds: float | None
-    bytes_sent: int | None
+from .dry_run import silent_world
+from .problem import Build, Input, Mesh, PlanError, check_mesh, problem, ranks_of, words
+from .runs import MeshRow, Progress, RankPlan, Runs
+from .search import classes
 
 
 @dataclass(frozen=True)
@@ -57,7 +26,9 @@ class Plan:
         mesh: The mesh dimensions and their sizes.
         device: The device that times and the limit of memory are for.
         ranks: The classes of ranks, the one that needs most memory first.
-        meshes: Other meshes that were tried, the best first, if the mesh was searched for.
+        inputs: What the step was given.
+        meshes: The meshes that were tried, the best first, if the mesh was searched for.
+        scaling: A mesh for each of 1, 2, 4, ... ranks.
         seconds: The predicted time of a step.
 
     Examples:
@@ -67,12 +38,20 @@ class Plan:
 
     mesh: dict[str, int]
     device: Device
+    inputs: dict[str, Input]
+    dims: dict[str, int]  # of the first input, which each mesh dimension shards
     ranks: list[RankPlan]
-    meshes: list[MeshRow] = field(default_factory=list)
+    meshes: list[MeshRow]
+    scaling: list[MeshRow]
 
     @property
     def largest(self) -> RankPlan:
         return self.ranks[0]
+
+    @property
+    def busiest(self) -> RankPlan:
+        """The class of ranks that sends most."""
+        return max(self.ranks, key=lambda rank: rank.bytes_sent)
 
     @property
     def peak(self) -> int:
@@ -80,15 +59,41 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak <= self.device.memory
+        """Into the memory of the device, and nothing is refused."""
+        return self.peak <= self.device.memory and not self.largest.refusals
 
     @property
     def seconds(self) -> float:
         return max(rank.time.step for rank in self.ranks)
 
+    @property
+    def smallest(self) -> int | None:
+        """The smallest number of ranks of `scaling` that fits."""
+        return min((row.ranks for row in self.scaling if row.fits and not row.refused), default=None)
+
+    @property
+    def advice(self) -> list[str]:
+        """What to do, in plain words."""
+        from .advice import advice
+
+        return advice(self)
+
     def to_json(self) -> str:
         """All tables of the plan."""
-        return json.dumps({**asdict(self), "fits": self.fits, "seconds": self.seconds}, indent=2)
+        more = {"fits": self.fits, "seconds": self.seconds, "smallest": self.smallest, "advice": self.advice}
+        return json.dumps({**asdict(self), **more}, indent=2, default=str)
+
+    def save(self, path: str | Path) -> None:
+        """As a page (.html), with pictures, or as JSON (.json)."""
+        path = Path(path)
+        if path.suffix not in (".html", ".json"):
+            raise PlanError(f"{path}: give a name that ends in .html or .json")
+        if path.suffix == ".html":
+            from .page import page
+
+            path.write_text(page(self), encoding="utf-8")
+        else:
+            path.write_text(self.to_json(), encoding="utf-8")
 
     def __repr__(self) -> str:
         from .text import essence
@@ -145,13 +150,19 @@ def plan(
         (True, True)
     """
     asked, on = problem(step, inputs, dims, optimizer, precision), devices.device(device)
-    if (mesh is None) == (ranks is None):
-        raise PlanError("give either a mesh, such as {'d': 4, 'h': 2}, or a number of ranks")
+    if mesh is None and ranks is None:
+        raise PlanError("give a mesh, such as {'d': 4, 'h': 2}, or a number of ranks")
+    if mesh is not None and ranks not in (None, ranks_of(mesh)):
+        raise PlanError(f"a mesh of {words(mesh)} is not {ranks}: give sizes whose product is {ranks}")
+    runs = Runs(asked, on, progress)
     with silent_world():
-        tried = _search(asked, ranks, on, progress) if ranks is not None else []
+        tried = runs.search(ranks) if mesh is None and ranks is not None else []
         chosen = dict(mesh) if mesh is not None else tried[0].mesh
         check_mesh(asked, chosen)
-        return _plan(asked, chosen, on, tried, progress)
+        found = [runs.rank(chosen, name, rank) for name, rank in classes(asked, chosen).items()]
+        found.sort(key=lambda one: -one.memory.peak.total)
+        scaling = runs.scaling(chosen, tried)
+    return Plan(chosen, on, dict(asked.inputs), dict(asked.dims), found, tried, scaling)
 
 
 def best_mesh(
@@ -174,93 +185,9 @@ def best_mesh(
         >>> set(best) <= {"data", "h", "w"}
         True
     """
-    return plan(step, inputs, ranks=ranks, device=device, **options).mesh
-
-
-def _seconds(on: Device) -> Seconds | None:
-    return measured(on) if on.source == "measured now" else None
-
-
-def _plan(asked: Problem, mesh: dict[str, int], on: Device, tried: list[MeshRow], progress: Progress | None) -> Plan:
-    found, seconds = [], _seconds(on)
-    for name, rank in classes(asked, mesh).items():
-        _say(progress, f"{words(mesh)}: {name}")
-        trace = _traced(asked, mesh, rank)
-        found.append(_rank(name, rank, trace, mesh, on, seconds))
-    found.sort(key=lambda one: -one.memory.peak.total)
-    return Plan(mesh, on, found, tried)
-
-
-def _rank(name: str, rank: int, trace: Trace, mesh: Mesh, on: Device, seconds: Seconds | None) -> RankPlan:
-    time = time_of(trace, mesh, on, seconds)
-    return RankPlan(name, rank, memory_of(trace), time, by_layer(trace), by_mesh_dim(trace, mesh), gathers(trace))
-
-
-def _search(asked: Problem, ranks: int, on: Device, progress: Progress | None) -> list[MeshRow]:
-    """Every mesh of that many ranks, and of fewer; those that fit first, then by predicted time, then by memory."""
-    if ranks < 1:
-        raise PlanError(f"{ranks} ranks: take 1 or more")
-    rows, seconds = [], _seconds(on)
-    for count in fewer(ranks):
-        for mesh in meshes(asked, count):
-            _say(progress, words(mesh))
-            rows.append(_row(asked, mesh, on, seconds))
-    if not rows:
-        raise PlanError(f"no mesh of {ranks} ranks shards an input of shape {asked.first.shape}: take fewer ranks")
-    return sorted(rows, key=lambda row: (not row.fits, row.seconds or row.memory, row.memory))
-
-
-def _row(asked: Problem, mesh: dict[str, int], on: Device, seconds: Seconds | None) -> MeshRow:
-    trace = _traced(asked, mesh, largest_class(asked, mesh), on.memory)
-    if trace.exceeded is not None:
-        return MeshRow(mesh, False, trace.exceeded, None, None)
-    sent = sum(layer.halo_bytes + layer.reduction_bytes + layer.gather_bytes for layer in by_layer(trace))
-    return MeshRow(mesh, True, memory_of(trace).peak.total, time_of(trace, mesh, on, seconds).step, sent)
-
-
-def _traced(asked: Problem, mesh: Mesh, rank: int, limit: int | None = None) -> Trace:
-    try:
-        return dry_run(asked, mesh, rank, limit)
-    except (PlanError, ShardingError):
-        raise
-    except Exception as error:
-        raise PlanError(_reason(error)) from error
-
-
-def _reason(error: Exception) -> str:
-    """In one line, with the place in the user's code."""
-    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    where = _place(error)
-    if "meta tensor" in str(error) or "_local_scalar_dense" in str(error):
-        said = "the step depends on values, which a plan has not: decide by shapes or settings instead"
-    return f"{said}{f' (at {where})' if where else ''}"
-
-
-def _place(error: Exception) -> str | None:
-    trace, found = error.__traceback__, None
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        found = found if is_library(file) else f"{file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
-
-
-def _say(progress: Progress | None, what: str) -> None:
-    if progress is not None:
-        progress(what)
-
-
-def words(mesh: Mesh) -> str:
-    return " x ".join(f"{name} {size}" for name, size in mesh.items()) + f" ({ranks_of(mesh)} ranks)"
-
-
-def columns(rows: Sequence[MeshRow]) -> list[tuple[str, ...]]:
-    """For tables of meshes."""
-    from .text import bytes_words, seconds_words
-
-    return [
-        (words(row.mesh), "yes" if row.fits else "no", bytes_words(row.memory) + ("" if row.fits else " and more"),
-         "" if row.seconds is None else seconds_words(row.seconds),
-         "" if row.bytes_sent is None else bytes_words(row.bytes_sent))
-        for row in rows
-    ]  # fmt: skip
+    asked = problem(
+        step, inputs, options.pop("dims", None), options.pop("optimizer", "adamw"), options.pop("precision", "fp32")
+    )
+    runs = Runs(asked, devices.device(device), options.pop("progress", None))
+    with silent_world():
+        return runs.search(ranks)[0].mesh

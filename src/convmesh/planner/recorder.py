@@ -8,17 +8,22 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from .. import _torch
-from ..comm import Traffic, caller, count_traffic
+from ..comm import Traffic, count_traffic
+from ..sharding.errors import ShardingError
+from .groups import Groups
 from .layers import Layers
+from .needs import need
+from .refusals import refusal, replicated
 from .trace import WEIGHTS, Block, Compute, Event, Kind, Phase, Send, Trace, Use, Wait
 
 aten = torch.ops.aten
-_FUNCTIONAL = "_c10d_functional::"
+_FUNCTIONAL, _IN_PLACE = "_c10d_functional::", "c10d::"
 # Results of operators that have no kernel for tensors without values.
 _RESULTS: dict[Any, Callable[..., Any]] = {
     aten.batch_norm_update_stats.default: lambda x, *_: tuple(x.new_empty(x.shape[1], dtype=_wide(x)) for _ in "mv"),
@@ -36,15 +41,18 @@ class Recorder(_torch.TorchDispatchMode):
         super().__init__()
         self.trace, self._layers, self._traffic, self._limit = trace, layers, traffic, limit
         self._exchanges = traffic.exchanges
+        layers.returned = self._returned
         self._live: dict[int, tuple[Block, ref[Any]]] = {}
         self._total = 0
         self._under_way: dict[int, int] = {}  # by the memory of its result, the number of a collective
         self._sent = 0
-        self._groups: dict[str, tuple[tuple[str, ...], int]] = {}
+        self._groups = Groups(trace.mesh)
+        self._within = False  # an operator on DTensors
+        self._operator = ""  # its name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # what it does itself is seen here afterwards
+            return self._sharded(func, args, kwargs or {})
         kwargs = kwargs or {}
         given = list(_tensors((args, kwargs.values())))
         if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
@@ -59,6 +67,25 @@ class Recorder(_torch.TorchDispatchMode):
             self._keep(tensor, layer, phase)
         return result
 
+    def _sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator on DTensors does itself is seen here afterwards. One that is refused is noted."""
+        if self._within:
+            return NotImplemented
+        layer, phase = self._layers.at_work()
+        found = need(func, args, layer, phase)
+        if found is not None:
+            self.trace.needs.append(found)
+        self._within, self._operator = True, _torch.name_of(func)
+        try:
+            with self:
+                return func(*args, **kwargs)
+        except ShardingError as error:
+            result = replicated(func, args, kwargs, error)
+            self.trace.refusals.append(refusal(error, layer, self._layers.line()))
+            return result
+        finally:
+            self._within, self._operator = False, ""
+
     def _events(
         self, func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tensor], made: list[torch.Tensor],
         layer: str, phase: Phase,
@@ -69,18 +96,19 @@ class Recorder(_torch.TorchDispatchMode):
                 number = self._under_way.pop(_torch.memory_of(args[0]), None)
                 return () if number is None else (Wait(number),)
             if _torch.name_of(func) in _torch.COLLECTIVES:
-                return (self._send(name.removeprefix(_FUNCTIONAL), args[-1], given, made, layer, phase),)
+                return (self._send(name.removeprefix(_FUNCTIONAL), args, given, made, layer, phase),)
+        if name.startswith(_IN_PLACE):
+            return self._in_place(name.removeprefix(_IN_PLACE), args, layer, phase)
         if _torch.is_view_operator(func) or (not made and not given):
             return ()
         packet = func.overloadpacket
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
         moved = sum(_size(tensor) for tensor in (*given, *made))
         dtype = (given or made)[0].dtype
-        signature = _signature(func, args) if flops else ()
-        return (Compute(name, layer, phase, flops, moved, dtype, signature),)
+        return (Compute(name, layer, phase, flops, moved, dtype),)
 
     def _send(
-        self, name: str, group: Any, given: list[torch.Tensor], made: list[torch.Tensor], layer: str, phase: Phase
+        self, name: str, args: Any, given: list[torch.Tensor], made: list[torch.Tensor], layer: str, phase: Phase
     ) -> Send:
         before, self._exchanges = self._exchanges, self._traffic.exchanges
         use = Use.HALO if self._exchanges > before else Use.GATHER if "gather" in name else Use.REDUCTION
@@ -89,18 +117,25 @@ class Recorder(_torch.TorchDispatchMode):
             self._under_way[_torch.memory_of(tensor)] = self._sent
         for tensor in given:
             self.mark(tensor, Kind.HALOS if use is Use.HALO else Kind.BUCKETS, known=False)
-        along, peers = self._along(group)
-        where = caller() if use is Use.GATHER else None
-        return Send(name, layer, phase, use, sum(map(_size, given)), along, peers, self._sent, where)
+        size = sum(map(_size, given))
+        to = self._groups.messages(args[-1], args[2], given[0].element_size()) if use is Use.HALO else ()
+        along, peers = self._groups.along(args[-1])
+        if to:
+            along = self._groups.between(to)
+        where = (self._layers.line() or layer) if use is Use.GATHER else None
+        name = self._operator if use is Use.GATHER else name
+        return Send(name, layer, phase, use, size, along, peers, self._sent, where, to)
 
-    def _along(self, group: Any) -> tuple[tuple[str, ...], int]:
-        key = str(getattr(group, "group_name", group))
-        if key not in self._groups:
-            found = _torch.group_called(group)
-            desc = str(found.group_desc)
-            names = (desc.removeprefix("mesh_"),) if desc.startswith("mesh_") else ()
-            self._groups[key] = names, found.size() - 1
-        return self._groups[key]
+    def _in_place(self, name: str, args: Any, layer: str, phase: Phase) -> Iterable[Event]:
+        """Collectives that FSDP2 and users call: nobody can see when they are waited for."""
+        groups = [dist.ProcessGroup.unbox(one) for one in args if "ProcessGroup" in str(one)]
+        if not groups:
+            return ()
+        self._sent += 1
+        given = list(_tensors(args[1:2] if "base" in name else args[:1]))
+        use = Use.GATHER if "gather" in name else Use.REDUCTION
+        along, peers = self._groups.along(groups[0])
+        return (Send(name, layer, phase, use, sum(map(_size, given)), along, peers, self._sent),)
 
     def _keep(self, tensor: torch.Tensor, layer: str, phase: Phase) -> None:
         storage = tensor.untyped_storage()
@@ -111,7 +146,9 @@ class Recorder(_torch.TorchDispatchMode):
         if self._under_way.get(key) is not None:
             sent = self.trace.events[-1]
             block.kind = Kind.HALOS if isinstance(sent, Send) and sent.use is Use.HALO else Kind.BUCKETS
+        block.number = len(self.trace.blocks)
         self.trace.blocks.append(block)
+        self.trace.changes.append((block.born, block.number, 1))
         self._live[key] = block, ref(storage, partial(self._free, key))
         self._total += size
         if self._limit is not None and self._total > self._limit:
@@ -121,19 +158,27 @@ class Recorder(_torch.TorchDispatchMode):
     def _free(self, key: int, _: Any) -> None:
         block, _ = self._live.pop(key)
         block.died = len(self.trace.events)
+        self.trace.changes.append((block.died, block.number, -1))
         self._total -= block.size
+
+    def _returned(self, tensor: torch.Tensor, module: str) -> None:
+        """A module returns a tensor; those that it is within come later, and may return it too."""
+        found = self._block_of(tensor)
+        if found is not None:
+            found.leaves = module
 
     def mark(self, tensor: torch.Tensor | None, kind: Kind, known: bool = True) -> None:
         """Say what the storage of a tensor is for; what is not `known` but likely, only of one that nobody marked."""
-        if isinstance(tensor, DTensor):
-            tensor = _torch.slot_of(tensor)
-        if tensor is None:
-            return
-        if isinstance(tensor, AsyncCollectiveTensor):
-            tensor = tensor.elem
-        found = self._live.get(_torch.memory_of(tensor))
-        if found is not None and (known or found[0].kind is None):
-            found[0].kind = kind
+        found = None if tensor is None else self._block_of(tensor)
+        if found is not None and (known or found.kind is None):
+            found.kind = kind
+
+    def _block_of(self, tensor: torch.Tensor) -> Block | None:
+        local = _torch.slot_of(tensor) if isinstance(tensor, DTensor) else tensor
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.elem
+        found = self._live.get(_torch.memory_of(local))
+        return None if found is None else found[0]
 
     def mark_state(self) -> None:
         """Parameters, gradients and the state of optimizers, of all modules that have been called."""
@@ -179,14 +224,3 @@ def _size(tensor: torch.Tensor) -> int:
 
 def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-
-
-def _signature(func: Any, args: tuple[Any, ...]) -> tuple[object, ...]:
-    """The operator, and its arguments with the layout of tensors in their place: the same for calls that cost alike."""
-    return func, tuple(_described(argument) for argument in args)
-
-
-def _described(value: Any) -> object:
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), tuple(value.stride()), value.dtype)
-    return tuple(map(_described, value)) if isinstance(value, list | tuple) else value

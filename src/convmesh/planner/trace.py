@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from .needs import Need
 
 LOSS, WEIGHTS, OPTIMIZER = "loss", "weight gradients", "optimizer"  # what is the work of no module
 
@@ -49,7 +53,6 @@ class Compute(NamedTuple):
     flops: int
     bytes: int
     dtype: torch.dtype
-    signature: tuple[object, ...] = ()  # of operators with floating point operations to speak of: their arguments
 
 
 class Send(NamedTuple):
@@ -64,6 +67,7 @@ class Send(NamedTuple):
     peers: int
     number: int
     where: str | None = None  # a line of the user's code, of a gather
+    to: tuple[tuple[int, int], ...] = ()  # of halos: (rank, bytes)
 
 
 class Wait(NamedTuple):
@@ -85,14 +89,17 @@ class Block:
     born: int
     died: int | None = None
     kind: Kind | None = None  # where it is known by whom it belongs to
+    leaves: str | None = None  # the outermost module that returns it
+    number: int = 0  # among the blocks of its trace
 
 
 class Refusal(NamedTuple):
-    """An operator that raises a `ShardingError` on this mesh."""
+    """An operator that raises a `ShardingError` on this mesh. The plan went on as if its tensors were replicated."""
 
     layer: str
     where: str | None
     message: str
+    remedy: str
 
 
 @dataclass
@@ -100,8 +107,11 @@ class Trace:
     """Of one rank. Events from `begins` on are those of the step that is looked at; the ones before warm it up."""
 
     coordinate: tuple[int, ...]
+    mesh: Mapping[str, int] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    changes: list[tuple[int, int, int]] = field(default_factory=list)  # (event, number of a block, 1 born or -1 died)
+    needs: list[Need] = field(default_factory=list)  # of the step that is looked at
     refusals: list[Refusal] = field(default_factory=list)
     begins: int = 0
     exceeded: int | None = None  # the bytes at which the run ended, because they were more than a limit

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
-
-from jinja2 import Environment
 from markupsafe import Markup
 
-from ..demo.charts import bars
+from ..report.charts import bars
+from ..report.page import render
 from .report import Report
 from .tables import tables
 
 
 def page(report: Report, text: str) -> str:
     """`text` is what the terminal shows."""
-    folder = files(__package__)
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((folder / "page.html").read_text(encoding="utf-8"))
-    style = (folder.parent / "demo" / "style.css").read_text(encoding="utf-8")  # type: ignore[attr-defined]
-    return template.render(
-        report=report, findings=report.findings(), tables=list(tables(report)), text=text, style=Markup(style),
-        pictures=[(title, Markup(drawn)) for title, drawn in _pictures(report)],
+    return render(
+        __package__, "selftest.html", report=report, findings=report.findings(), tables=list(tables(report)), text=text,
+        pictures=_pictures(report),
     )  # fmt: skip
 
 
-def _pictures(report: Report) -> list[tuple[str, str]]:
+def _pictures(report: Report) -> list[tuple[str, Markup]]:
     found = []
     if report.scaling:
         steps = [(f"{row.ranks} rank{'s' if row.ranks > 1 else ''}", row.seconds, f"{row.seconds * 1e3:.3g} ms",

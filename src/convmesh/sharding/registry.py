@@ -34,7 +34,11 @@ _behaviour: dict[Operator, Behaviour] = {}
 _composites: dict[str, Callable[..., object]] = {}
 _guards: dict[Operator, Handler] = {}
 _replaced: dict[Operator, Handler | None] = {}
-_switches: list[Callable[[], Callable[[], None]]] = [keep_watch, _torch.guard_what_rules_know, _torch.give_zeros_memory]
+_switches: list[Callable[[], Callable[[], None]]] = [
+    keep_watch, _torch.guard_what_rules_know, _torch.give_zeros_memory,
+    lambda: _torch.mark_returned_copies(view_writeback.is_copy, _compiled_copy),
+    lambda: _torch.before_compiled_writes(view_writeback.check_compiled_write),
+]  # fmt: skip
 _undo: list[Callable[[], None]] = []
 _library: torch.library.Library | None = None
 
@@ -145,6 +149,12 @@ def guard_writes() -> None:
     for operator in _torch.writing_operators():
         if operator not in table:
             _guards[operator] = table[operator] = _guarded(operator)
+
+
+def _compiled_copy(local: torch.Tensor) -> None:
+    """Compiled code has returned a copy that torch takes for a view."""
+    view_writeback.mark_compiled(local)
+    guard_writes()
 
 
 @cache

@@ -1,0 +1,145 @@
+"""Dry runs of ranks and meshes, and their summaries: nothing of a run is kept but that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..comm import is_library
+from ..sharding.errors import ShardingError
+from .checkpointing import Checkpoint, checkpoints
+from .devices import Device
+from .dry_run import dry_run
+from .here import SOURCE, step_seconds
+from .memory import Memory, memory_of
+from .needs import Need
+from .problem import Mesh, PlanError, Problem, ranks_of, words
+from .search import fewer, halved, largest_class, meshes
+from .timing import Time, roofline, time_of
+from .trace import Phase, Refusal, Trace
+from .traffic import Gather, LayerTraffic, Neighbour, by_layer, by_mesh_dim, gathers, neighbours
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Of a class of ranks: which it is, and what one of its ranks needs."""
+
+    name: str
+    rank: int
+    memory: Memory
+    time: Time
+    layers: list[LayerTraffic]
+    bytes_along: dict[str, int]  # by mesh dimension
+    neighbours: list[Neighbour]
+    gathers: list[Gather]
+    refusals: list[Refusal]
+    checkpoints: list[Checkpoint]
+    reads: list[Need]  # of forward passes of convolutions and poolings
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(layer.bytes for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class MeshRow:
+    """A mesh that was tried. Memory is the peak of its largest rank, or where its run ended if that does not fit."""
+
+    mesh: dict[str, int]
+    fits: bool
+    memory: int
+    seconds: float | None
+    bytes_sent: int | None
+    refused: int = 0  # operators
+
+    @property
+    def ranks(self) -> int:
+        return ranks_of(self.mesh)
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """The best first: those that fit, then by predicted time, then by memory."""
+        enough = self.fits and not self.refused
+        return not enough, self.seconds if enough else -self.ranks, self.memory
+
+
+class Runs:
+    """Of one problem on one kind of device."""
+
+    def __init__(self, problem: Problem, device: Device, progress: Progress | None) -> None:
+        self.problem, self.device = problem, device
+        self._say = progress or (lambda what: None)
+
+    def _time(self, mesh: Mesh, rank: int, trace: Trace) -> Time:
+        """On this machine, from how long the rank's own work takes here."""
+        here = self.device.source == SOURCE
+        measured = step_seconds(self.problem, mesh, rank, trace, self.device.memory) if here else None
+        return time_of(trace, self.device, measured)
+
+    def rank(self, mesh: Mesh, name: str, rank: int) -> RankPlan:
+        self._say(f"{words(mesh)}: {name}")
+        trace = self._traced(mesh, rank)
+        reads = [need for need in trace.needs if need.phase is Phase.FORWARD]
+        blocks = checkpoints(trace, lambda operator: roofline(operator, self.device))
+        return RankPlan(
+            name, rank, memory_of(trace), self._time(mesh, rank, trace), by_layer(trace), by_mesh_dim(trace),
+            neighbours(trace), gathers(trace), list(dict.fromkeys(trace.refusals)), blocks, reads,
+        )  # fmt: skip
+
+    def row(self, mesh: Mesh) -> MeshRow:
+        """Of its largest rank, up to where that does not fit."""
+        self._say(words(mesh))
+        mesh = self.problem.mesh(mesh)
+        rank = largest_class(self.problem, mesh)
+        trace = self._traced(mesh, rank, self.device.memory)
+        if trace.exceeded is not None:
+            return MeshRow(mesh, False, trace.exceeded, None, None, len(set(trace.refusals)))
+        sent = sum(layer.bytes for layer in by_layer(trace))
+        seconds = self._time(mesh, rank, trace).step
+        return MeshRow(mesh, True, memory_of(trace).peak.total, seconds, sent, len(set(trace.refusals)))
+
+    def search(self, ranks: int) -> list[MeshRow]:
+        """Every mesh of that many ranks, and of fewer, the best first."""
+        if ranks < 1:
+            raise PlanError(f"{ranks} ranks: take 1 or more")
+        rows = [self.row(mesh) for count in fewer(ranks) for mesh in meshes(self.problem, count)]
+        if not rows:
+            shape = self.problem.first.shape
+            raise PlanError(f"no mesh of {ranks} ranks shards an input of shape {shape}: take fewer ranks")
+        return sorted(rows, key=lambda row: row.order)
+
+    def scaling(self, mesh: Mesh, tried: list[MeshRow]) -> list[MeshRow]:
+        """For 1, 2, 4, ... ranks the best mesh that was tried, or else halves of this one."""
+        rows = tried or [self.row(smaller) for smaller in halved(mesh)]
+        best: dict[int, MeshRow] = {}
+        for row in sorted(rows, key=lambda row: row.order):
+            best.setdefault(row.ranks, row)
+        return [best[count] for count in sorted(best)]
+
+    def _traced(self, mesh: Mesh, rank: int, limit: int | None = None) -> Trace:
+        try:
+            return dry_run(self.problem, mesh, rank, limit)
+        except (PlanError, ShardingError):
+            raise
+        except Exception as error:
+            raise PlanError(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """In one line, with the place in the user's code."""
+    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    where = _place(error)
+    if "meta tensor" in str(error) or "_local_scalar_dense" in str(error):
+        said = "the step depends on values, which a plan has not: decide by shapes or settings instead"
+    return f"{said}{f' (at {where})' if where else ''}"
+
+
+def _place(error: Exception) -> str | None:
+    trace, found = error.__traceback__, None
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        found = found if is_library(file) else f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,31 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from math import log10
+
+TIMES, DASH, MINUS = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{MINUS SIGN}"
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def size(count: float) -> str:
+    """Bytes."""
+    unit = 0
+    while count >= 999.5 and unit < len(_UNITS) - 1:
+        count /= 1000
+        unit += 1
+    digits = 0 if unit == 0 or count <= 0 else max(0, 2 - int(log10(count)))  # three that matter
+    return f"{count:.{digits}f} {_UNITS[unit]}"
+
+
+def duration(seconds: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        value = seconds * factor
+        if value >= 1 or unit == "µs":
+            return f"{value:.{max(0, 2 - int(log10(max(value, 1))))}f} {unit}"
+    raise AssertionError
+
+
+def count(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
