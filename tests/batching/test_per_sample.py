@@ -239,6 +239,7 @@ def test_a_loss_that_torch_cannot_map(randomness: str) -> None:
     assert_same(got, {name: torch.einsum("b,b...->...", scales, each) for name, each in want.items()})
 
 
+@pytest.mark.slow  # MONAI is no part of the core tests
 def test_targets_of_one_hot() -> None:
     from monai.losses import DiceCELoss, LogHausdorffDTLoss
 
