@@ -6,17 +6,33 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import batching, convolution, host, large_meshes, operators, plan, training
+from benchmarks import (
+    attention,
+    batching,
+    compiled,
+    convolution,
+    dry_runs,
+    host,
+    large_meshes,
+    operators,
+    plan,
+    privacy,
+    training,
+)
 from tests.harness import Pool
 
 SUITES = {
     "convolution": convolution.run,
     "operators": operators.run,
     "batching": batching.run,
+    "privacy": privacy.run,
     "training": training.run,
     "large_meshes": large_meshes.run,
+    "dry_runs": dry_runs.run,
     "host": host.run,
     "plan": plan.run,
+    "attention": attention.run,
+    "compiled": compiled.run,
 }
 
 
@@ -24,11 +40,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suites", nargs="*", default=list(SUITES), help=f"any of {', '.join(SUITES)}")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds; medians are reported")
+    batching.add_options(parser)
     options = parser.parse_args()
     console = Console(width=160)
     with Pool(stays_enabled=True) as pool:
         for name in options.suites:
-            SUITES[name](pool, console, options.rounds)
+            rows = {"options": options} if name == "batching" else {}
+            SUITES[name](pool, console, options.rounds, **rows)
 
 
 if __name__ == "__main__":

@@ -1,136 +1,150 @@
 """vmap over convolutions: stock torch.func, a Python loop, Opacus where there is one, and convmesh.
 
+Each has a process of its own, and they take turns: none changes the other's memory. A turn is of 50 ms at least, after
+a call that is not timed, as in the steps of a training; times are medians in milliseconds. The ratio is stock /
+convmesh: above 1 convmesh is faster. "Least" is what `benchmarks.roofline` says that the arithmetic of the definition
+takes at least on this machine, and stock / least the gain of a perfect library.
+
 What a layer's output is multiplied by, to have a gradient, lies in memory as that output does, with either rule.
 
-The candidates take turns, and each runs once before it is timed, as in the steps of a training; times are medians in
-milliseconds. The ratio is stock / convmesh: above 1 convmesh is faster. "Least" is what `benchmarks.roofline` says that
-the arithmetic of the definition takes at least on this machine, and stock / least the gain of a perfect library.
-
-Everything is measured twice: as a process starts, where the C library gives large blocks back when they are freed and
-every call gets them anew, page by page; and with memory kept, which leaves the arithmetic alone to be compared.
-Opacus is there if it is installed: `pip install -e .[opacus]`.
+As a process starts the C library gives large blocks back when they are freed, and every call gets them anew, page by
+page; `--memory-kept` leaves the arithmetic alone to be compared. `--only` takes the rows that have a text in their
+name, `--share 2/3` every third of them from the second on. With ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2 in
+the environment neither torch nor convmesh uses wider vectors. Opacus is there if it is installed: `pip install -e
+.[opacus]`.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch.func import grad, vmap
 
-from benchmarks.mapped import Comparison, Run, comparisons, other_comparisons
+from benchmarks.mapped import LISTS, Comparison
 from benchmarks.measure import interleave, keep_memory, timed
 from benchmarks.roofline import least_of
+from benchmarks.turns import Contenders
 from convmesh import batching
 from convmesh.process_memory import peak_memory
 from tests.harness import Pool
 
 # Seconds that a turn takes at least: a single call of a few milliseconds is off by as much as is to be measured.
 TURN = 0.05
+NAMES = ("stock", "loop", "opacus", "convmesh")
+SMALL_AND_WIDE = ("256->256 8x8 k3", "512->512 4x4 k3")
 
 
-@contextmanager
-def rules(wanted: bool) -> Iterator[None]:
-    """With our rules or torch's, warm: dispatch is slow at the first call after they were exchanged."""
-    (batching.install if wanted else batching.uninstall)()
-    vmap(grad(lambda w, x: F.conv1d(x, w).sum()))(torch.ones(2, 1, 1, 1), torch.ones(2, 1, 1, 1))
-    yield
-    batching.uninstall()
+class Way:
+    """One of `NAMES`, in a process of its own."""
 
+    def __init__(self, name: str, threads: int, memory_kept: bool) -> None:
+        torch.manual_seed(0)
+        self.name, self.threads = name, threads
+        if memory_kept:
+            keep_memory()
+        if name == "convmesh":
+            batching.install()
+        self.comparison: Comparison | None = None
 
-def candidates(comparison: Comparison) -> dict[str, tuple[Run, bool]]:
-    """What to run, and whether with our rules."""
-    runs = {"stock": (comparison.mapped, False), "loop": (comparison.loop, False)}
-    if comparison.opacus is not None:
-        runs["opacus"] = (comparison.opacus, False)
-    return {**runs, "convmesh": (comparison.mapped, True)}
+    def prepare(self, group: str, number: int) -> str:
+        """One at a time, since some hold a lot of memory."""
+        self.comparison = None
+        torch.set_num_threads(self.threads)
+        name, make = LISTS[group][number]
+        self.comparison = make()
+        if self.comparison.threads is not None:
+            torch.set_num_threads(self.comparison.threads)
+        return name
 
+    def turn(self) -> float | None:
+        """Milliseconds; None where there is no such way."""
+        assert self.comparison is not None
+        run = {"loop": self.comparison.loop, "opacus": self.comparison.opacus}.get(self.name, self.comparison.mapped)
+        if run is None:
+            return None
+        once = timed(run)
+        return 1e3 * timed(run, repeat=max(1, round(TURN / once)))
 
-def measure(comparison: Comparison, rounds: int) -> dict[str, float]:
-    """Median milliseconds."""
-    torch.set_num_threads(comparison.threads)
+    def memory(self) -> float:
+        """Megabytes of peak memory above what was held before."""
+        assert self.comparison is not None
+        run = {"loop": self.comparison.loop, "opacus": self.comparison.opacus}.get(self.name, self.comparison.mapped)
+        return 0.0 if run is None else peak_memory(run) / 1e6
 
-    def turn(run: Run, ours: bool) -> float:
-        with rules(ours):
-            once = timed(run)
-            return 1e3 * timed(run, repeat=max(1, round(TURN / once)))
-
-    return interleave({name: partial(turn, *entry) for name, entry in candidates(comparison).items()}, rounds)
-
-
-def memory_of(comparison: Comparison) -> dict[str, float]:
-    """Megabytes of peak memory above what was held before."""
-    memory = {}
-    for name, (run, ours) in candidates(comparison).items():
-        with rules(ours):
-            run()
-            memory[name] = peak_memory(run) / 1e6
-    return memory
-
-
-def least(comparison: Comparison) -> float:
-    """Milliseconds that the mapped convolutions, and what the comparison has beside them, take at least."""
-    with rules(True):
+    def least(self) -> float:
+        """Milliseconds that the mapped convolutions, and what the comparison has beside them, take at least."""
+        comparison = self.comparison
+        assert comparison is not None
         tasks = [decision.task for decision in batching.explain(comparison.mapped)]
-    return least_of(tasks, comparison.beside, comparison.threads, comparison.dtype)
+        return least_of(tasks, comparison.beside, torch.get_num_threads(), comparison.dtype)
 
 
-def number(value: float) -> str:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    options = parser.add_argument_group("batching")
+    options.add_argument("--only", default="", help="rows that have this in their name")
+    options.add_argument("--share", default="1/1", help="2/3: every third of the rows, from the second on")
+    options.add_argument("--threads", type=int, default=2, help="of each process, where a row does not say")
+    options.add_argument("--memory-kept", action="store_true", help="memory that was used before is never given back")
+    options.add_argument("--ways", default=",".join(NAMES), help=f"any of {', '.join(NAMES)}")
+
+
+def run(pool: Pool, console: Console, rounds: int, options: argparse.Namespace) -> None:
+    """No rank takes part."""
+    pool.kill()
+    wanted = options.ways.split(",")
+    with Contenders({name: (Way, name, options.threads, options.memory_kept) for name in wanted}) as ways:
+        for group in LISTS:
+            report(group, ways, console, options)
+
+
+def report(group: str, ways: Contenders, console: Console, options: argparse.Namespace) -> None:
+    table = Table("", title=f"{group}: milliseconds (peak MB), torch {torch.__version__}, {options.threads} threads")
+    for heading in (*ways.all, "least", "stock / convmesh", "stock / least"):
+        table.add_column(heading, justify="right")
+    part, parts = map(int, options.share.split("/"))
+    numbers = [i for i, (name, _) in enumerate(LISTS[group]) if options.only in name][part - 1 :: parts]
+    results = []
+    for number in track(numbers, description="vmapped convolutions", console=console):
+        (name, *_) = ways.ask_all("prepare", group, number).values()
+        times = turns(ways, options.rounds)
+        if "convmesh" in ways.all:
+            times["least"] = ways.all["convmesh"].ask("least")
+        memory = {way: ways.all[way].ask("memory") for way in times if way != "least"}
+        results.append((name, times))
+        cells = [_cell(times.get(way), memory.get(way)) for way in (*ways.all, "least")]
+        gains = [f"{times['stock'] / times[way]:.2f}" if {"stock", way} <= times.keys() else "" for way in GAINS]
+        table.add_row(name, *cells, *gains)
+    if results:
+        console.print(table, summary(results))
+
+
+GAINS = ("convmesh", "least")
+
+
+def turns(ways: Contenders, rounds: int) -> dict[str, float]:
+    """Median milliseconds of those that there are."""
+    found = {name: contender for name, contender in ways.all.items() if contender.ask("turn") is not None}
+    return interleave({name: lambda each=each: each.ask("turn") for name, each in found.items()}, rounds)
+
+
+def _cell(time: float | None, memory: float | None) -> str:
+    if time is None:
+        return ""
+    return _number(time) + ("" if memory is None else f" ({_number(memory)})")
+
+
+def _number(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
 def geometric_mean(values: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
-
-
-def run(pool: Pool, console: Console, rounds: int) -> None:
-    """In this process: no rank takes part."""
-    pool.kill()
-    torch.manual_seed(0)
-    usual, others = "the layers that a benchmark would take", "layers that the prices were not fitted on"
-    report(f"{usual}, as a process starts", comparisons(), console, rounds, memory_of)
-    report(f"{others}, as a process starts", other_comparisons(), console, rounds, memory_of)
-    keep_memory()
-    batching.forget()
-    report(f"{usual}, memory kept", comparisons(), console, rounds, lambda comparison: {})
-    report(f"{others}, memory kept", other_comparisons(), console, rounds, lambda comparison: {})
-
-
-def report(
-    title: str,
-    makers: Iterator[Callable[[], Comparison]],
-    console: Console,
-    rounds: int,
-    memory_of: Callable[[Comparison], Mapping[str, float]],
-) -> None:
-    names = ("stock", "loop", "opacus", "convmesh")
-    table = Table("", title=f"{title}: milliseconds (peak MB), torch {torch.__version__}")
-    for heading in (*names, "least", "stock / convmesh", "stock / least"):
-        table.add_column(heading, justify="right")
-    results = []
-    for make in track(list(makers), description="vmapped convolutions", console=console):
-        comparison = make()
-        memory, times = memory_of(comparison), {**measure(comparison, rounds), "least": least(comparison)}
-        results.append((comparison.name, times))
-        cells = [
-            number(times[name]) + (f" ({number(memory[name])})" if name in memory else "") if name in times else ""
-            for name in (*names, "least")
-        ]
-        gains = [f"{times['stock'] / times[name]:.2f}" for name in ("convmesh", "least")]
-        table.add_row(comparison.name, *cells, *gains)
-    console.print(table)
-    console.print(summary(results))
-
-
-SMALL_AND_WIDE = ("256->256 8x8 k3", "512->512 4x4 k3")
 
 
 def kind_of(name: str) -> str:
@@ -148,10 +162,11 @@ def summary(results: Sequence[tuple[str, Mapping[str, float]]]) -> Table:
     for name, times in results:
         kinds.setdefault(kind_of(name), []).append((name, times))
     for kind, members in kinds.items():
-        cells = []
-        for other in ("stock", "loop", "opacus"):
-            ratios = [times[other] / times["convmesh"] for _, times in members if other in times]
-            cells.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" if ratios else "")
-        bound = geometric_mean([times["stock"] / times["least"] for _, times in members])
-        table.add_row(kind, str(len(members)), *cells, f"{bound:.2f}")
+        cells = [_ratios(members, other, "convmesh") for other in ("stock", "loop", "opacus")]
+        table.add_row(kind, str(len(members)), *cells, _ratios(members, "stock", "least"))
     return table
+
+
+def _ratios(members: Sequence[tuple[str, Mapping[str, float]]], above: str, below: str) -> str:
+    ratios = [times[above] / times[below] for _, times in members if {above, below} <= times.keys()]
+    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" if ratios else ""

@@ -21,7 +21,7 @@ class Layer:
     transposed: bool = False
     batch: int | None = None
     dtype: torch.dtype = torch.float32
-    threads: int = 2
+    threads: int | None = None  # as everywhere
 
     def module(self) -> nn.Module:
         plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -60,7 +60,7 @@ LAYERS = (
     Layer("1-d 64->128 256 k5", (64, 128), 256, 5, dims=1),
 )
 
-# Layers of which nothing was measured when the built-in prices were made.
+# Unlike any that were looked at when the algorithms and their costs were worked on.
 OTHER_LAYERS = (
     Layer("32->40 24x24 k3", (32, 40), 24, 3),
     Layer("128->128 14x14 k3", (128, 128), 14, 3),

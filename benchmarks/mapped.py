@@ -6,7 +6,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from convmesh import batching
 
 PER_SAMPLE_BATCH, MEMBERS, MEMBER_BATCH = 16, 8, 8
 Run = Callable[[], object]
+Row = tuple[str, Callable[[], "Comparison"]]
 
 
 @dataclass
@@ -27,27 +28,25 @@ class Comparison:
     `beside` is what all of them do beside convolutions, where that is known.
     """
 
-    name: str
     mapped: Run
     loop: Run
     opacus: Run | None = None
     beside: Run | None = None
-    threads: int = 2
+    threads: int | None = None
     dtype: torch.dtype = torch.float32
 
 
 def per_sample(layer: Layer) -> Comparison:
     x, w = layer.inputs(layer.batch or PER_SAMPLE_BATCH), layer.weights()
     y = torch.randn(layer.convolve(w, x).shape, dtype=layer.dtype)
-    y_as_laid = as_laid(y, lambda: vmap(layer.convolve, (None, 0))(w, x))
+    y = as_laid(y, lambda: vmap(layer.convolve, (None, 0))(w, x))
 
     def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return (layer.convolve(w, x) * y).sum()
 
     one, mapped = grad(loss), vmap(grad(loss), (None, 0, 0))
     return Comparison(
-        f"per-sample gradients, {layer.name}",
-        lambda: mapped(w, x, y_as_laid()),
+        lambda: mapped(w, x, y),
         lambda: stacked([one(w, *sample) for sample in zip(x, y, strict=True)]),
         None if layer.transposed else opacus_run(layer.module(), lambda module: (module(x) * y).sum()),
         loss_alone(y),
@@ -56,15 +55,10 @@ def per_sample(layer: Layer) -> Comparison:
     )
 
 
-def as_laid(y: Tensor, output: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def as_laid(y: Tensor, output: Callable[[], Tensor]) -> Tensor:
     """The same numbers, lying in memory as the output does of whoever runs, stock or convmesh: so does what a network
     has beside it."""
-
-    @cache
-    def laid(ours: bool) -> Tensor:
-        return torch.empty_like(output()).copy_(y)
-
-    return lambda: laid(batching.installed())
+    return torch.empty_like(output()).copy_(y)
 
 
 def stacked(results: Sequence[Tensor] | Sequence[tuple[Tensor, ...]]) -> object:
@@ -86,7 +80,7 @@ def ensemble(layer: Layer, shared: bool, backward: bool) -> Comparison:
     x = layer.inputs(batch) if shared else layer.inputs(MEMBERS, batch)
     dim = None if shared else 0
     y = torch.randn(vmap(layer.convolve, (0, dim))(w, x).shape, dtype=layer.dtype)
-    y_as_laid = as_laid(y, lambda: vmap(layer.convolve, (0, dim))(w, x))
+    y = as_laid(y, lambda: vmap(layer.convolve, (0, dim))(w, x))
 
     def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return (layer.convolve(w, x) * y).sum()
@@ -98,10 +92,8 @@ def ensemble(layer: Layer, shared: bool, backward: bool) -> Comparison:
     # Members with inputs of their own are as a rule inside a network, and pass a gradient on to them.
     one = grad(loss, 0 if shared else (0, 1)) if backward else layer.convolve
     mapped = vmap(one, (0, dim, 0) if backward else (0, dim))
-    inputs, way = "shared inputs" if shared else "own inputs", "gradients" if backward else "forward"
     return Comparison(
-        f"ensemble of {MEMBERS}, {inputs}, {way}, {layer.name}",
-        lambda: mapped(w, x, y_as_laid()) if backward else mapped(w, x),
+        lambda: mapped(w, x, y) if backward else mapped(w, x),
         lambda: stacked([one(*member(i)) for i in range(MEMBERS)]),
         beside=loss_alone(y) if backward else None,
         threads=layer.threads,
@@ -143,7 +135,6 @@ def network() -> Comparison:
         return stacked([torch.autograd.grad(F.cross_entropy(model(each), label), leaves) for each, label in samples])
 
     return Comparison(
-        "per-sample gradients, ResNet-18-like",
         lambda: (
             batching.per_sample_gradients(model, F.cross_entropy, x, y)
             if batching.installed()
@@ -170,18 +161,20 @@ def opacus_run(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Run | 
     return run
 
 
-def comparisons() -> Iterator[Callable[[], Comparison]]:
-    """Made one at a time, since some hold a lot of memory."""
-    yield from each_kind(LAYERS)
-    yield network
-
-
-def other_comparisons() -> Iterator[Callable[[], Comparison]]:
-    return each_kind(OTHER_LAYERS)
-
-
-def each_kind(layers: Sequence[Layer]) -> Iterator[Callable[[], Comparison]]:
-    yield from (partial(per_sample, layer) for layer in layers)
+def rows_of(layers: Sequence[Layer]) -> Iterator[Row]:
+    yield from ((f"per-sample gradients, {layer.name}", partial(per_sample, layer)) for layer in layers)
     for shared in (False, True):
         for backward in (False, True):
-            yield from (partial(ensemble, layer, shared, backward) for layer in layers)
+            inputs, way = "shared inputs" if shared else "own inputs", "gradients" if backward else "forward"
+            kind = f"ensemble of {MEMBERS}, {inputs}, {way}"
+            yield from ((f"{kind}, {layer.name}", partial(ensemble, layer, shared, backward)) for layer in layers)
+
+
+# Rows by title: a name, and what makes the comparison.
+LISTS: dict[str, tuple[Row, ...]] = {
+    "the layers that a benchmark would take": (
+        *rows_of(LAYERS),
+        ("per-sample gradients, ResNet-18-like", network),
+    ),
+    "other layers": tuple(rows_of(OTHER_LAYERS)),
+}

@@ -8,12 +8,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_iter, tree_leaves
 
 from convmesh import _torch, comm
-from convmesh.batching import choice, cost
 from convmesh.comm import agreed_facts
 from convmesh.kernels import library
 from convmesh.sharding import registry
@@ -119,24 +116,8 @@ def perturbed() -> Iterator[None]:
     ends = [registry.observe(interfere), comm.observe(dawdle)]
     gc.disable()
     try:
-        with other_prices():
-            yield
+        yield
     finally:
         gc.enable()
         for end in ends:
             end()
-
-
-@contextmanager
-def other_prices() -> Iterator[None]:
-    """A calibration of its own, by which what is cheap elsewhere is dear."""
-    built_in = cost.load(Path(cost.__file__).with_name("prices.json"))
-    turned = {
-        key: cost.Features(*(1 / price if price else 1.0 for price in prices)) for key, prices in built_in.items()
-    }
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setenv("CONVMESH_CACHE", folder)
-        cost.save(turned, cost.cache_file())
-        choice.forget()
-        yield
-    choice.forget()

@@ -15,10 +15,12 @@ import re
 import runpy
 import shlex
 import tomllib
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +54,17 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     return [Block(*found) for found in re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)]
+
+
+OF_OTHERS = ("ecosystem", "sliding-windows")  # whose packages `make compat` has not
+
+
+def pages_with(found: Callable[[Path], object]) -> list[Any]:
+    return [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in OF_OTHERS else [])
+        for page in PAGES
+        if found(page)
+    ]
 
 
 # What an example may use without importing it, beside `mesh`.
@@ -120,7 +133,7 @@ def commands(page: Path) -> list[str]:
     return [line for block in blocks(page) if block.language == "shell" for line in block.text.splitlines()]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", pages_with(commands))
 def test_commands_run_and_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
     found = blocks(page)
     for block in found:
@@ -148,7 +161,7 @@ def fragments(page: Path) -> bool:
     return any(block.language == "python" and not block.file for block in blocks(page))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if fragments(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", pages_with(fragments))
 def test_fragments_run(pool: Pool, page: Path) -> None:
     pool.run(run_fragments, page, mesh=(2, 2), names=("data", "h"))
 
@@ -157,7 +170,6 @@ def test_fragments_run(pool: Pool, page: Path) -> None:
 
 PUBLIC = {name: value for name, value in vars(convmesh).items() if name[0] != "_" and callable(value)}
 NO_EXAMPLE = {
-    "calibrate": "takes minutes",
     "CheckpointError": "docs/reliability.md",
     "CommunicationError": "ends the process",
     "MismatchError": "docs/debugging.md",

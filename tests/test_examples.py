@@ -53,12 +53,31 @@ def test_unet3d_volume_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert [again[step] for step in again] == pytest.approx([found[step] for step in again], abs=2e-3)
 
 
+@pytest.mark.slow  # `make compat` has no other people's packages
+def test_augmentation_gives_the_pictures_of_one_process() -> None:
+    many, one = (losses(run("augmented_volumes", mesh)) for mesh in ("2x2", "1x1"))
+    assert len(many) == 6
+    assert [many[step] for step in many] == pytest.approx([one[step] for step in one], abs=2e-3)
+
+
 def test_huge_image_inference(tmp_path: Path) -> None:
     output = tmp_path / "output.npy"
     printed = run("huge_image_inference", "2x2", "--size", "250,333", "--output", str(output), "--check")
     assert output.stat().st_size > 2 * 250 * 333 * 4
     (difference,) = re.findall(r"greatest difference: (\S+)", printed)
     assert float(difference) < 1e-5
+
+
+@pytest.mark.slow  # which needs other people's packages
+@pytest.mark.parametrize(
+    ("kind", "size", "pixels"), [("image", "1,4,21,30", 42 * 60), ("video", "1,4,2,8,10", 5 * 32 * 40)]
+)
+def test_vae_decode(tmp_path: Path, kind: str, size: str, pixels: int) -> None:
+    output = tmp_path / "output.npy"
+    printed = run("vae_decode", "2x1", "--kind", kind, "--size", size, "--output", str(output), "--check")
+    assert output.stat().st_size > 3 * pixels * 4
+    (difference,) = re.findall(r"greatest difference: (\S+)", printed)
+    assert float(difference) < 1e-4
 
 
 def test_dp_sgd_on_ranks_is_that_of_one_process() -> None:

@@ -80,7 +80,7 @@ def test_everything_is_in_the_wheel(wheel: Path) -> None:
     files = {f"convmesh/{p.relative_to(PACKAGE)}" for p in PACKAGE.rglob("*") if p.is_file() and p.suffix != ".pyc"}
     found = set(zipfile.ZipFile(wheel).namelist())
     assert files <= found
-    assert {f"convmesh/{name}" for name in ("py.typed", "batching/prices.json", "kernels/norms.cpp")} <= found
+    assert {f"convmesh/{name}" for name in ("py.typed", "kernels/norms.cpp")} <= found
 
 
 def test_the_script_of_readme(environment: Path, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_commands(environment: Path, tmp_path: Path) -> None:
     command = environment / "bin/convmesh"
     assert "`convolution_backward`" in run(command, "operators", "--markdown", cwd=tmp_path)
     shown = run(environment / "bin/python", "-m", "convmesh", "--help", cwd=tmp_path)
-    assert all(name in shown for name in ("operators", "demo", "calibrate"))
+    assert all(name in shown for name in ("operators", "demo", "selftest"))
     assert "pip install 'convmesh[cli]'" in run(command, "operators", cwd=tmp_path, status=1)
 
 

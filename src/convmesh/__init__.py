@@ -4,7 +4,6 @@ from . import geometry as geometry
 from ._torch import VERSION
 from .api import disable as disable
 from .api import enable as enable
-from .batching import calibrate as calibrate
 from .batching import clipped_gradient as clipped_gradient
 from .batching import explain as explain
 from .batching import per_sample_gradients as per_sample_gradients
@@ -24,12 +23,15 @@ from .simulation import simulate as simulate
 from .training import CheckpointError as CheckpointError
 from .training import PendingCheckpoint as PendingCheckpoint
 from .training import distribute as distribute
+from .training import export as export
 from .training import from_region as from_region
+from .training import full_state_dict as full_state_dict
 from .training import latest_checkpoint as latest_checkpoint
 from .training import load_checkpoint as load_checkpoint
 from .training import loader as loader
 from .training import no_sync as no_sync
 from .training import region as region
+from .training import replicate as replicate
 from .training import save_checkpoint as save_checkpoint
 from .training import shard as shard
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Lock
 from types import TracebackType
 
@@ -22,7 +23,7 @@ class Enabled:
     def __init__(self) -> None:
         self._before = registry.installed()
         self._checked_before = agreement.checking()
-        self._tried_before = batching.tries_all()
+        self._settings_before = batching.settings()
         self._agreed_before = batching.agreed_machine()
 
     def __enter__(self) -> Enabled:
@@ -33,14 +34,19 @@ class Enabled:
     ) -> None:
         if not self._checked_before:
             agreement.end()
-        batching.try_all(self._tried_before)
+        batching.set_settings(self._settings_before)
         batching.agree(self._agreed_before)
         if not self._before:
             disable()
 
 
 def enable(
-    *, check: bool = False, timeout: float | None = None, benchmark: bool = False, mesh: DeviceMesh | None = None
+    *,
+    check: bool = False,
+    timeout: float | None = None,
+    benchmark: bool = False,
+    exact: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> Enabled:
     """Switch on convmesh's rules for sharded DTensors and for `torch.func.vmap` over convolutions.
 
@@ -56,10 +62,15 @@ def enable(
         timeout: With `check`, the number of seconds after which a rank that does not take part is reported. The default
             is the timeout of the process group.
         benchmark: Time every algorithm at the first vmapped convolution of each shape, and use the fastest one from
-            then on. Without it, convmesh estimates the times. For DTensors the first rank measures and all ranks
-            follow. For plain tensors in a job of several processes nothing is measured.
+            then on, as `torch.backends.cudnn.benchmark` does. What was measured is kept on disk, by processor, number
+            of threads and version. Without it, convmesh estimates the times on CPUs, and leaves vmapped convolutions
+            on other devices to torch's own rules. For DTensors the first rank measures and all ranks follow. For plain
+            tensors in a job of several processes nothing is measured.
+        exact: Rule out algorithms for vmapped convolutions that round more than the definition of a convolution does:
+            Winograd's, which float32 may take on CPUs otherwise. `torch.use_deterministic_algorithms(True)` does so,
+            too. float64 never takes them.
         mesh: Let the ranks of this mesh agree now on how they compute vmapped convolutions of *plain* tensors, so that
-            they may use compiled kernels and the calibration of the first rank. All ranks of the mesh make this call.
+            they may use compiled kernels. All ranks of the mesh make this call.
             Without it, the processes of a job use only what every machine has, so that all of them get the same bits.
 
     Returns:
@@ -83,8 +94,9 @@ def enable(
         batching.install()
     if check:
         agreement.begin(timeout)
-    if benchmark:
-        batching.try_all(True)
+    if benchmark or exact:
+        before = batching.settings()
+        batching.set_settings(replace(before, benchmark=before.benchmark or benchmark, exact=before.exact or exact))
     if mesh is not None:
         batching.agree(batching.machine_of(mesh))
     return state
@@ -93,14 +105,14 @@ def enable(
 def disable() -> None:
     """Switch all rules off and restore what torch had before `enable()`.
 
-    It also ends `check` and `benchmark`. It is safe to call it twice. On a simulated rank the rules stay on until the
-    simulation ends.
+    It also ends `check`, `benchmark` and `exact`. It is safe to call it twice. On a simulated rank the rules stay on
+    until the simulation ends.
 
     Examples:
         >>> convmesh.disable()
     """
     agreement.end()
-    batching.try_all(False)
+    batching.set_settings(batching.Settings())
     batching.agree(None)
     if not _torch.ranks_are_threads():  # others may be in the middle of a rule
         batching.uninstall()

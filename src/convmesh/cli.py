@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from . import ops as ops  # declares the rules
-from .batching import calibrate
 from .demo.options import add_options
 from .planner import command as planning
 from .selftest.options import add_options as add_selftest_options
@@ -92,11 +91,6 @@ def run_selftest(options: argparse.Namespace) -> int:
     return run(options)
 
 
-def run_calibration(options: argparse.Namespace) -> int:
-    print(f"measured prices are in {calibrate()}")
-    return 0
-
-
 def parser() -> argparse.ArgumentParser:
     """Every command is a subparser with its function as `run`."""
     main_parser = argparse.ArgumentParser(prog="convmesh", description="Convolutional networks on a device mesh.")
@@ -114,8 +108,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add_selftest_options(selftest)
     selftest.set_defaults(run=run_selftest)
-    measure = commands.add_parser("calibrate", help="measure what vmapped convolutions cost here (some minutes)")
-    measure.set_defaults(run=run_calibration)
     plan = commands.add_parser("plan", help="memory, traffic and time of a model on a mesh, without the hardware")
     planning.add_options(plan)
     plan.set_defaults(run=planning.run)

@@ -48,6 +48,7 @@ def same_stride(shape: tuple[int, ...], one: Stride, other: Stride) -> bool:
     return all(a == b for a, b, size in zip(one, other, shape, strict=True) if size > 1)
 
 
+@_kept
 def format_of(shape: tuple[int, ...], stride: Stride) -> torch.memory_format | None:
     """contiguous_format or channels_last, if a tensor has one of them; the first where it has both."""
     for memory_format in (torch.contiguous_format, _CHANNELS_LAST.get(len(shape))):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convmesh import batching
-from convmesh.batching import per_sample
+from convmesh.batching import layer_norms
 from tests.batching.oracle import assert_same
 
 B = 5
@@ -50,6 +50,19 @@ class Tied(nn.Module):
         return (self.second(self.first(x)) * self.scale).flatten(1)
 
 
+class ByKeyword(nn.Module):
+    """Layers that are called with keywords; a weight that one layer holds, and another call uses as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, stride=2), nn.BatchNorm2d(4).eval()
+        self.up, self.head = nn.ConvTranspose2d(4, 4, 3, stride=2), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(input=self.conv(input=x)), output_size=x.shape[2:])
+        return F.linear(self.head(y.mean((2, 3))).tanh(), self.head.weight).repeat(1, 3)
+
+
 def network() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
@@ -82,6 +95,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "text": (text, lambda: torch.randint(0, 7, (B, 5))),
     "one layer twice": (Twice, images),
     "tied weights": (Tied, images),
+    "keywords, and a weight used beside its layer": (ByKeyword, images),
 }
 
 
@@ -89,6 +103,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 def problem(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor, Tensor]:
     make, inputs = MODELS[request.param]
     model = make().double()
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            nn.init.uniform_(norm.running_var, 0.5, 2.0)
     frozen = dict(model.named_parameters()).get("0.bias")
     if frozen is not None:
         frozen.requires_grad_(False)
@@ -115,9 +132,9 @@ def test_gradients(problem: tuple[nn.Module, Tensor, Tensor]) -> None:
     assert_same(in_chunks, want)
 
 
-@pytest.mark.parametrize("limit", [1, per_sample.GRADIENT_LIMIT])
+@pytest.mark.parametrize("limit", [1, layer_norms.WORKSPACE])
 def test_norms(problem: tuple[nn.Module, Tensor, Tensor], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(per_sample, "GRADIENT_LIMIT", limit)
+    monkeypatch.setattr(layer_norms, "WORKSPACE", limit)
     model, x, y = problem
     want = norms_of(one_by_one(*problem))
     assert_same(batching.per_sample_norms(model.eval(), F.cross_entropy, x, y), want)
@@ -142,6 +159,67 @@ def test_norm_of_a_convolution_by_either_way(outputs: int) -> None:
     assert_same(batching.per_sample_norms(model, F.cross_entropy, x, y), norms_of(one_by_one(model, x, y)))
 
 
+class Conditioned(nn.Module):
+    """Several inputs, of which one may be missing, and several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.words, self.out = nn.Conv2d(3, 4, 3), nn.Embedding(5, 4), nn.Conv2d(4, 2, 3)
+
+    def forward(self, x: Tensor, word: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.conv(x) + self.words(word)[:, :, None, None] * scale
+        return {"fine": y, "coarse": self.out(y if mask is None else y * mask)}
+
+
+def squared(output: dict[str, Tensor], targets: tuple[Tensor, float]) -> Tensor:
+    return (output["coarse"] - targets[0]).square().mean() + output["fine"].square().mean() * targets[1]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_several_inputs_and_outputs(by_name: bool) -> None:
+    model, x, word = Conditioned().double(), images(), torch.randint(0, 5, (B,))
+    mask, target = torch.rand(B, 1, 8, 8).double(), torch.randn(B, 2, 6, 6).double()
+    inputs = {"x": x, "word": word, "mask": mask, "scale": 0.5} if by_name else (x, word, 0.5, mask)
+    parameters = dict(model.named_parameters())
+    samples = [
+        torch.autograd.grad(
+            squared(model(x[i : i + 1], word[i : i + 1], 0.5, mask[i : i + 1]), (target[i : i + 1], 0.1)),
+            list(parameters.values()),
+        )
+        for i in range(B)
+    ]
+    want = {name: torch.stack(each) for name, each in zip(parameters, zip(*samples, strict=True), strict=True)}
+    norms = norms_of(want)
+    assert_same(batching.per_sample_gradients(model, squared, inputs, (target, 0.1)), want)
+    assert_same(batching.per_sample_norms(model, squared, inputs, (target, 0.1)), norms)
+    got = batching.clipped_gradient(model, squared, inputs, (target, 0.1), max_norm=norms.min().item())
+    scales = norms.min() / norms
+    assert_same(got, {name: torch.einsum("b,b...->...", scales, each) for name, each in want.items()})
+
+
+def test_norms_and_gradients_to_clip_are_of_one_forward_pass() -> None:
+    """Dropout draws in every pass."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(256, 10)).double()
+    x, y = images()[:1], torch.randint(0, 10, (1,))
+    for _ in range(5):
+        got = batching.clipped_gradient(model, F.cross_entropy, x, y, max_norm=0.1)
+        assert_same(
+            norms_of({name: each.unsqueeze(0) for name, each in got.items()}), torch.tensor([0.1], dtype=torch.float64)
+        )
+
+
+def test_what_a_layer_read_must_not_be_overwritten() -> None:
+    class Overwriting(Twice):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            y = self.conv(x)
+            x.add_(1)
+            return (y + x).flatten(1)
+
+    with pytest.raises(RuntimeError, match="overwritten in place"):
+        batching.per_sample_norms(Overwriting().double(), F.cross_entropy, images(), torch.randint(0, 10, (B,)))
+
+
 def written(output: Tensor, y: Tensor) -> Tensor:
     """A loss that writes what it is told into zeros of its own, as those of segmentation do; vmap cannot."""
     target = torch.zeros(output.shape, dtype=output.dtype).scatter_(1, y.unsqueeze(1), 1)
@@ -159,6 +237,18 @@ def test_a_loss_that_torch_cannot_map(randomness: str) -> None:
     assert_same(batching.per_sample_norms(model, written, x, y), norms)
     got = batching.clipped_gradient(model, written, x, y, max_norm=norms.median().item())
     assert_same(got, {name: torch.einsum("b,b...->...", scales, each) for name, each in want.items()})
+
+
+def test_targets_of_one_hot() -> None:
+    from monai.losses import DiceCELoss, LogHausdorffDTLoss
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).double()
+    x, y = images(), torch.randint(0, 3, (B, 1, 10, 10))
+    for loss in (DiceCELoss(to_onehot_y=True, softmax=True), LogHausdorffDTLoss(to_onehot_y=True, softmax=True)):
+        want = one_by_one(model, x, y, loss)
+        assert_same(batching.per_sample_gradients(model, loss, x, y), want)
+        assert_same(batching.per_sample_gradients(model, loss, x, y, chunk_size=2), want)
+        assert_same(batching.per_sample_norms(model, loss, x, y), norms_of(want))
 
 
 def test_random_numbers_are_never_drawn_unasked() -> None:

@@ -127,6 +127,22 @@ def test_bad_samples(x: tuple[int, ...], w: tuple[int, ...], b: tuple[int, ...],
 def test_a_gradient_of_another_shape_is_refused() -> None:
     g, x, w = torch.randn(2, 1, 4, 3, 3), torch.randn(1, 2, 8, 8), torch.randn(4, 2, 3, 3)
     plain = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    words = r"\[1, 4, 3, 3\], but the output is \[1, 4, 6, 6\] \(for each of 2 samples: vmap maps dimension 0 of `grad"
+    words = r"\[1, 4, 3, 3\], but the output is .* \[1, 4, 6, 6\] \(for each of 2 samples: vmap maps dimension 0 of"
     with pytest.raises(RuntimeError, match=words):
         vmap(lambda g: aten.convolution_backward(g, x, w, None, *plain, [True, False, False])[0])(g)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_numbers_of_several_dtypes_are_refused(odd: int) -> None:
+    """Kernels of our own would read the bytes of one as those of another."""
+    tensors = [torch.randn(3, 2, 8, 9, 9), torch.randn(3, 8, 8, 3, 3), torch.randn(3, 8)]
+    tensors[odd] = tensors[odd].double()
+    with pytest.raises(RuntimeError, match="same"):
+        F.conv2d(*(each[0] for each in tensors))
+    with pytest.raises(RuntimeError, match="same"):
+        vmap(F.conv2d)(*tensors)
+    gradient, x, w = torch.randn(3, 2, 8, 7, 7), torch.randn(3, 2, 8, 9, 9), torch.randn(3, 8, 8, 3, 3)
+    operands = [each.double() if i == odd else each for i, each in enumerate((gradient, x, w))]
+    plain = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    with pytest.raises(RuntimeError, match="for each of 3 samples"):
+        vmap(lambda g, x, w: aten.convolution_backward(g, x, w, None, *plain, [True, True, False])[:2])(*operands)

@@ -33,7 +33,7 @@ def means(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("offset", [0.0, 3.0, 1e3, 1e5])
 def test_any_number_of_values_anywhere(count: int, offset: float, dtype: torch.dtype) -> None:
     x = numbers(3, count, dtype) + offset
-    mean, variance = library.moments(x, 3)
+    mean, variance = library.moments(x, 3)[0]
     expected_mean, expected_variance = right(x)
     assert ((mean - expected_mean).abs() <= EPS[dtype] * (offset + 1)).all()
     # A deviation is known to as much as a value is, and many of them to little more than that.
@@ -42,7 +42,7 @@ def test_any_number_of_values_anywhere(count: int, offset: float, dtype: torch.d
 
 def test_values_that_do_not_vary_have_no_variance() -> None:
     for value in (0.0, 0.1, -1e6):
-        mean, variance = library.moments(torch.full((2, 5000), value), 2)
+        mean, variance = library.moments(torch.full((2, 5000), value), 2)[0]
         assert mean.tolist() == pytest.approx([value] * 2, rel=1e-7)
         assert variance.tolist() == [0, 0]
 
@@ -52,14 +52,14 @@ def test_values_that_do_not_vary_have_no_variance() -> None:
 def test_values_that_are_no_numbers_reach_their_set_alone(value: float, count: int) -> None:
     x = numbers(3, count, torch.float32)
     x[1, count // 2] = value
-    mean, variance = library.moments(x, 3)
+    mean, variance = library.moments(x, 3)[0]
     assert mean.isfinite().tolist() == variance.isfinite().tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("scale", [1e-18, 1e-14, 1e14, 1e18])
 def test_small_and_large_values(scale: float) -> None:
     x = numbers(2, 9000, torch.float32) * scale
-    mean, variance = library.moments(x, 2)
+    mean, variance = library.moments(x, 2)[0]
     expected_mean, expected_variance = right(x)
     torch.testing.assert_close(mean.double(), expected_mean, rtol=0, atol=1e-6 * scale)
     torch.testing.assert_close(variance.double(), expected_variance, rtol=1e-6, atol=0)
@@ -71,7 +71,7 @@ def test_threads_do_not_change_a_bit() -> None:
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            found.append(torch.stack(library.moments(x, 5)))
+            found.append(library.moments(x, 5))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1])
@@ -86,7 +86,7 @@ COUNTS = [1, 2, 7, 32, 100, 4097, 30001]
 def test_sums_of_backward(count: int, dtype: torch.dtype) -> None:
     g, x = numbers(3, count, dtype), 10 + numbers(3, count, dtype).flip(1)
     mean, rstd = torch.tensor([[9.0, 10.0, 11.0], [0.5, 1.0, 2.0]], dtype=dtype)
-    plain, products = library.sums(g, x, (mean, rstd))
+    products, plain = library.sums(g, x, (mean, rstd))
     terms = g.double() * (x.double() - mean[:, None]) * rstd[:, None]
     for found, summed in ((plain, g.double()), (products, terms)):
         scale = summed.abs().sum(1)  # what rounding is relative to

@@ -168,10 +168,10 @@ def test_checksums_tell_bits_and_their_order(dtype: torch.dtype, size: int) -> N
         assert checksum(tensor.flip(0)) != checksum(tensor)
 
 
-def test_a_large_array_is_compared_by_a_sample() -> None:
-    from convmesh.training.region import _SAMPLED, _sample
+def test_a_large_array_is_compared_by_asample() -> None:
+    from convmesh.training.arrays import _SAMPLED, sample
 
     array = np.zeros((3 * _SAMPLED // 64, 64), dtype=np.uint8)
-    assert 0 < _sample(array).numel() <= _SAMPLED
-    assert _sample(np.zeros(())).shape == ()
-    assert _sample(np.zeros((0, 3))).shape == (0, 3)
+    assert 0 < sample(array).numel() <= _SAMPLED
+    assert sample(np.zeros(())).shape == ()
+    assert sample(np.zeros((0, 3))).shape == (0, 3)

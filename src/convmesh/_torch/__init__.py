@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from .arrivals import AWAKE_SECONDS as AWAKE_SECONDS
 from .arrivals import memory_of as memory_of
 from .collectives import ALL_TO_ALL as ALL_TO_ALL
+from .collectives import all_gather as all_gather
 from .collectives import all_reduce as all_reduce
 from .collectives import all_to_all as all_to_all
 from .collectives import intercept_collectives as intercept_collectives
@@ -20,6 +21,7 @@ from .dispatch import as_view as as_view
 from .dispatch import attach_hooks as attach_hooks
 from .dispatch import gradient_hooks as gradient_hooks
 from .dispatch import handlers as handlers
+from .dispatch import has_kernel as has_kernel
 from .dispatch import has_strategy as has_strategy
 from .dispatch import in_backward as in_backward
 from .dispatch import keeps_communication as keeps_communication
@@ -33,9 +35,11 @@ from .fake import on_one_device as on_one_device
 from .fake import suggested_format as suggested_format
 from .gloo_threads import keep_listeners_from_interrupting as keep_listeners_from_interrupting
 from .gloo_threads import listeners as listeners
+from .gloo_threads import workers_rest_before_exit as workers_rest_before_exit
 from .groups import group_called as group_called
 from .groups import inherit_timeout as inherit_timeout
 from .groups import inside_ddp as inside_ddp
+from .groups import is_fake as is_fake
 from .groups import is_gloo as is_gloo
 from .groups import messages_between as messages_between
 from .groups import store as store
@@ -66,12 +70,15 @@ from .operators import gives_one_tensor as gives_one_tensor
 from .operators import group_collectives as group_collectives
 from .operators import is_composite as is_composite
 from .operators import name_of as name_of
+from .operators import out_operators as out_operators
+from .operators import returning as returning
 from .operators import signature as signature
 from .operators import takes_several as takes_several
 from .operators import takes_tensors as takes_tensors
 from .operators import values_alone as values_alone
 from .operators import view_operators as view_operators
 from .operators import writing_operators as writing_operators
+from .order import after_the_last as after_the_last
 from .planning import DEVICE as DEVICE
 from .planning import SilentStore as SilentStore
 from .planning import fsdp_without_values as fsdp_without_values
@@ -96,7 +103,9 @@ from .tensors import make_spec as make_spec
 from .tensors import noted as noted
 from .tensors import notes_of as notes_of
 from .tensors import opened as opened
+from .tensors import opened_lists as opened_lists
 from .tensors import plain as plain
+from .tensors import plain_local_of as plain_local_of
 from .tensors import plain_order as plain_order
 from .tensors import redistribute as redistribute
 from .tensors import relocate as relocate

@@ -18,7 +18,13 @@ from .tracing import tracing
 
 # The operators themselves, where nothing is traced: what torch wraps around them takes longer than a small message.
 _operators = torch.ops._c10d_functional
+# Dtypes that every backend sends as they are. Others, which some have no name for, travel as bytes.
+SENT = frozenset({
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+})  # fmt: skip
 ALL_TO_ALL: Operator = _operators.all_to_all_single.default
+MOVING = (ALL_TO_ALL, _operators.all_gather_into_tensor.default)
+_WAIT: Operator = _operators.wait_tensor.default
 
 
 def all_to_all(
@@ -30,7 +36,7 @@ def all_to_all(
         return torch.view_as_complex(all_to_all(_pairs(buffer).reshape(-1), *doubled, group).view(-1, 2))
     if tracing():
         return in_order(buffer, lambda buffer: collectives.all_to_all_single(buffer, incoming, outgoing, group), True)
-    result: torch.Tensor = _operators.all_to_all_single(buffer, incoming, outgoing, group.group_name)
+    result: torch.Tensor = ALL_TO_ALL(buffer, incoming, outgoing, group.group_name)
     return result
 
 
@@ -40,8 +46,18 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place
         return torch.view_as_complex(all_reduce(_pairs(tensor), op, group, in_place))
     if tracing():
         return in_order(tensor, lambda tensor: collectives.all_reduce(tensor, op, group))
-    run = _operators.all_reduce_ if in_place else _operators.all_reduce
+    run = _operators.all_reduce_.default if in_place else _operators.all_reduce.default
     result: torch.Tensor = run(tensor, op, group.group_name)
+    return result
+
+
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Start to send what each rank has to all; the result, of all of them along dimension 0, is there after `wait`."""
+    if tensor.is_complex():
+        return torch.view_as_complex(all_gather(_pairs(tensor), group))
+    if tracing():
+        return in_order(tensor, lambda tensor: collectives.all_gather_tensor(tensor, 0, group))
+    result: torch.Tensor = _operators.all_gather_into_tensor.default(tensor, group.size(), group.group_name)
     return result
 
 
@@ -50,9 +66,15 @@ def _pairs(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj())
 
 
+def _as_bytes(send: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Send what a backend may have no name for: [*] as [* bytes]."""
+    arriving = send(tensor.contiguous().unsqueeze(-1).view(torch.uint8))
+    return arriving.view(tensor.dtype).squeeze(-1)
+
+
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """The result of a collective, once it is there. What a compiler traces is awaited where it starts."""
-    result: torch.Tensor = tensor if tracing() else _operators.wait_tensor(tensor)
+    result: torch.Tensor = tensor if tracing() else _WAIT(tensor)
     return result
 
 
@@ -85,6 +107,8 @@ def intercept_collectives(
             first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
             if first.is_meta:
                 return operator.redispatch(keys & beyond, *args, **kwargs)
+            if operator in MOVING and first.dtype not in SENT:
+                return _as_bytes(lambda data: operator(data, *args[1:], **kwargs), first)
             if operator is ALL_TO_ALL and is_fake(group_called(args[-1])):
                 # torch's fake group sends nothing, leaves the result as memory happens to be, and is never done.
                 return around(operator, args, lambda: first.new_zeros((sum(args[1]), *first.shape[1:])))

@@ -132,6 +132,26 @@ def functional_of(operator: Operator) -> Operator | None:
     return getattr(packet, operator._overloadname, None)
 
 
+@lru_cache(maxsize=1)
+def out_operators() -> tuple[Operator, ...]:
+    """All of torch's own operators that write into what is given for their results, lists of tensors apart."""
+    return tuple(o for o in _all_operators() if o._schema.is_mutable and o._schema.returns and signature(o).has_out)
+
+
+@cache
+def returning(operator: Operator) -> Operator | None:
+    """Of an operator that writes into what is given for its results, the one that returns new tensors instead."""
+    known, given = signature(operator), operator._schema.arguments
+    others = [(argument.name, str(argument.type)) for n, argument in enumerate(given) if n not in known.written]
+    packet = getattr(torch.ops.aten, name_of(operator))
+    for candidate in (getattr(packet, overload) for overload in packet.overloads()):
+        named = [(argument.name, str(argument.type)) for argument in candidate._schema.arguments]
+        returned = len(candidate._schema.returns) == len(operator._schema.returns)
+        if named == others and returned and not candidate._schema.is_mutable:
+            return candidate  # type: ignore[no-any-return]
+    return None
+
+
 def decomposition(operator: Operator) -> Callable[..., Any] | None:
     """What torch makes of an operator where a backend does not have it."""
     found: Callable[..., Any] | None = decomposition_table.get(operator)

@@ -39,6 +39,13 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return local
 
 
+def plain_local_of(tensor: Any) -> torch.Tensor | None:
+    """The local tensor of a DTensor by strides that any kernel takes, outside of a trace and where nothing is under
+    way; None for what needs a closer look."""
+    local = tensor._local_tensor if type(tensor) is DTensor else None
+    return usual(local, tensor._spec.tensor_meta.stride) if type(local) is torch.Tensor else None
+
+
 def slot_of(tensor: DTensor) -> Any:
     """The local tensor as it is, whoever watches (`before_local_tensors`)."""
     return _slot.__get__(tensor)
@@ -169,6 +176,44 @@ def opened(
             key.append((tuple(argument) if kind is list else argument) if numbers else None)
             values.append(argument)
     return key, values, shapes, mesh
+
+
+def opened_lists(
+    lists: Sequence[Sequence[Any]], fits: Callable[[DTensorSpec], bool]
+) -> tuple[list[list[Any]], list[DTensorSpec]] | None:
+    """The local tensors of lists of tensors, and where the tensors of each number are, which is the same in all lists
+    and `fits`; numbers that are plain tensors stand beside them.
+
+    None for what needs a closer look. An optimizer has hundreds of tensors, so this does nothing twice.
+    """
+    specs: list[DTensorSpec] = []
+    opened: list[list[Any]] = []
+    for tensors in lists:
+        opened.append([])
+        first, add = not specs, opened[-1].append
+        for number, tensor in enumerate(tensors):
+            if type(tensor) is not DTensor:
+                if first or type(tensor) is not torch.Tensor or tensor.dim():
+                    return None
+                add(tensor)
+                continue
+            local, spec = tensor._local_tensor, tensor._spec
+            if type(local) is not torch.Tensor:
+                return None
+            if first:
+                same = specs and spec.placements == specs[-1].placements and spec.shard_order == specs[-1].shard_order
+                if not same and not fits(spec):
+                    return None
+                specs.append(spec)
+            elif spec is not specs[number]:
+                other = specs[number]
+                if spec.placements != other.placements or spec.shape != other.shape or spec.mesh is not other.mesh:
+                    return None
+                if spec.shard_order != other.shard_order:
+                    return None
+            shape = local.shape
+            add(usual(local, spec.tensor_meta.stride) if 1 in shape or 0 in shape else local)  # type: ignore[union-attr]
+    return opened, specs
 
 
 def key_of(value: Any) -> Any:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._guards import TracingContext
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor
 from torch.fx import traceback
 from torch.utils._python_dispatch import _disable_current_modes
@@ -23,9 +22,21 @@ from .names import VERSION, Handler, Operator
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
+_key_is_on, _mode = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._get_dispatch_mode
+_PYTHON_DISPATCHER = torch._C.DispatchKey.PythonDispatcher
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+_before_dispatch = torch._ops.mode_stack_state_for_pre_dispatch()
+
+
 def tracing() -> bool:
-    """Under torch.compile, where sizes may be symbols."""
-    return bool(collectives._are_we_tracing())
+    """Under torch.compile, where sizes may be symbols: what torch's functional collectives ask, in half the time."""
+    return bool(
+        torch.compiler.is_dynamo_compiling()
+        or _key_is_on(_PYTHON_DISPATCHER)
+        or _mode(_FAKE) is not None
+        or _mode(_PROXY) is not None
+        or _before_dispatch.get(0) is not None
+    )
 
 
 def compiles_call_of(modules: Container[int]) -> bool:
@@ -126,17 +137,29 @@ def keep_whole(operator: Operator, made_of: Handler | None = None) -> Callable[[
     return undo
 
 
-def tie(result: torch.Tensor, *operands: torch.Tensor, tokens: Sequence[torch.Tensor | None] = ()) -> torch.Tensor:
+def tie(result: torch.Tensor, *operands: torch.Tensor, zeros: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """Make the compiler believe that `result` depends on its operands and on exchanges, on every rank.
 
     It drops or moves a collective of which a rank uses nothing, and then the other ranks wait for the wrong one.
-    A token is a number that came with an exchange.
+    `zeros` are in the type of the result, and came of an exchange (`never`).
     """
     if not tracing():
         return result
-    never = [operand.reshape(-1)[:0].any() for operand in operands if operand is not result]
-    never += [((token == token) & (token != token)).any() for token in tokens if token is not None]
-    if not never:
+    found = [*zeros, *(_of_nothing(operand, result.dtype) for operand in operands if operand is not result)]
+    if not found:
         return result
-    false = reduce(torch.logical_or, never)
-    return result | false if result.dtype == torch.bool else result + false.to(result.dtype)
+    join = torch.logical_or if result.dtype == torch.bool else torch.add
+    return join(result, reduce(join, found))
+
+
+def _of_nothing(operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zero, as a sum of none of an operand's numbers."""
+    none = operand[:0] if operand.dim() else operand.reshape(1)[:0]
+    if dtype == torch.bool or operand.is_complex():
+        return none.any().to(dtype)
+    return none.sum(dtype=dtype)
+
+
+def never(token: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zero, of a number that came with an exchange, of which a compiler cannot know that."""
+    return ((token == token) & (token != token)).any().to(dtype)

@@ -1,12 +1,12 @@
 """vmap over convolutions: the rules, the choice of an algorithm, and gradients per sample."""
 
 from ._functorch import innermost as innermost
-from .calibration import calibrate as calibrate
 from .choice import Decision as Decision
+from .choice import Settings as Settings
 from .choice import force as force
 from .choice import forget as forget
-from .choice import tries_all as tries_all
-from .choice import try_all as try_all
+from .choice import set_settings as set_settings
+from .choice import settings as settings
 from .explanation import explain as explain
 from .machines import agree as agree
 from .machines import agreed_machine as agreed_machine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import cast
@@ -25,6 +25,7 @@ PRIVATE_NAMES = (
     "torch._C._functorch.is_gradtrackingtensor",
     "torch._C._functorch.get_unwrapped",
     "torch._C._ExcludeDispatchKeyGuard",
+    "torch._C._len_torch_dispatch_stack",
     "torch._C.DispatchKeySet",
     "torch._C.DispatchKey.FuncTorchBatched",
     "torch._C.DispatchKey.FuncTorchDynamicLayerBackMode",
@@ -35,6 +36,8 @@ PRIVATE_NAMES = (
 )
 
 Keys = torch._C.DispatchKeySet
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 _functorch = torch._C._functorch
 _BATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
@@ -95,21 +98,27 @@ def below_vmap(nature: Nature) -> AbstractContextManager[None]:
     )
 
 
-def description(operands: Sequence[Tensor | None]) -> Hashable:
+def is_watched() -> bool:
+    """Whether somebody looks at what operators run, such as a counter of their arithmetic."""
+    return bool(torch._C._len_torch_dispatch_stack() > 0)
+
+
+def plain(*operands: tuple[Tensor, int | None] | None) -> Hashable:
     """How plain tensors lie and which of their dimensions are mapped, by the quickest test.
 
-    None if some are not plain; it may also be None for plain ones.
+    None if some are not plain, or somebody watches; it may also be None for plain ones.
     """
-    level = _functorch.maybe_current_level()
-    if level is None or forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 or is_watched():
         return None
     parts: list[Hashable] = []
     for operand in operands:
         if operand is None:
             parts.append(None)
             continue
-        value, dim = _functorch._unwrap_batched(operand, level)
-        if type(value) is not Tensor or value.requires_grad or _functorch.is_functorch_wrapped_tensor(value):
+        value, dim = operand
+        if type(value) not in PLAIN_TYPES or _functorch.is_functorch_wrapped_tensor(value):
+            return None
+        if (value.requires_grad and torch.is_grad_enabled()) or is_lazy(value):
             return None
         parts += (dim, value.shape, value.stride(), value.dtype, value.device)
     return tuple(parts)

@@ -1,4 +1,5 @@
-"""The ways to compute a mapped contraction, behind one interface: the folds, and the loop. `patches` has the rest.
+"""The ways to compute a mapped contraction, behind one interface: the folds, and the loop. `patches` and `direct` have
+the rest.
 
 Everything here reaches its result through aten's own convolution, reshape and movedim alone, so that it also
 works where the mapped values are DTensors or mapped once more.
@@ -11,30 +12,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels.memory import new_empty
 from ._functorch import Nature
-from .contraction import FACTORS, Contraction, Role
+from .contraction import FACTORS, Contraction
 from .folding import Mapped, Operand, fold, unfold_from, unfold_result
-from .memory import new_empty
-
-if TYPE_CHECKING:
-    from .cost import PriceTable
 
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """What a choice goes by beside the call: what is known of the machine, or of all those that have to choose alike.
+    """What a choice goes by beside the call: what the machine has, or all those have that must choose alike.
 
-    Asked when it is needed: to see whether there are kernels may mean to compile them.
+    Asked when it is needed: to see whether there are kernels of our own may mean to compile them.
     """
 
-    prices: Callable[[], PriceTable]
-    has_kernels: Callable[[], bool]  # of our own
-    returns_large_blocks: Callable[[], bool]  # as soon as they are freed
+    has_kernels: Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -50,8 +46,8 @@ class Task:
     device: str
     threads: int
     machine: Machine
+    exact: bool = False  # nothing may round more than the definition does
     lies_folded: bool = False  # an activation has its samples within its batch, as folds leave them
-    shared: Role | None = None  # an operand of another product of the same call, too: both may fold it at once
 
     @property
     def both_mapped(self) -> bool:
@@ -59,11 +55,20 @@ class Task:
 
     @property
     def is_empty(self) -> bool:
-        return self.batch * self.contraction.multiplications == 0
+        return self.multiplications == 0
+
+    @property
+    def multiplications(self) -> int:
+        return self.batch * self.contraction.multiplications
 
     @cached_property
     def result_bytes(self) -> int:
         return self.batch * prod(self.contraction.shape(self.contraction.wanted)) * self.itemsize
+
+    @cached_property
+    def prepared(self) -> dict[Any, Any]:
+        """What an algorithm has made once for this task."""
+        return {}
 
     @property
     def may_write(self) -> bool:
@@ -78,8 +83,6 @@ class Task:
 class Algorithm(ABC):
     name: str
     is_torchs_own: bool = False  # torch's batching rules do the same
-    keeps_memory: bool = False  # its large blocks come from `memory`, or are made a sample at a time
-    reads_as_laid: bool = False  # wherever the samples of its operands lie in memory
 
     @abstractmethod
     def applies(self, task: Task) -> bool: ...
@@ -87,18 +90,6 @@ class Algorithm(ABC):
     @abstractmethod
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
         """The contraction of every sample. The bias, if any, is that of a forward operator."""
-
-    def workspace(self, task: Task) -> int:
-        """Bytes needed at once beside operands and result, as far as this algorithm asks for them itself."""
-        return 0
-
-    def traffic(self, task: Task) -> int:
-        """Bytes written beside the result in the course of it all: more than the workspace where that is used anew."""
-        return self.workspace(task)
-
-    def multiplications(self, task: Task) -> float:
-        """Of all samples, with those that are only there to fill vectors, as far as this is known."""
-        return task.batch * task.contraction.multiplications
 
 
 class Fold(Algorithm):
@@ -137,12 +128,6 @@ class FoldGroups(Algorithm):
     def applies(self, task: Task) -> bool:
         return task.both_mapped
 
-    def workspace(self, task: Task) -> int:
-        # [B N C *] -> [N (B C) *] is a copy unless N is 1. The kernel never needs one.
-        product = task.contraction
-        activations = [r for r in FACTORS[product.wanted] if r is not Role.KERNEL] if product.image[0] > 1 else []
-        return sum(prod(product.shape(role)) for role in activations) * task.batch * task.itemsize
-
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
         product = task.contraction
         folded_bias = None if bias is None else fold(spread(bias, task.batch), 0, 1)
@@ -154,10 +139,6 @@ class Loop(Algorithm):
     """One sample after the other, each by the stock operator."""
 
     name = "loop"
-    keeps_memory = True
-
-    def traffic(self, task: Task) -> int:
-        return task.result_bytes
 
     def applies(self, task: Task) -> bool:
         # A loop over anything that is not a tensor of its own would only multiply dispatch.
@@ -193,11 +174,6 @@ def add_bias(result: Mapped, bias: Mapped) -> Mapped:
     value = result.value.unsqueeze(0) if result.dim is None else result.in_front
     biases = bias.in_front.unsqueeze(1)
     return Mapped(value + biases.reshape(*biases.shape, *[1] * (value.ndim - 3)), 0)
-
-
-def repeated(mapped: Mapped, batch: int) -> Tensor:
-    """[...] or [B ...] -> [B ...]"""
-    return mapped.value.expand(batch, *mapped.value.shape) if mapped.dim is None else mapped.in_front
 
 
 def _samples(mapped: Mapped, batch: int) -> list[Tensor]:

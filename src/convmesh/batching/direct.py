@@ -7,27 +7,31 @@ convolutions cost no more than their arithmetic.
 from __future__ import annotations
 
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .. import kernels
+from ..kernels.memory import contiguous, new_empty
 from ._functorch import Nature
 from .algorithms import Algorithm, Task, spread
-from .contraction import Contraction, Role
+from .contraction import Role
 from .folding import Mapped, Operand
-from .memory import contiguous, new_empty
 from .patches import WORKSPACE_LIMIT
 
-# So few columns that rows are made into vectors instead, where these are long enough: half a vector, both at most.
-FEW = 8
 # Bytes that one image may be transformed into.
 NUMBERS_LIMIT = 16 * 2**20
 
 
+class Prepared(NamedTuple):
+    """For operands that lie as some did before: which of them have to be copied, and the kernel."""
+
+    copies: tuple[bool, bool]
+    compute: kernels.Prepared
+
+
 class Direct(Algorithm):
     name = "direct"
-    keeps_memory = True
-    reads_as_laid = True
 
     def applies(self, task: Task) -> bool:
         plain = task.nature is Nature.PLAIN and task.device == "cpu" and task.dtype in ("float32", "float64")
@@ -35,7 +39,7 @@ class Direct(Algorithm):
         return plain and fits and self.workspace(task) <= WORKSPACE_LIMIT and task.machine.has_kernels()
 
     def workspace(self, task: Task) -> int:
-        """For each thread an image with what is around it, and columns of the other operand, packed."""
+        """Bytes for each thread: an image with what is around it, and columns of the other operand, packed."""
         product = task.contraction
         sizes = zip(product.image[2:], product.geometry.padding, product.kernel[2:], strict=True)
         image = prod(size + 2 * padding + taps for size, padding, taps in sizes)
@@ -43,45 +47,55 @@ class Direct(Algorithm):
         columns = max(prod(product.response[2:]), prod(product.kernel[1:]))
         return task.threads * task.itemsize * (image * channels + 16 * columns)
 
-    def traffic(self, task: Task) -> int:
-        return 0
-
-    def multiplications(self, task: Task) -> float:
-        """Columns of a product are channels of the result, and fill vectors; or its rows do."""
-        product = task.contraction
-        columns, lanes = _columns(product), kernels.lanes(task.itemsize)
-        stride, depthwise = product.geometry.stride[-1], product.kernel[1] == 1 and columns == 1
-        if product.wanted is Role.IMAGE:
-            across = product.image[-1] // stride
-        else:
-            across = product.response[-1] if stride == 1 else 1  # else what is read does not lie side by side
-        by_rows = columns <= min(FEW, lanes // 2) and across >= lanes // 2 and not depthwise
-        side_by_side = across if by_rows else product.geometry.groups if depthwise else columns
-        return task.batch * product.multiplications * _filling(side_by_side, lanes)
-
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
-        wanted = task.contraction.wanted
-        result = new_empty(first.value, (task.batch, *task.contraction.shape(wanted)))
-        tensors = {each.role: _readable(each, task.batch) for each in (first, second)} | {wanted: result}
+        result = new_empty(first.value, (task.batch, *task.contraction.shape(task.contraction.wanted)))
         biases = None if bias is None else contiguous(spread(bias, task.batch).value)
+        lies = (
+            self.name,
+            first.value.stride(),
+            first.mapped.dim,
+            second.value.stride(),
+            second.mapped.dim,
+            bias is None,
+        )
+        if lies not in task.prepared:
+            task.prepared[lies] = self._prepare(task, first, second, bias, result, biases)
+        copies, compute = task.prepared[lies]
+        a, b = (_dense(each) if copy else each.value for each, copy in zip((first, second), copies, strict=True))
+        at = {first.role: a.data_ptr(), second.role: b.data_ptr()}
+        image, kernel, response = (
+            at.get(role) or result.data_ptr() for role in (Role.IMAGE, Role.KERNEL, Role.RESPONSE)
+        )
+        compute(image, kernel, response, None if biases is None else biases.data_ptr(), task.threads)
+        return Mapped(result, 0)
+
+    def _prepare(
+        self, task: Task, first: Operand, second: Operand, bias: Mapped | None, result: Tensor, biases: Tensor | None
+    ) -> Prepared:
+        wanted, copies = task.contraction.wanted, (not _is_readable(first), not _is_readable(second))
+        tensors = {wanted: result}
+        for each, copy in zip((first, second), copies, strict=True):
+            value = _dense(each) if copy else each.in_front() if each.is_mapped else each.value
+            tensors[each.role] = value if each.is_mapped else value.expand(task.batch, *value.shape)
         steps = kernels.Steps(tensors[Role.IMAGE], tensors[Role.KERNEL], tensors[Role.RESPONSE], biases)
         if not second.is_mapped and second.role is Role.KERNEL and (bias is None or bias.dim is None):
             steps = _as_one_sample(steps)
         product = kernels.Product(wanted.name.lower(), len(steps.image), task.contraction.geometry, self.name)
-        kernels.compute(product, steps, task.threads)
-        return Mapped(result, 0)
+        return Prepared(copies, kernels.prepare(product, steps))
 
 
 class Winograd(Direct):
     """With fewer multiplications, for 3 x 3 taps that take no steps; a third dimension in front may have any taps.
 
-    Rounding is that of numbers of about twice the size.
+    Rounding is that of numbers of about twice the size, and what reads an infinite number may be none: for float32
+    alone, and not where a result has to be exact.
     """
 
     name = "winograd"
 
     def applies(self, task: Task) -> bool:
-        return _is_winograds(task) and super().applies(task) and self._numbers(task) <= NUMBERS_LIMIT
+        usable = task.dtype == "float32" and not task.exact and _is_winograds(task)
+        return usable and super().applies(task) and self._numbers(task) <= NUMBERS_LIMIT
 
     def _numbers(self, task: Task) -> int:
         """Bytes of what one image is transformed into."""
@@ -95,27 +109,6 @@ class Winograd(Direct):
         columns = 16 * 32 * max(prod(product.response[2:]), prod(product.kernel[1:]))
         sums = 16 * product.kernel[0] * product.kernel[1] * prod(product.kernel[2:-2])
         return task.threads * (2 * self._numbers(task) + task.itemsize * (columns + sums))
-
-    def multiplications(self, task: Task) -> float:
-        """Sixteen for a tile of two by two results."""
-        *depth, h, w = task.contraction.response[2:]
-        if task.contraction.wanted is Role.IMAGE:
-            *depth, h, w = task.contraction.image[2:]
-        outputs, inputs, *taps = task.contraction.kernel
-        planes = task.batch * task.contraction.image[0] * prod(depth) * prod(taps[:-2])
-        tiles = planes * ((h + 1) // 2) * ((w + 1) // 2)
-        return 16 * tiles * outputs * inputs * _filling(_columns(task.contraction), kernels.lanes(task.itemsize))
-
-
-def _columns(product: Contraction) -> int:
-    """Channels of the result, of one group."""
-    outputs, inputs, *_ = product.kernel
-    return inputs if product.wanted is Role.IMAGE else outputs // product.geometry.groups
-
-
-def _filling(numbers: int, lanes: int) -> float:
-    """By how much vectors are longer than the numbers side by side in them."""
-    return -(-numbers // lanes) * lanes / numbers
 
 
 def _is_winograds(task: Task) -> bool:
@@ -139,10 +132,12 @@ def _as_one_sample(steps: kernels.Steps) -> kernels.Steps:
     return kernels.Steps(images, kernel[:1], responses, None if bias is None else bias[:1])
 
 
-def _readable(operand: Operand, batch: int) -> Tensor:
-    """[B ...], as it lies if numbers follow each other along the dimensions that are read in one go."""
+def _is_readable(operand: Operand) -> bool:
+    """Whether numbers follow each other along the dimensions that are read in one go."""
     value, outer = (operand.in_front(), 1) if operand.is_mapped else (operand.value, 0)
     outer += 1 if operand.role is Role.KERNEL else 2
-    inner = value[(0,) * outer]
-    value = value if inner.is_contiguous() else contiguous(value)
-    return value if operand.is_mapped else value.expand(batch, *value.shape)
+    return value[(0,) * outer].is_contiguous()
+
+
+def _dense(operand: Operand) -> Tensor:
+    return contiguous(operand.in_front() if operand.is_mapped else operand.value)

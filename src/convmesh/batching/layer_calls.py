@@ -1,8 +1,8 @@
-"""What each layer reads, and the gradient of what it writes: one call of every layer that has parameters."""
+"""Which layers use each parameter of a model: what they read, and the gradient of what they write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 # Their forward keeps no output for backward, so that a tap may sit right behind it.
-LAYERS = (_ConvNd, nn.Linear, nn.Embedding, nn.GroupNorm, nn.LayerNorm, _InstanceNorm)
+LAYERS = (_ConvNd, nn.Linear, nn.Embedding, nn.GroupNorm, nn.LayerNorm, _InstanceNorm, _BatchNorm)
+
+Use = tuple[nn.Module, str, Tensor, Tensor]  # layer, the parameter's name in it, what it read, gradient of the output
 
 
 @dataclass
@@ -23,7 +28,51 @@ class Call:
 
     layer: nn.Module
     read: Tensor
+    version: int
     grad: Tensor | None = None
+
+
+def run_by_layer(
+    model: nn.Module, trainable: Mapping[str, Tensor], losses: Callable[[], Tensor], batch: int, keep_graph: bool
+) -> tuple[Tensor, dict[str, list[Use]]] | None:
+    """The losses of the samples, [B], and all uses of each parameter that got a gradient from their sum.
+
+    `losses` calls the model with the tensors of `trainable` in the place of its parameters. None if anything but a
+    layer that we know may use one of them, or a layer does not read the samples along dimension 0.
+    """
+    names = {id(value): name for name, value in model.named_parameters() if value.requires_grad}
+    held = {layer: dict(layer.named_parameters(recurse=False)) for layer in model.modules()}
+    owners = [layer for layer, own in held.items() if any(id(value) in names for value in own.values())]
+    if not all(_is_known(layer) for layer in owners):
+        return None
+    watch = _Watch({id(value) for value in trainable.values()})
+    by_sample, calls = _record(owners, watch, losses, keep_graph)
+    if watch.escaped or any(_is_unbatched(call) or call.read.shape[:1] != (batch,) for call in calls):
+        return None
+    uses: dict[str, list[Use]] = {name: [] for name in trainable}
+    for call in calls:
+        if call.read._version != call.version:
+            raise RuntimeError(f"what {call.layer} had read was overwritten in place, and its gradient cannot be told")
+        for own, value in held[call.layer].items():
+            if call.grad is not None and id(value) in names:
+                uses[names[id(value)]].append((call.layer, own, call.read, call.grad))
+    return by_sample, uses
+
+
+def _is_known(layer: nn.Module) -> bool:
+    """Classes derived from torch's own, and parametrized layers, may compute with another weight than they hold; some
+    embeddings rescale theirs while reading."""
+    if not isinstance(layer, LAYERS) or not type(layer).__module__.startswith("torch.nn.modules."):
+        return False
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
+        return False
+    held = [*layer.parameters(), *layer.buffers()]
+    sharded = any(isinstance(each, DTensor) and set(each.placements) != {Replicate()} for each in held)
+    return not hasattr(layer, "parametrizations") and not sharded
+
+
+def _is_unbatched(call: Call) -> bool:
+    return isinstance(call.layer, _ConvNd) and call.read.ndim < call.layer.weight.ndim
 
 
 class _Tap(torch.autograd.Function):
@@ -41,63 +90,50 @@ class _Tap(torch.autograd.Function):
         return grads[0], None, None
 
 
-def calls_of_layers(
-    model: nn.Module, trainable: Sequence[str], total_loss: Callable[[Tensor], Tensor], x: Tensor
-) -> list[Call] | None:
-    """One for each layer that has parameters; None where they are shared, unknown, or used more than once."""
-    layers = _owners(model, trainable)
-    if layers is None:
-        return None
-    calls = _calls(layers, total_loss, x)
-    sizes = {call.read.shape[:1] for call in calls}
-    return calls if len(calls) == len({id(call.layer) for call in calls}) and sizes == {x.shape[:1]} else None
+class _Watch(TorchFunctionMode):
+    """Notes whether a parameter is read outside of a layer's forward (`F.linear(x, self.embedding.weight)`)."""
+
+    def __init__(self, watched: set[int]) -> None:
+        super().__init__()
+        self.watched = watched
+        self.in_layer = self.escaped = False
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        is_use = not self.in_layer and function is not Tensor.requires_grad_
+        if is_use and any(id(each) in self.watched for each in tree_leaves((args, kwargs))):
+            self.escaped |= any(isinstance(each, Tensor) for each in tree_leaves(result))  # a shape is no escape
+        return result
 
 
-def _owners(model: nn.Module, trainable: Sequence[str]) -> list[nn.Module] | None:
-    """The layers that hold the trainable parameters, if each has one owner, of a kind that we know."""
-    names = [name for name, value in model.named_parameters(remove_duplicate=False) if value.requires_grad]
-    if set(names) != set(trainable):
-        return None
-    owners = {id(owner): owner for owner in (model.get_submodule(name.rpartition(".")[0]) for name in names)}
-    known = all(isinstance(owner, LAYERS) and not _is_special(owner) for owner in owners.values())
-    sharded = any(
-        isinstance(held, DTensor) and set(held.placements) != {Replicate()} for held in _held(owners.values())
-    )
-    return list(owners.values()) if known and not sharded else None
-
-
-def _held(layers: Iterable[nn.Module]) -> Iterator[Tensor]:
-    for layer in layers:
-        yield from layer.parameters()
-        yield from layer.buffers()
-
-
-def _is_special(layer: nn.Module) -> bool:
-    """Classes derived from torch's own, and parametrized layers, may compute with another weight than they hold; some
-    embeddings rescale theirs while reading."""
-    if not type(layer).__module__.startswith("torch.nn.modules."):
-        return True
-    embedding = isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq)
-    return hasattr(layer, "parametrizations") or embedding
-
-
-def _calls(layers: list[nn.Module], total_loss: Callable[[Tensor], Tensor], x: Tensor) -> list[Call]:
+def _record(
+    layers: Sequence[nn.Module], watch: _Watch, losses: Callable[[], Tensor], keep_graph: bool
+) -> tuple[Tensor, list[Call]]:
+    """The losses, and the calls of the layers in their order."""
     calls: list[Call] = []
-    anchor = torch.zeros((), device=x.device, requires_grad=True)
+    anchor = torch.zeros((), requires_grad=True)
 
-    def tap(layer: nn.Module, read: tuple[Tensor, ...], written: Tensor) -> Tensor:
-        call = Call(layer, read[0].detach())
-        calls.append(call)
-        tapped: Tensor = _Tap.apply(written, anchor, call)
+    def before(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        watch.in_layer = True
+
+    def tap(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], written: Tensor) -> Tensor:
+        watch.in_layer = False
+        read = (args[0] if args else kwargs["input"]).detach()
+        calls.append(Call(layer, read, read._version))
+        tapped: Tensor = _Tap.apply(written, anchor, calls[-1])
         return tapped
 
-    hooks = [layer.register_forward_hook(tap) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(before) for layer in layers]
+    hooks += [layer.register_forward_hook(tap, with_kwargs=True) for layer in layers]
     try:
-        with torch.enable_grad():
-            loss = total_loss(x.detach())
+        with torch.enable_grad(), watch:
+            by_sample = losses()
+            total = by_sample.sum()
+        if total.requires_grad and not watch.escaped:
+            torch.autograd.grad(total, anchor, allow_unused=True, retain_graph=keep_graph)
     finally:
         for hook in hooks:
             hook.remove()
-    if loss.requires_grad:
-        torch.autograd.grad(loss, anchor, allow_unused=True)
-    return calls
+    return by_sample, calls

@@ -1,9 +1,9 @@
-"""Per-sample gradients of one layer after the other, from what it reads and the gradient of what it writes."""
+"""Per-sample gradients of one layer's parameter, from what the layer reads and the gradient of what it writes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,79 +11,86 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.func import functional_call, vjp, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .layer_calls import calls_of_layers
+Norm = nn.GroupNorm | nn.LayerNorm | _InstanceNorm | _BatchNorm
 
 
-def gradients_by_layer(
-    model: nn.Module, trainable: Sequence[str], total_loss: Callable[[Tensor], Tensor], x: Tensor
-) -> dict[str, Tensor] | None:
-    """Each parameter's [B ...]; None where the layers cannot tell, or some parameter gets no gradient at all."""
-    calls = calls_of_layers(model, trainable, total_loss, x)
-    if calls is None or any(call.grad is None for call in calls):
-        return None
-    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
-    found = {}
-    for call in calls:
-        own = [name for name, value in call.layer.named_parameters() if value.requires_grad]
-        assert call.grad is not None
-        for name, value in gradients_of(call.layer, own, call.read, call.grad).items():
-            found[prefixes[id(call.layer)] + name] = value
-    return {name: found[name] for name in trainable} if found.keys() == set(trainable) else None
+def gradients_of(layer: nn.Module, name: str, read: Tensor, grad: Tensor) -> Tensor:
+    """[B ...] of a parameter of this one layer."""
+    read = read if isinstance(layer, nn.Embedding) else read.to(grad.dtype)  # as autocast did
+    if name == "bias":
+        return _sum_to_parameter(layer, grad)
+    if isinstance(layer, Norm):
+        return _sum_to_parameter(layer, _normalised(layer, read) * grad)
+    if isinstance(layer, _ConvNd):
+        return _of_kernel(layer, read, grad)
+    if isinstance(layer, nn.Linear):
+        return rows(grad).mT @ rows(read)
+    weight = _beside(read, layer.get_parameter("weight").detach())
 
-
-def gradients_of(layer: nn.Module, names: Sequence[str], read: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """[B ...] of this one layer."""
-    if isinstance(layer, nn.GroupNorm | nn.LayerNorm | _InstanceNorm):
-        values = {"weight": _normalised(layer, read) * grad, "bias": grad}
-        return {name: _sum_to_parameter(layer, values[name]) for name in names}
-    parameters = {name: _beside(read, value.detach()) for name, value in layer.named_parameters()}
-    if isinstance(layer, _ConvNd) and is_usual(layer):
-        made = {"weight": lambda: _of_kernel(layer, parameters["weight"], read, grad), "bias": lambda: _of_bias(grad)}
-        return {name: made[name]() for name in names}
-    wanted = {name: parameters[name] for name in names}
-
-    def one(x: Tensor, g: Tensor) -> dict[str, Tensor]:
-        def call(some: dict[str, Tensor]) -> Tensor:
-            written: Tensor = functional_call(layer, {**parameters, **some}, (x.unsqueeze(0),))
+    def one(x: Tensor, g: Tensor) -> Tensor:
+        def call(weight: Tensor) -> Tensor:
+            written: Tensor = functional_call(layer, {"weight": weight}, (x.unsqueeze(0),))
             return written
 
-        (gradients,) = vjp(call, wanted)[1](g.unsqueeze(0))
-        return cast(dict[str, Tensor], gradients)
+        gradient: Tensor = vjp(call, weight)[1](g.unsqueeze(0))[0]
+        return gradient
 
-    mapped: dict[str, Tensor] = vmap(one)(read, grad)
+    mapped: Tensor = vmap(one)(read, grad)
     return mapped
 
 
-def is_usual(layer: _ConvNd) -> bool:
-    """Whether it is the plain operator with the layer's own numbers as they stand."""
-    return not layer.transposed and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+def rows(tensor: Tensor) -> Tensor:
+    """[B ... C] -> [B T C]"""
+    return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
 
 
-def _of_kernel(layer: _ConvNd, weight: Tensor, read: Tensor, grad: Tensor) -> Tensor:
+def image_and_response(layer: _ConvNd, read: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """The two that a kernel gradient is the product of, and the zeros that go around the image.
+
+    A transposed convolution writes the image and reads the response. Its weight is laid out as that of a convolution.
+    """
+    image, response = (grad, read) if layer.transposed else (read, grad)
+    sides = []
+    for axis, (kernel, stride, dilation) in enumerate(
+        zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+    ):
+        extent, size, steps = dilation * (kernel - 1), image.shape[2 + axis], response.shape[2 + axis]
+        if isinstance(layer.padding, str):
+            left = extent // 2 if layer.padding == "same" else 0
+            right = extent - left if layer.padding == "same" else 0
+        else:
+            left = right = layer.padding[axis]
+        unread = size + left + right - (max(steps, 1) - 1) * stride - extent - 1
+        sides.append((left, right if unread < stride else right - unread))
+    if layer.padding_mode == "zeros" and all(left == right for left, right in sides):
+        return image, response, [left for left, _ in sides]
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    image = F.pad(image, [each for side in reversed(sides) for each in side], mode)
+    return image, response, [0] * len(sides)
+
+
+def _of_kernel(layer: _ConvNd, read: Tensor, grad: Tensor) -> Tensor:
     """By the backward operator itself: automatic differentiation would compute the layer's output once more."""
-    geometry = (layer.stride, layer.padding, layer.dilation, False, layer.output_padding, layer.groups)
+    image, response, padding = image_and_response(layer, read, grad)
+    shape = read.new_empty(layer.weight.shape)  # of the weight the operator reads nothing else
+    weight = _beside(read, layer.weight.detach().to(read.dtype)) if isinstance(read, DTensor) else shape
+    geometry: tuple[Any, ...] = (layer.stride, padding, layer.dilation, False, [0] * len(padding), layer.groups)
 
     def one(x: Tensor, g: Tensor) -> Tensor:
-        mask = (False, True, False)
-        kernel: Tensor = _backward(g.unsqueeze(0), x.unsqueeze(0), weight, None, *geometry, mask)[1]
-        return kernel
+        return _backward(g.unsqueeze(0), x.unsqueeze(0), weight, None, *geometry, (False, True, False))[1]
 
-    mapped: Tensor = vmap(one)(read, grad)
+    mapped: Tensor = vmap(one)(image, response)
     return mapped
 
 
 _backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten.convolution_backward.default
 
 
-def _of_bias(grad: Tensor) -> Tensor:
-    """[B O *] -> [B O]"""
-    return grad.flatten(2).sum(2)
-
-
-def _normalised(layer: nn.GroupNorm | nn.LayerNorm | _InstanceNorm, read: Tensor) -> Tensor:
+def _normalised(layer: Norm, read: Tensor) -> Tensor:
     """What the layer multiplies by its weight."""
     if isinstance(layer, nn.GroupNorm):
         return F.group_norm(read, layer.num_groups, None, None, layer.eps)
@@ -92,12 +99,14 @@ def _normalised(layer: nn.GroupNorm | nn.LayerNorm | _InstanceNorm, read: Tensor
     if layer.running_mean is None or layer.running_var is None:
         return F.instance_norm(read, eps=layer.eps)
     mean, variance = (_beside(read, each) for each in (layer.running_mean, layer.running_var))
-    return F.instance_norm(read, mean, variance, use_input_stats=False, eps=layer.eps)
+    return F.batch_norm(read, mean, variance, eps=layer.eps)
 
 
-def _sum_to_parameter(layer: nn.GroupNorm | nn.LayerNorm | _InstanceNorm, values: Tensor) -> Tensor:
-    """[B C *] -> [B C], or [B * shape] -> [B shape] for a layer norm"""
-    kept = len(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else 0
+def _sum_to_parameter(layer: nn.Module, values: Tensor) -> Tensor:
+    """[B C *] -> [B C], and with the channels last [B * C] -> [B C]"""
+    kept = 1 if isinstance(layer, nn.Linear) else 0
+    if isinstance(layer, nn.LayerNorm):
+        kept = len(layer.normalized_shape)
     summed = list(range(1, values.ndim - kept) if kept else range(2, values.ndim))
     return values.sum(summed) if summed else values
 

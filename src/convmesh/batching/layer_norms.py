@@ -1,111 +1,170 @@
-"""Norms of per-sample gradients from what each layer reads and the gradient of what it writes."""
+"""Norms of per-sample gradients, from what layers read and the gradients of what they write.
+
+One way to the norm is the gradient itself. The other are gram matrices: with what the kernel saw at each place as a
+column of P [(c k) l], and the gradient there as one of R [o l], the norm of the gradient R P^T is the sum of all of
+(P^T P) * (R^T R), where nothing has the size of the weight. By pixels X [c p] P^T P needs no patches: each entry is the
+sum of those entries of X^T X that a tap of the kernel sees.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import product
 from math import prod
-from typing import cast
+from operator import add
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.nn.modules.conv import _ConvNd
 
-from ..geometry import Convolution
-from ._functorch import Nature
-from .algorithms import Task
-from .contraction import Contraction, Role
-from .layer_calls import calls_of_layers
-from .layer_gradients import gradients_of, is_usual
-from .machines import OWN
-from .patches import View
+from .. import _torch
+from ..sharding.layout import Layout
+from ..sharding.redistribute import move
+from .layer_calls import Use
+from .layer_gradients import gradients_of, image_and_response, rows
+
+# Of what is made only to take a norm, this many bytes at a time.
+WORKSPACE = 256 * 2**20
 
 
-def squared_norms_by_layer(
-    model: nn.Module, trainable: Sequence[str], total_loss: Callable[[Tensor], Tensor], x: Tensor, limit: int
-) -> Tensor | None:
-    """[B], or None where the layers cannot tell: parameters that are shared, unknown, or used more than once."""
-    calls = calls_of_layers(model, trainable, total_loss, x)
-    if calls is None:
-        return None
-    total = torch.zeros((), device=x.device)
-    for call in calls:
-        if call.grad is not None:
-            norms = layer_norms(call.layer, call.read, call.grad, limit)
-            total = norms if total.ndim == 0 else total + norms
-    return total if total.ndim else None
+def squared_norms_of(uses: Sequence[Use]) -> Tensor:
+    """[B]: of the gradient that each sample gives a parameter, which is the sum over its uses."""
+    if len(uses) == 1:
+        return squared_norms(*uses[0])
+
+    def of_sum(*operands: Tensor) -> Tensor:
+        pairs = zip(uses, operands[::2], operands[1::2], strict=True)
+        return squares_of(sum_of([gradients_of(layer, name, *pair) for (layer, name, *_), *pair in pairs]))
+
+    (layer, name, *_), *_ = uses
+    return _in_parts(of_sum, layer.get_parameter(name).numel(), *(each for use in uses for each in use[2:]))
 
 
-def layer_norms(layer: nn.Module, read: Tensor, grad: Tensor, limit: int) -> Tensor:
-    """[B]: the squared norm of the gradient that each sample gives the layer's trainable parameters."""
-    # In order: ranks that walk through a set may communicate in different orders.
-    own = [name for name, value in layer.named_parameters() if value.requires_grad]
-    total = grad.new_zeros(grad.shape[0])
-    if "bias" in own and isinstance(layer, nn.Linear | _ConvNd):
-        summed = _rows(grad).sum(1) if isinstance(layer, nn.Linear) else grad.flatten(2).sum(2)
-        total = total + summed.square().sum(1)
-        own.remove("bias")
-    if "weight" in own and isinstance(layer, nn.Linear):
-        total = total + _matrix_norms(_rows(read).mT.unsqueeze(1), _rows(grad).mT.unsqueeze(1))
-        own.remove("weight")
-    if "weight" in own and isinstance(layer, nn.Embedding):
-        total = total + _embedding_norms(layer, read, grad)
-        own.remove("weight")
-    if "weight" in own and isinstance(layer, _ConvNd):
-        total = total + _kernel_norms(layer, read, grad, limit)
-        own.remove("weight")
-    return total + _norms_of_gradients(layer, own, read, grad, limit) if own else total
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    return reduce(add, tensors)
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """[B ... C] -> [B T C]"""
-    return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
+def squared_norms(layer: nn.Module, name: str, read: Tensor, grad: Tensor) -> Tensor:
+    """[B]: of the gradient that each sample gives a parameter of this one call of a layer."""
+    if len(read) == 0:
+        return grad.new_zeros(0)
+    read = read if isinstance(layer, nn.Embedding) else read.to(grad.dtype)  # as autocast did
+    if isinstance(read, DTensor) and isinstance(grad, DTensor):
+        return _of_sharded(layer, name, _settled(read), _settled(grad))
+    if name == "weight" and isinstance(layer, nn.Embedding):
+        return _of_embedding(layer, read, grad)
+    if name == "weight" and isinstance(layer, nn.Linear | _ConvNd):
+        by_gram, by_gradient, elements = _work(layer, read, grad)
+        if by_gram < by_gradient:
+            return _in_parts(lambda x, g: _gram_norms(layer, x, g), elements, read, grad)
+    return _by_gradient(layer, name, read, grad)
 
 
-def _matrix_norms(read: Tensor, grad: Tensor) -> Tensor:
-    """[B g a T] [B g o T] -> [B], the squared norm of grad @ read^T by the smaller of two products."""
-    a, o, places = read.shape[2], grad.shape[2], read.shape[3]
-    if places * (a + o) < a * o:
-        return (read.mT @ read * (grad.mT @ grad)).sum((1, 2, 3))
-    return (grad @ read.mT).square().sum((1, 2, 3))
+def _by_gradient(layer: nn.Module, name: str, read: Tensor, grad: Tensor) -> Tensor:
+    size = layer.get_parameter(name).numel()
+    return _in_parts(lambda x, g: squares_of(gradients_of(layer, name, x, g)), size, read, grad)
 
 
-def _embedding_norms(layer: nn.Embedding, read: Tensor, grad: Tensor) -> Tensor:
-    """Only places that hold the same token meet in one row of the gradient."""
-    tokens, grads = read.reshape(read.shape[0], -1), _rows(grad)
+def _in_parts(function: Callable[..., Tensor], elements: int, *operands: Tensor) -> Tensor:
+    """`function` of so many samples at a time that what it makes, `elements` for each, is bounded."""
+    batch, at_once = len(operands[0]), max(1, WORKSPACE // (elements * operands[1].element_size()))
+    if batch <= at_once:
+        return function(*operands)
+    parts = zip(*(each.split(at_once) for each in operands), strict=True)
+    return torch.cat([function(*part) for part in parts])
+
+
+def squares_of(gradients: Tensor) -> Tensor:
+    """[B ...] -> [B]. What is summed over ranks only to be squared need not arrive on all of them."""
+    if isinstance(gradients, DTensor):
+        scattered = [Shard(1) if isinstance(each, Partial) else each for each in gradients.placements]
+        gradients = gradients.redistribute(placements=scattered)
+    norms = gradients.square().sum(list(range(1, gradients.ndim)))
+    return _settled(norms) if isinstance(norms, DTensor) else norms
+
+
+def _work(layer: nn.Module, read: Tensor, grad: Tensor) -> tuple[int, int, int]:
+    """Multiplications for a sample by gram matrices and by the gradient, and elements of the gram matrices.
+
+    By shapes alone, so that ranks choose alike.
+    """
+    if isinstance(layer, nn.Linear):
+        places, both = prod(read.shape[1:-1]), layer.in_features + layer.out_features
+        return places**2 * both, places * layer.in_features * layer.out_features, 2 * places**2
+    assert isinstance(layer, _ConvNd)
+    o, c, taps = layer.weight.shape[0] // layer.groups, layer.weight.shape[1], prod(layer.kernel_size)
+    response = (read if layer.transposed else grad).shape[2:]
+    pixels = prod(size if k == 1 else (size - 1) * s + d * (k - 1) + 1 for size, k, s, d in _axes(layer, response))
+    places = prod(response)
+    by_gram = layer.groups * (pixels**2 * c + places**2 * (o + taps))
+    return by_gram, layer.groups * places * c * taps * o, layer.groups * (pixels**2 + 2 * places**2)
+
+
+def _axes(layer: _ConvNd, response: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    return list(zip(response, layer.kernel_size, layer.stride, layer.dilation, strict=True))
+
+
+def _gram_norms(layer: nn.Module, read: Tensor, grad: Tensor) -> Tensor:
+    if isinstance(layer, nn.Linear):
+        a, r = rows(read), rows(grad)
+        return (a @ a.mT * (r @ r.mT)).sum((1, 2))
+    assert isinstance(layer, _ConvNd)
+    image, response, padding = image_and_response(layer, read, grad)
+    image = F.pad(image, [each for each in reversed(padding) for _ in range(2)])
+    axes = _axes(layer, response.shape[2:])
+    for axis, (size, k, s, d) in enumerate(axes, 2):
+        if k == 1:  # places see pixels of their own
+            image = image[(slice(None),) * axis + (slice(0, (size - 1) * s + 1, s),)]
+            axes[axis - 2] = size, 1, 1, 1
+        else:
+            image = image.narrow(axis, 0, (size - 1) * s + d * (k - 1) + 1)
+    pixels, places = (each.flatten(2).unflatten(1, (layer.groups, -1)) for each in (image, response))
+    of_pixels = (pixels.mT @ pixels).unflatten(3, image.shape[2:]).unflatten(2, image.shape[2:])
+    seen = [
+        tuple(slice(t * d, t * d + (size - 1) * s + 1, s) for t, (size, _, s, d) in zip(tap, axes, strict=True))
+        for tap in product(*(range(k) for _, k, _, _ in axes))
+    ]
+    of_patches = sum_of([of_pixels[(slice(None), slice(None), *tap, *tap)] for tap in seen])
+    of_responses: Tensor = places.mT @ places
+    return (of_patches.reshape_as(of_responses) * of_responses).sum((1, 2, 3))
+
+
+def _of_embedding(layer: nn.Embedding, read: Tensor, grad: Tensor) -> Tensor:
+    """Places of a sample that hold the same token add to the same row of its gradient."""
+    tokens, grads = read.reshape(len(read), -1), rows(grad)
     if layer.padding_idx is not None:
         grads = grads * (tokens != layer.padding_idx).unsqueeze(-1)
-    same = tokens.unsqueeze(1) == tokens.unsqueeze(2)
-    return (grads @ grads.mT * same).sum((1, 2))
+    own = torch.arange(len(tokens), device=tokens.device).unsqueeze(1) * layer.num_embeddings
+    found, row = torch.unique(tokens + own, return_inverse=True)
+    summed = grads.new_zeros(len(found), grads.shape[2]).index_add(0, row.flatten(), grads.flatten(0, 1))
+    return grads.new_zeros(len(tokens)).index_add(0, found // layer.num_embeddings, summed.square().sum(1))
 
 
-def _kernel_norms(layer: _ConvNd, read: Tensor, grad: Tensor, limit: int) -> Tensor:
-    """By gram matrices [l l] of patches and gradient where these are less work than the gradient [o (c k)]."""
-    unusual = isinstance(read, DTensor) or not is_usual(layer)
-    (outputs, c, *size), places = layer.weight.shape, prod(grad.shape[2:])
-    gradient = c * prod(size), outputs // layer.groups
-    if unusual or places * sum(gradient) >= prod(gradient):
-        return _norms_of_gradients(layer, ["weight"], read, grad, limit)
-    padding = cast(tuple[int, ...], layer.padding)
-    geometry = Convolution.of(len(size), layer.stride, padding, layer.dilation, False, (0,), layer.groups)
-    shapes = ((1, *read.shape[1:]), tuple(layer.weight.shape), (1, *grad.shape[1:]))
-    contraction = Contraction(Role.KERNEL, geometry, *shapes)
-    view = View(Task(contraction, len(read), (True, True), Nature.PLAIN, "", 0, "", 0, OWN))
-    at_once = max(1, limit // (read.element_size() * layer.groups * places * (gradient[0] + 2 * places)))
-    parts = []
-    for x, g in zip(read.split(at_once), grad.split(at_once), strict=True):
-        patches = view.patches(x.unsqueeze(1)).unflatten(0, (-1, layer.groups))
-        responses = view.response_matrix(g.unsqueeze(1)).unflatten(0, (-1, layer.groups))
-        parts.append(_matrix_norms(patches, responses))
-    return torch.cat(parts)
+def _of_sharded(layer: nn.Module, name: str, read: DTensor, grad: DTensor) -> Tensor:
+    """By whole samples, each on one rank, where they are on one already, or smaller than the gradient to be summed.
+
+    Samples that are on all ranks are dealt out, too: every norm is then computed once, with the same bits for all.
+    """
+    mesh, ndim = read.device_mesh, read.device_mesh.ndim
+    samples = [Shard(0) if each == Shard(0) else Replicate() for each in read.placements]
+    of_sample = prod(read.shape[1:]) + prod(grad.shape[1:])
+    on_one_rank = set(read.placements) | set(grad.placements) <= {Shard(0), Replicate()}
+    if on_one_rank or isinstance(layer, nn.Embedding) or of_sample <= layer.get_parameter(name).numel():
+        layouts = [Layout.of(_torch.spec_of(each)).placed([Shard(0)] * ndim) for each in (read, grad)]
+        own = squared_norms(layer, name, move(read, layouts[0]), move(grad, layouts[1]))
+        shape = torch.Size([len(read)])
+        norms: Tensor = DTensor.from_local(own, mesh, [Shard(0)] * ndim, run_check=False, shape=shape, stride=(1,))
+    else:
+        norms = _by_gradient(layer, name, read, grad)
+    assert isinstance(norms, DTensor)
+    return norms.redistribute(mesh, samples)
 
 
-def _norms_of_gradients(layer: nn.Module, names: Sequence[str], read: Tensor, grad: Tensor, limit: int) -> Tensor:
-    """From the gradients of this one layer, of a bounded number of samples at a time."""
-    per_sample = sum(value.numel() * value.element_size() for name, value in layer.named_parameters() if name in names)
-    at_once = max(1, limit // per_sample)
-    parts = []
-    for x, g in zip(read.split(at_once), grad.split(at_once), strict=True):
-        gradients = gradients_of(layer, names, x, g).values()
-        parts.append(torch.stack([value.flatten(1).square().sum(1) for value in gradients]).sum(0))
-    return torch.cat(parts)
+def _settled(tensor: DTensor) -> DTensor:
+    return tensor.redistribute(
+        placements=[Replicate() if isinstance(each, Partial) else each for each in tensor.placements]
+    )

@@ -8,11 +8,9 @@ without asking, unless all of them agreed on more beforehand (`agree`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,13 +18,14 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from .. import _torch, kernels
 from ..comm import agreed, of_first_rank
-from . import cost, memory
 from .algorithms import Machine
 
-# This one. Looked up each time, since a calibration changes prices.
-OWN = Machine(lambda: cost.price_table(), lambda: kernels.available(), lambda: memory.returns_large_blocks())
-# Any machine: what is built in, no kernels that would have to be compiled, and the C library as it is unless told.
-ANY = Machine(lambda: cost.built_in(), lambda: False, lambda: True)
+# This one.
+OWN = Machine(lambda: kernels.available())
+# Any machine: no kernels, which would have to be compiled.
+ANY = Machine(lambda: False)
+# Those that have agreed that all of them have the same kernels.
+WITH_KERNELS = Machine(lambda: True)
 
 _agreed_for_plain: Machine | None = None
 
@@ -78,37 +77,21 @@ class Ranks:
         return cls(mesh, any(placement != Replicate() for placement in placements), call)
 
     def machine(self) -> Machine:
-        """What they have alike: the prices of the first one, and kernels if all have the same. These are for CPUs."""
+        """What they have alike: kernels, which are for CPUs, if all have the same."""
         asked = self.mesh, self.together
-        first = of_first_rank("machine of mapped convolutions", _described, *asked)
-        if first is None:
+        if self.mesh.device_type not in kernels.COMPILED_FOR or not agreed("kernels", kernels.available, *asked):
             return ANY
-        has_kernels = self.mesh.device_type in kernels.COMPILED_FOR and agreed("kernels", kernels.available, *asked)
-        if has_kernels:
-            vectors = of_first_rank("vectors of kernels", _vectors, *asked)
-            has_kernels = agreed(f"kernels with vectors of {vectors} bytes", lambda: _vectors() == vectors, *asked)
-        return _agreed(first, has_kernels)
+        vectors = of_first_rank("vectors of kernels", _vectors, *asked)
+        alike = agreed(f"kernels with vectors of {vectors} bytes", lambda: _vectors() == vectors, *asked)
+        return WITH_KERNELS if alike else ANY
 
-    def by_the_first(self, say: Callable[[], str]) -> str | None:
+    def by_the_first(self, say: Callable[[], str], dtype: str) -> str | None:
         """What the first rank says about this call. The others are not asked, and None is said where nobody is."""
         with _torch.no_modes():
             is_first = dist.get_rank() == self.mesh.mesh.min().item()
-        return of_first_rank(f"mapped convolution {self.call}", say if is_first else str, self.mesh, self.together)
-
-
-def _described() -> str:
-    """This machine, for the others."""
-    source, prices = cost.calibration()
-    return json.dumps({"source": source, "prices": prices, "returns": memory.returns_large_blocks()})
+        about = f"mapped convolution {self.call} of {dtype}"
+        return of_first_rank(about, say if is_first else str, self.mesh, self.together)
 
 
 def _vectors() -> str:
     return str(kernels.lanes(1))
-
-
-@lru_cache(maxsize=64)
-def _agreed(first: str, has_kernels: bool) -> Machine:
-    """One for each, so that what was chosen by it is found again."""
-    said = json.loads(first)
-    table = cost.table_of(said["source"], cost.parsed(said["prices"]))
-    return Machine(lambda: table, lambda: has_kernels, lambda: said["returns"])

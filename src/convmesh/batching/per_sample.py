@@ -6,30 +6,32 @@ All of it is mapped along dimension 0. The loss is called with single samples, e
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad
+from torch.utils._pytree import tree_map_only
 
-from .layer_gradients import gradients_by_layer
-from .layer_norms import squared_norms_by_layer
+from . import samples
+from .layer_calls import Use, run_by_layer
+from .layer_gradients import gradients_of
+from .layer_norms import WORKSPACE, squared_norms_of, squares_of, sum_of
 from .machines import agreed_on
-from .samples import batch_size, check_samples_are_independent, mapped, parameters_of, single_number
-from .spread import Spread, settled
+from .samples import UnmappableError, batch_size
+from .spread import Spread
 
 Loss = Callable[..., Tensor]
 Tensors = dict[str, Tensor]
 
-# Of the gradients that are made only to take their norm, this many bytes at a time.
-GRADIENT_LIMIT = 256 * 2**20
-
 
 def per_sample_gradients(
-    model: nn.Module, loss_fn: Loss, *batch: Tensor, chunk_size: int | None = None, randomness: str = "error"
+    model: nn.Module, loss_fn: Loss, *batch: Any, chunk_size: int | None = None, randomness: str = "error"
 ) -> Tensors:
     """Compute the gradient of each sample's loss with respect to each trainable parameter.
 
@@ -37,8 +39,10 @@ def per_sample_gradients(
         model: A module in which the samples of a batch do not interact. With batch norm, only in eval mode.
         loss_fn: `loss_fn(output, *others)`. It is called with single samples, each as a batch of one, and must return
             one number.
-        *batch: The input of the model, then what the loss takes beside the output. Dimension 0 of all of them is the
-            batch. Plain tensors or DTensors, sharded over the batch, over space, or both.
+        *batch: The input of the model, then what the loss takes beside the output. A tuple as the first is the model's
+            positional arguments, a dict its keyword arguments. Dimension 0 of every tensor in all of these is the
+            batch; what is no tensor is passed on as it is. Plain tensors or DTensors, sharded over the batch, over
+            space, or both.
         chunk_size: As in `torch.func.vmap`: how many samples to compute at once.
         randomness: As in `torch.func.vmap`: use "different" for a model with dropout.
 
@@ -56,52 +60,25 @@ def per_sample_gradients(
         >>> {name: tuple(gradient.shape) for name, gradient in gradients.items()}
         {'weight': (4, 2, 1, 3, 3), 'bias': (4, 2)}
     """
-    check_samples_are_independent(model)
-    batch_size(batch)
-    spread, trainable, fixed, batch = _placed(model, batch)
-    if spread is not None and not spread.samples_are_local:
-        # torch's own rules for losses and norms under vmap write in place, which no DTensor can.
-        by_layer = gradients_by_layer(model, list(trainable), _total(model, loss_fn, trainable, fixed, batch), batch[0])
-        if by_layer is not None:
-            return by_layer
-    with _choosing_alike(spread):
-        gradients = _gradients(model, loss_fn, trainable, fixed, batch, chunk_size, randomness)
-    if spread is None or not spread.samples_are_local:
-        return gradients
-    return {name: spread.by_sample(own) for name, own in gradients.items()}
-
-
-def _gradients(
-    model: nn.Module,
-    loss_fn: Loss,
-    trainable: Tensors,
-    fixed: Tensors,
-    batch: tuple[Tensor, ...],
-    chunk_size: int | None = None,
-    randomness: str = "error",
-) -> Tensors:
-    if batch[0].shape[0] == 0:
-        return {name: value.new_zeros((0, *value.shape)) for name, value in trainable.items()}
-
-    def sample_loss(parameters: Tensors, *sample: Tensor) -> Tensor:
-        x, *others = (each.unsqueeze(0) for each in sample)
-        return single_number(loss_fn(functional_call(model, {**parameters, **fixed}, (x,)), *others))
-
-    gradients: Tensors = mapped(
-        partial(grad(sample_loss), trainable), *batch, chunk_size=chunk_size, randomness=randomness
+    step = _Step.of(model, loss_fn, batch)
+    with step.choosing_alike():
+        gradients = step.gradients(chunk_size, randomness)
+    return (
+        gradients
+        if step.own_samples is None
+        else {name: step.own_samples.by_sample(own) for name, own in gradients.items()}
     )
-    return gradients
 
 
-def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Tensor) -> Tensor:
+def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Any) -> Tensor:
     """Compute the 2-norm of each sample's gradient over all trainable parameters.
 
     One backward pass over the batch gives each layer's input and the gradient of its output. The norms follow from
-    these layer by layer, without the per-sample gradients. Models with shared parameters or unknown layers take the
-    slower way, through `per_sample_gradients`, a limited number of samples at a time.
+    these layer by layer, without the per-sample gradients where that is less work. Models with parameters outside of
+    torch's own layers take the slower way, through `per_sample_gradients`, a limited number of samples at a time.
 
     Args:
-        model: As in `per_sample_gradients`.
+        model: As in `per_sample_gradients`. Layers read the batch in dimension 0.
         loss_fn: As in `per_sample_gradients`.
         *batch: As in `per_sample_gradients`.
 
@@ -117,35 +94,13 @@ def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Tensor) -> Tensor:
         >>> tuple(convmesh.per_sample_norms(model, F.mse_loss, images, targets).shape)
         (4,)
     """
-    check_samples_are_independent(model)
-    batch_size(batch)
-    spread, trainable, fixed, batch = _placed(model, batch)
-    with _choosing_alike(spread):
-        norms = _norms(model, loss_fn, trainable, fixed, batch)
-    return norms if spread is None or not spread.samples_are_local else spread.by_sample(norms)
+    step = _Step.of(model, loss_fn, batch)
+    with step.choosing_alike():
+        norms = step.norms(step.by_layer(step.trainable))
+    return norms if step.own_samples is None else step.own_samples.by_sample(norms)
 
 
-def _norms(model: nn.Module, loss_fn: Loss, trainable: Tensors, fixed: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
-    if batch[0].shape[0] == 0:
-        return next(iter(trainable.values())).new_zeros(0)
-
-    total_loss = _total(model, loss_fn, trainable, fixed, batch)
-    squares = squared_norms_by_layer(model, list(trainable), total_loss, batch[0], GRADIENT_LIMIT)
-    if squares is None:
-        squares = _squares_of_gradients(model, loss_fn, trainable, fixed, batch)
-    return squares.sqrt()
-
-
-def _total(
-    model: nn.Module, loss_fn: Loss, trainable: Tensors, fixed: Tensors, batch: tuple[Tensor, ...]
-) -> Callable[[Tensor], Tensor]:
-    def total_loss(x: Tensor) -> Tensor:
-        return _losses(loss_fn, functional_call(model, {**trainable, **fixed}, (x,)), batch[1:]).sum()
-
-    return total_loss
-
-
-def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Tensor, max_norm: float) -> Tensors:
+def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Any, max_norm: float) -> Tensors:
     """Sum the gradients of all samples, each scaled down to norm `max_norm` if it is longer: the sum of DP-SGD.
 
     No per-sample gradient is stored: the norms are computed first, then one backward pass of the scaled losses. Noise
@@ -173,78 +128,114 @@ def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Tensor, max_norm: 
     """
     if not max_norm > 0:
         raise ValueError(f"`max_norm` (={max_norm}) must be positive")
-    check_samples_are_independent(model)
-    batch_size(batch)
-    spread, trainable, fixed, batch = _placed(model, batch)
-    with _choosing_alike(spread):
-        gradients = _clipped(model, loss_fn, trainable, fixed, batch, max_norm)
-    if spread is None:
+    step = _Step.of(model, loss_fn, batch)
+    with step.choosing_alike():
+        gradients = step.clipped(max_norm)
+    if step.spread is None:
         return gradients
     parameters = dict(model.named_parameters())
-    return {name: spread.summed(value, parameters[name]) for name, value in gradients.items()}
+    return {name: step.spread.summed(value, parameters[name]) for name, value in gradients.items()}
 
 
-def _clipped(
-    model: nn.Module, loss_fn: Loss, trainable: Tensors, fixed: Tensors, batch: tuple[Tensor, ...], max_norm: float
-) -> Tensors:
-    if batch[0].shape[0] == 0:
-        return {name: torch.zeros_like(value) for name, value in trainable.items()}
-    norms = _norms(model, loss_fn, trainable, fixed, batch)
-    scales = (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
+@dataclass(frozen=True)
+class _Step:
+    """A model, its loss and a batch: of DTensors, as this rank is to compute with them."""
 
-    leaves = {name: value.detach().requires_grad_() for name, value in trainable.items()}
-    with torch.enable_grad():
-        output = functional_call(model, {**leaves, **fixed}, (batch[0],))
-        scaled = (_losses(loss_fn, output, batch[1:]) * scales).sum()
-    gradients = torch.autograd.grad(scaled, list(leaves.values()), materialize_grads=True)
-    return dict(zip(leaves, gradients, strict=True))
+    model: nn.Module
+    loss_fn: Loss
+    batch: tuple[Any, ...]
+    trainable: Tensors
+    fixed: Tensors  # all else that the model holds
+    spread: Spread | None
 
+    @classmethod
+    def of(cls, model: nn.Module, loss_fn: Loss, batch: tuple[Any, ...]) -> _Step:
+        samples.check_independent(model)
+        batch_size(batch)
+        trainable, fixed = samples.parameters_of(model)
+        spread = Spread.of(samples.tensors_of(batch))
+        if spread is not None and spread.samples_are_local:
+            trainable, fixed, batch = spread.own(trainable), spread.own(fixed), samples.local_parts(batch)
+        elif spread is not None:
+            trainable = {name: spread.everywhere(value) for name, value in trainable.items()}
+            fixed = {name: spread.everywhere(value) for name, value in fixed.items()}
+        return cls(model, loss_fn, batch, trainable, fixed, spread)
 
-def _placed(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Spread | None, Tensors, Tensors, tuple[Tensor, ...]]:
-    """Parameters, all else that the model holds, and the batch: of DTensors, as this rank is to compute with them."""
-    trainable, fixed = parameters_of(model)
-    spread = Spread.of(batch)
-    if spread is None:
-        return None, trainable, fixed, batch
-    if spread.samples_are_local:
-        return spread, spread.own(trainable), spread.own(fixed), tuple(each.to_local() for each in batch)  # type: ignore[attr-defined]
-    everywhere: list[Tensors] = [
-        {name: spread.everywhere(value) for name, value in each.items()} for each in (trainable, fixed)
-    ]
-    return spread, everywhere[0], everywhere[1], batch
+    @property
+    def own_samples(self) -> Spread | None:
+        """Where the samples of other ranks are, if this rank computes with plain tensors and only some of them."""
+        return self.spread if self.spread is not None and self.spread.samples_are_local else None
 
+    def choosing_alike(self) -> AbstractContextManager[None]:
+        """Ranks that have the same samples get the same bits."""
+        return nullcontext() if self.spread is None else agreed_on(self.spread.mesh, self.spread.placements)
 
-def _choosing_alike(spread: Spread | None) -> AbstractContextManager[None]:
-    """Ranks that have the same samples get the same bits."""
-    return nullcontext() if spread is None else agreed_on(spread.mesh, spread.placements)
+    def output(self, trainable: Tensors, inputs: Any) -> Any:
+        kwargs = inputs if isinstance(inputs, dict) else {}
+        args = inputs if isinstance(inputs, tuple) else () if kwargs else (inputs,)
+        return functional_call(self.model, {**trainable, **self.fixed}, args, kwargs)
 
+    def losses(self, trainable: Tensors) -> Tensor:
+        """[B]"""
+        return samples.losses_of(self.loss_fn, self.output(trainable, self.batch[0]), *self.batch[1:])
 
-def _losses(loss_fn: Loss, output: Tensor, others: tuple[Tensor, ...]) -> Tensor:
-    """[B], each from a batch of one."""
+    def by_layer(self, trainable: Tensors, keep_graph: bool = False) -> tuple[Tensor, dict[str, list[Use]]] | None:
+        size = batch_size(self.batch)
+        return run_by_layer(self.model, trainable, partial(self.losses, trainable), size, keep_graph) if size else None
 
-    def one(*sample: Tensor) -> Tensor:
-        return single_number(loss_fn(*(each.unsqueeze(0) for each in sample)))
+    def parts(self, at_once: int) -> Iterator[_Step]:
+        for start in range(0, batch_size(self.batch), at_once):
+            own = itemgetter(slice(start, start + at_once))
+            yield replace(self, batch=tree_map_only(Tensor, own, self.batch))
 
-    if isinstance(output, DTensor):
-        output = settled(output, others)
-    spread = Spread.of((output, *others))
-    if spread is not None and spread.samples_are_local:
-        own: Tensor = mapped(one, *(each.to_local() for each in (output, *others)))  # type: ignore[attr-defined]
-        return DTensor.from_local(
-            own, spread.mesh, spread.placements, run_check=False, shape=torch.Size([spread.batch]), stride=(1,)
-        )
-    losses: Tensor = mapped(one, output, *others)
-    return losses
+    def gradients(self, chunk_size: int | None, randomness: str) -> Tensors:
+        size = batch_size(self.batch)
+        if size == 0:
+            return {name: value.new_zeros((0, *value.shape)) for name, value in self.trainable.items()}
+        # torch's own rules for losses and norms under vmap write in place, which no DTensor can.
+        if self.spread is None or self.own_samples is not None:
+            with suppress(UnmappableError):
+                return self.gradients_by(samples.mapped, chunk_size=chunk_size, randomness=randomness)
+        parts = [each.gradients_by_layer() for each in self.parts(chunk_size or size)]
+        return {name: torch.cat([part[name] for part in parts]) for name in self.trainable}
 
+    def gradients_by(self, way: Callable[..., Any], **options: Any) -> Tensors:
+        def loss(parameters: Tensors, *sample: Any) -> Tensor:
+            inputs, *others = tree_map_only(Tensor, lambda each: each.unsqueeze(0), sample)
+            return samples.single_number(self.loss_fn(self.output(parameters, inputs), *others))
 
-def _squares_of_gradients(
-    model: nn.Module, loss_fn: Loss, trainable: Tensors, fixed: Tensors, batch: tuple[Tensor, ...]
-) -> Tensor:
-    """A bounded number of samples at a time."""
-    per_sample = sum(value.numel() * value.element_size() for value in trainable.values())
-    at_once = max(1, GRADIENT_LIMIT // per_sample)
-    parts = []
-    for part in zip(*(tensor.split(at_once) for tensor in batch), strict=True):
-        gradients = _gradients(model, loss_fn, trainable, fixed, part)
-        parts.append(sum((each.flatten(1).square().sum(1) for each in gradients.values()), torch.zeros(())))
-    return torch.cat([torch.as_tensor(part) for part in parts])
+        gradients: Tensors = way(partial(grad(loss), self.trainable), *self.batch, **options)
+        return gradients
+
+    def gradients_by_layer(self) -> Tensors:
+        run = self.by_layer(self.trainable)
+        if run is None:
+            return self.gradients_by(samples.one_by_one)
+        size, found = batch_size(self.batch), {}
+        for name, value in self.trainable.items():
+            each = [gradients_of(*use) for use in run[1][name]]
+            found[name] = sum_of(each) if each else value.new_zeros(size, *value.shape)
+        return found
+
+    def norms(self, run: tuple[Tensor, dict[str, list[Use]]] | None) -> Tensor:
+        """[B]"""
+        if run is not None:
+            squares = [squared_norms_of(uses) for uses in run[1].values() if uses]
+            return sum_of(squares).sqrt() if squares else run[0].detach() * 0
+        at_once = max(1, WORKSPACE // sum(value.nbytes for value in self.trainable.values()))
+        parts = [part.gradients(None, "error").values() for part in self.parts(at_once)]
+        norms = [sum_of([squares_of(each) for each in part]).sqrt() for part in parts]
+        return torch.cat(norms) if norms else next(iter(self.trainable.values())).new_zeros(0)
+
+    def clipped(self, max_norm: float) -> Tensors:
+        """Of one forward pass: another one might drop out something else."""
+        if batch_size(self.batch) == 0:
+            return {name: torch.zeros_like(value) for name, value in self.trainable.items()}
+        leaves = {name: value.detach().requires_grad_() for name, value in self.trainable.items()}
+        run = self.by_layer(leaves, keep_graph=True)
+        norms = self.norms(run)
+        scales = (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
+        with torch.enable_grad():
+            scaled = ((self.losses(leaves) if run is None else run[0]) * scales).sum()
+        gradients = torch.autograd.grad(scaled, list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, gradients, strict=True))

@@ -1,40 +1,22 @@
-"""Which products a mapped operator asks for, from how its operands lie: integers, made once for every kind of call."""
+"""Which products a mapped operator asks for, from how its operands lie: integers alone."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..geometry import Convolution, Shape
-from ._functorch import Nature, nature_of
+from . import choice
+from ._functorch import Nature, is_watched, nature_of
 from .algorithms import Machine, Task
 from .contraction import FACTORS, Contraction, Role
 from .folding import Mapped, Operand
+from .machines import OWN, of_plain_tensors
 
 # Stride, padding, dilation, transposed, output padding and groups, as an operator gets them.
 Arguments = tuple[Shape, Shape, Shape, bool, Shape, int]
-
-
-class Laid(NamedTuple):
-    """How an operand lies in memory, and which of its dimensions is mapped."""
-
-    shape: Shape
-    stride: Shape
-    dim: int | None
-
-    @property
-    def sample(self) -> Shape:
-        shape = tuple(self.shape)
-        return shape if self.dim is None else shape[: self.dim] + shape[self.dim + 1 :]
-
-    def lies_folded(self, role: Role) -> bool:
-        """Whether it is an activation in memory as [N B ...]: folds take that as it is, and all others copy it."""
-        if self.dim is None or role is Role.KERNEL or self.sample[0] == 1:
-            return False
-        return self.stride[self.dim] < self.stride[1 if self.dim == 0 else 0]
 
 
 class Circumstances(NamedTuple):
@@ -45,107 +27,108 @@ class Circumstances(NamedTuple):
     device: torch.device
     threads: int
     machine: Machine
+    exact: bool
 
 
-def circumstances_of(nature: Nature, value: Tensor, machine: Machine) -> Circumstances:
-    return Circumstances(nature, value.dtype, value.device, torch.get_num_threads(), machine)
+def circumstances_of(nature: Nature, value: Tensor, machine: Machine | None = None) -> Circumstances:
+    by = machine or of_plain_tensors()
+    # What watches operators does not see kernels of our own. But ranks that are not alone choose alike, watched or not.
+    if nature is Nature.PLAIN and by is OWN and is_watched():
+        nature = Nature.TRACED
+    return Circumstances(nature, value.dtype, value.device, torch.get_num_threads(), by, choice.settings().is_exact)
 
 
-def laid(mapped: Mapped) -> Laid:
-    return Laid(mapped.value.shape, mapped.value.stride(), mapped.dim)
-
-
-def forward_task(x: Laid, w: Laid, b: Laid | None, arguments: Arguments, around: Circumstances) -> Task:
+def forward_task(x: Mapped, w: Mapped, b: Mapped | None, arguments: Arguments, around: Circumstances) -> Task:
     """The product that a forward operator computes; a RuntimeError where shapes do not fit."""
-    geometry = Convolution.of(len(w.sample) - 2, *arguments)
+    geometry = Convolution.of(len(w.sample_shape) - 2, *arguments)
     output = _output_shape(x, w, b, geometry)
-    shapes = (output, w.sample, x.sample) if geometry.transposed else (x.sample, w.sample, output)
-    contraction = Contraction(Role.IMAGE if geometry.transposed else Role.RESPONSE, geometry, *shapes)
+    image, response = (output, x.sample_shape) if geometry.transposed else (x.sample_shape, output)
+    wanted = Role.IMAGE if geometry.transposed else Role.RESPONSE
+    contraction = Contraction(wanted, geometry, image, w.sample_shape, response)
     return _task(contraction, _batch_size(x, w, b), (x, w), around)
 
 
-def backward_tasks(
-    g: Laid, x: Laid, w: Laid, arguments: Arguments, around: Circumstances, both: bool
-) -> tuple[Task, Task]:
-    """The products that are the gradients of the input and of the weight; `both` are asked for, or one of them."""
-    geometry = Convolution.of(len(w.sample) - 2, *arguments)
+def backward_tasks(g: Mapped, x: Mapped, w: Mapped, arguments: Arguments, around: Circumstances) -> tuple[Task, Task]:
+    """The products that are the gradients of the input and of the weight."""
+    geometry = Convolution.of(len(w.sample_shape) - 2, *arguments)
     output = _output_shape(x, w, None, geometry)
-    if g.sample != output:
-        complaint = f"`grad_output` has the shape {list(g.sample)}, but the output is {list(output)}"
+    if g.sample_shape != output or not _alike(g, x):
+        of_g, of_x = (f"{each.value.dtype} on {each.value.device}, of shape" for each in (g, x))
+        complaint = f"`grad_output` is {of_g} {list(g.sample_shape)}, but the output is {of_x} {list(output)}"
         raise RuntimeError(f"{complaint} ({_mapped_dimensions(grad_output=g, input=x, weight=w)})")
     image, response = (g, x) if geometry.transposed else (x, g)
-    shapes, batch = (image.sample, w.sample, response.sample), _batch_size(g, x, w)
+    shapes, batch = (image.sample_shape, w.sample_shape, response.sample_shape), _batch_size(g, x, w)
     of_input = Contraction(Role.RESPONSE if geometry.transposed else Role.IMAGE, geometry, *shapes)
     of_weight = Contraction(Role.KERNEL, geometry, *shapes)
-    shared = None if not both else Role.IMAGE if geometry.transposed else Role.RESPONSE
-    return (
-        _task(of_input, batch, (g, w), around, shared),
-        _task(of_weight, batch, (image, response), around, shared),
-    )
-
-
-# Of plain tensors: all sizes are integers then, and a call is much like the one before.
-known_forward_task = lru_cache(maxsize=4096)(forward_task)
-known_backward_tasks = lru_cache(maxsize=4096)(backward_tasks)
+    return _task(of_input, batch, (g, w), around), _task(of_weight, batch, (image, response), around)
 
 
 def task_of(contraction: Contraction, batch: int, first: Operand, second: Operand, machine: Machine) -> Task:
     """Of operands that are not DTensors."""
     around = circumstances_of(nature_of(first.value, second.value), first.value, machine)
-    return _task(contraction, batch, (laid(first.mapped), laid(second.mapped)), around)
+    return _task(contraction, batch, (first.mapped, second.mapped), around)
 
 
-def _task(
-    contraction: Contraction,
-    batch: int,
-    factors: tuple[Laid, Laid],
-    around: Circumstances,
-    shared: Role | None = None,
-) -> Task:
-    roles = FACTORS[contraction.wanted]
+def _task(contraction: Contraction, batch: int, factors: tuple[Mapped, Mapped], around: Circumstances) -> Task:
+    nature, dtype, device, threads, machine, exact = around
+    mapped = factors[0].dim is not None, factors[1].dim is not None
+    name = str(dtype).removeprefix("torch.")
+    folded = nature is Nature.PLAIN and any(map(_lies_folded, factors, FACTORS[contraction.wanted]))
     return Task(
-        contraction,
-        batch,
-        (factors[0].dim is not None, factors[1].dim is not None),
-        around.nature,
-        str(around.dtype).removeprefix("torch."),
-        around.dtype.itemsize,
-        around.device.type,
-        around.threads,
-        around.machine,
-        around.nature is Nature.PLAIN and any(map(Laid.lies_folded, factors, roles)),
-        shared,
-    )
+        contraction, batch, mapped, nature, name, dtype.itemsize, device.type, threads, machine, exact, folded
+    )  # fmt: skip
 
 
-def _batch_size(*operands: Laid | None) -> int:
-    return next(each.shape[each.dim] for each in operands if each is not None and each.dim is not None)
+def _lies_folded(operand: Mapped, role: Role) -> bool:
+    """Whether it is an activation in memory as [N B ...]: folds take that as it is."""
+    if operand.dim is None or role is Role.KERNEL or operand.sample_shape[0] == 1:
+        return False
+    return operand.value.stride(operand.dim) < operand.value.stride(1 if operand.dim == 0 else 0)
 
 
-def _output_shape(x: Laid, w: Laid, b: Laid | None, geometry: Convolution) -> Shape:
+def _batch_size(*operands: Mapped | None) -> int:
+    return next(each.value.shape[each.dim] for each in operands if each is not None and each.dim is not None)
+
+
+def _output_shape(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> Shape:
     """The shape of one sample's output; what does not fit gets torch's own words for that sample."""
-    image, kernel = x.sample, w.sample
+    image, kernel = x.sample_shape, w.sample_shape
     if len(image) == len(kernel) == len(geometry.stride) + 2:
         inside = kernel[1] * geometry.groups
         inputs, outputs = (kernel[0], inside) if geometry.transposed else (inside, kernel[0])
         size = geometry.output_size(image[2:], kernel[2:])
         channels_fit = image[1] == inputs and kernel[0] % geometry.groups == 0
-        if channels_fit and (b is None or b.sample == (outputs,)) and all(n > 0 for n in size):
+        if (
+            channels_fit
+            and _alike(x, w, b)
+            and (b is None or b.sample_shape == (outputs,))
+            and all(n > 0 for n in size)
+        ):
             return (image[0], outputs, *size)
     raise RuntimeError(f"{_complaint(x, w, b, geometry)} ({_mapped_dimensions(input=x, weight=w, bias=b)})")
 
 
-def _complaint(x: Laid, w: Laid, b: Laid | None, geometry: Convolution) -> str:
+def _alike(*operands: Mapped | None) -> bool:
+    """Of one dtype and device: kernels of our own would not see that they are not."""
+    values = [each.value for each in operands if each is not None]
+    return all(each.dtype == values[0].dtype and each.device == values[0].device for each in values[1:])
+
+
+def _complaint(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> str:
     """What torch says when it is given one sample."""
-    one_x, one_w, one_b = (None if each is None else torch.empty(each.sample) for each in (x, w, b))
+    one_x, one_w, one_b = (None if each is None else _one_sample(each) for each in (x, w, b))
     try:
         torch.ops.aten.convolution.default(one_x, one_w, one_b, *geometry.arguments)
     except (RuntimeError, IndexError, ValueError) as error:
         return str(error)
-    return f"no rule fits a convolution of {list(x.sample)} with {list(w.sample)} and {geometry}"
+    return f"no rule fits a convolution of {list(x.sample_shape)} with {list(w.sample_shape)} and {geometry}"
 
 
-def _mapped_dimensions(**operands: Laid | None) -> str:
+def _one_sample(operand: Mapped) -> Tensor:
+    return torch.empty(operand.sample_shape, dtype=operand.value.dtype, device=operand.value.device)
+
+
+def _mapped_dimensions(**operands: Mapped | None) -> str:
     mapped = [
         f"dimension {each.dim} of `{name}`"
         for name, each in operands.items()

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from . import memory, rules
+from ..kernels import memory
+from . import rules
 
 RULES: dict[str, Callable[..., object]] = {
     "convolution": rules.convolution,
@@ -41,6 +42,7 @@ def install() -> None:
             library._destroy()
             raise
         _library = library
+        memory.teach_c_library()
 
 
 def uninstall() -> None:

@@ -1,41 +1,50 @@
-"""The batching rules of convolution: what each mapped operand does to a result.
+"""The batching rules of convolution, from the call to the result: rule -> operands -> choice -> run -> wrap.
 
 In the comments B is the mapped dimension, `*` the spatial ones; a transposed convolution has the weight [C O/g *].
 Where B ends up in memory is up to the algorithm. `stock` is torch's own rule, for what it does as well as anyone.
+
+A call of plain tensors that is like one before is one look-up: between two operators that stream through megabytes
+nothing of Python is left in a processor's caches, and a few dozen microseconds of it become a few hundred.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..sharding.implicit_replication import constants_allowed
-from ._functorch import Keys, Nature, below_vmap, current_level, innermost, nature_of, unwrap, wrap
+from . import choice
+from ._functorch import Keys, Nature, below_vmap, current_level, innermost, nature_of, plain, unwrap, wrap
 from .algorithms import Task, add_bias
-from .choice import Decision, attend, choose
+from .choice import Decision, choose
 from .contraction import FACTORS, Contraction, Role
 from .folding import Mapped, Operand
 from .machines import Ranks, of_plain_tensors
-from .products import (
-    backward_tasks,
-    circumstances_of,
-    forward_task,
-    known_backward_tasks,
-    known_forward_task,
-    laid,
-    task_of,
-)
+from .products import backward_tasks, circumstances_of, forward_task, task_of
 from .sharded import by_own_samples, expressible, without_filling
-from .shortcut import is_left_to_torch, key_of, leave_to_torch
 
 Stock = Callable[..., Any]
 
 # For the operand whose gradient is asked for torch's rule makes a stand-in of the same size, and copies it. Calls from
 # Python cost less than copying more bytes than these.
 STAND_IN = 2**20
+
+
+class Product(NamedTuple):
+    """One of the products that a call asks for, and how it is computed, where that is known beforehand."""
+
+    task: Task
+    decision: Decision | None
+    is_left: bool = False  # to torch's own rule
+
+
+# Calls of plain tensors that were seen before.
+_known: dict[Hashable, tuple[Product, ...]] = {}
+LONGEST = 4096
 
 
 def convolution(
@@ -53,33 +62,29 @@ def convolution(
 ) -> Tensor:
     """`aten.convolution` under vmap."""
     arguments = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
-    key = key_of((input, weight, bias), arguments)
-    if is_left_to_torch(key):
-        return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
-    level = current_level()
-    x, w = Mapped(*unwrap(input, level)), Mapped(*unwrap(weight, level))
-    b = None if bias is None else Mapped(*unwrap(bias, level))
+    x, w, b, key, level = _operands(input, weight, bias, arguments)
     if x.dim is None and w.dim is None and (b is None or b.dim is None):  # an outer level's: it passes this one
         return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
-    nature = nature_of(x.value, w.value) if b is None else nature_of(x.value, w.value, b.value)
-    around = circumstances_of(nature, x.value, of_plain_tensors())
-    plan = known_forward_task if nature is Nature.PLAIN else forward_task
-    task = plan(laid(x), laid(w), None if b is None else laid(b), arguments, around)
+    products = _known.get(key) if key is not None else None
+    nature = Nature.PLAIN if key is not None else nature_of(*(each.value for each in (x, w, b) if each is not None))
+    task = products[0].task if products else forward_task(x, w, b, arguments, circumstances_of(nature, x.value))
     first, second = map(Operand, FACTORS[task.contraction.wanted], (x, w))
     with below_vmap(nature):
-        # [N C *]   [O C *]   [B O]        -> [B N O *]
-        if x.dim is None and w.dim is None:
-            assert b is not None
-            return wrap(*add_bias(Mapped(task.contraction(x.value, w.value), None), b), level)
-        # [B N C *] [O C *]   [O] or [B O] -> [B N O *]
-        # [N C *]   [B O C *] [O] or [B O] -> [B N O *]
-        # [B N C *] [B O C *] [O] or [B O] -> [B N O *]
-        decision = _decision(task, first, second, b)
-        # torch's rule adds a bias afterwards wherever there is anything mapped but the input.
-        best_by_torch = _as_torch(decision) and (b is None or (w.dim is None and b.dim is None))
-        if not best_by_torch:
-            return wrap(*_contract(task, decision, first, second, b), level)
-    leave_to_torch(key)
+        if products is None:
+            decision = _decision(task, first, second, b)
+            # torch's rule adds a bias afterwards wherever there is anything mapped but the input.
+            by_torch = b is None or (w.dim is None and b.dim is None)
+            products = _keep(key, Product(task, decision, by_torch and decision is not None and decision.as_torch))
+        (product,) = products
+        if not product.is_left:
+            # [N C *]   [O C *]   [B O]        -> [B N O *]
+            if x.dim is None and w.dim is None:
+                assert b is not None
+                return wrap(*add_bias(Mapped(task.contraction(x.value, w.value), None), b), level)
+            # [B N C *] [O C *]   [O] or [B O] -> [B N O *]
+            # [N C *]   [B O C *] [O] or [B O] -> [B N O *]
+            # [B N C *] [B O C *] [O] or [B O] -> [B N O *]
+            return wrap(*_contract(task, product.decision, first, second, b), level)
     return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
 
 
@@ -100,24 +105,25 @@ def convolution_backward(
 ) -> tuple[Tensor | None, ...]:
     """`aten.convolution_backward` under vmap."""
     arguments = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
-    key = key_of((grad_output, input, weight), arguments, tuple(output_mask))
-    if is_left_to_torch(key):
-        return stock(keys, grad_output, input, weight, None, *arguments, output_mask)  # type: ignore[no-any-return]
-    level = current_level()
-    g, x, w = Mapped(*unwrap(grad_output, level)), Mapped(*unwrap(input, level)), Mapped(*unwrap(weight, level))
+    g, x, w, key, level = _operands(grad_output, input, weight, (*arguments, *output_mask))
+    assert w is not None
     if g.dim is None and x.dim is None and w.dim is None:
         return stock(keys, grad_output, input, weight, bias_sizes, *arguments, output_mask)  # type: ignore[no-any-return]
-    nature = nature_of(g.value, x.value, w.value)
-    around = circumstances_of(nature, g.value, of_plain_tensors())
-    plan = known_backward_tasks if nature is Nature.PLAIN else backward_tasks
-    both = output_mask[0] and output_mask[1]
-    tasks = plan(laid(g), laid(x), laid(w), arguments, around, both)
-    all_mapped = g.dim is not None and x.dim is not None and w.dim is not None
     taken, given = (Role.RESPONSE, Role.IMAGE) if transposed else (Role.IMAGE, Role.RESPONSE)
     from_g, from_x, from_w = Operand(given, g), Operand(taken, x), Operand(Role.KERNEL, w)
+    pairs = (from_g, from_w), (from_g, from_x) if transposed else (from_x, from_g)
+    products = _known.get(key) if key is not None else None
+    nature = Nature.PLAIN if key is not None else nature_of(g.value, x.value, w.value)
     gradients: list[Tensor | None] = [None, None, None]
-    left = [False, False, False]
     with below_vmap(nature):
+        if products is None:
+            tasks = backward_tasks(g, x, w, arguments, circumstances_of(nature, g.value))
+            made = [
+                Product(task, _decision(task, *pair, None) if asked else None)
+                for task, pair, asked in zip(tasks, pairs, output_mask, strict=False)
+            ]
+            all_mapped = g.dim is not None and x.dim is not None and w.dim is not None
+            products = _keep(key, *(_left_to_torch(each, all_mapped) for each in made))
         # [B N O *] [O C *]   -> [B N C *]
         # [N O *]   [B O C *] -> [B N C *]
         # [B N O *] [B O C *] -> [B N C *]
@@ -125,21 +131,18 @@ def convolution_backward(
         # [N C *]   [B N O *] -> [B O C *]
         # [B N C *] [N O *]   -> [B O C *]
         # [B N C *] [B N O *] -> [B O C *]     gradients per sample
-        pairs = (from_g, from_w), (from_g, from_x) if transposed else (from_x, from_g)
-        for i, (task, (first, second)) in enumerate(zip(tasks, pairs, strict=True)):
-            if output_mask[i]:
-                decision = _decision(task, first, second, None)
-                left[i] = _as_torch(decision) and (all_mapped or task.result_bytes <= STAND_IN)
-                if not left[i]:
-                    gradients[i] = wrap(*_contract(task, decision, first, second, None), level)
+        for i, (product, pair) in enumerate(zip(products, pairs, strict=True)):
+            if output_mask[i] and not product.is_left:
+                gradients[i] = wrap(*_contract(product.task, product.decision, *pair, None), level)
         # [B N O *]           -> [B O]
         if output_mask[2]:
             gradients[2] = wrap(*_sum_to_channels(g), level)
+    left = [product.is_left for product in products]
     if any(left):
-        if left == list(output_mask):
-            leave_to_torch(key)
-        theirs = stock(keys, grad_output, input, weight, None, *arguments, left)
-        return tuple(their if asked else our for our, their, asked in zip(gradients, theirs, left, strict=True))
+        theirs = stock(keys, grad_output, input, weight, None, *arguments, [*left, False])
+        return tuple(
+            their if asked else our for our, their, asked in zip(gradients, theirs, [*left, False], strict=True)
+        )
     return tuple(gradients)
 
 
@@ -151,15 +154,42 @@ def with_indices_of_its_own(stock: Stock, keys: Keys, *args: Any) -> Any:
     return stock(keys, *args)
 
 
+def _operands(
+    first: Tensor, second: Tensor, third: Tensor | None, arguments: Hashable
+) -> tuple[Mapped, Mapped, Mapped | None, Hashable, int]:
+    """What is under the innermost vmap, and its level; for plain tensors also all that a choice depends on."""
+    level = current_level()
+    a, b = Mapped(*unwrap(first, level)), Mapped(*unwrap(second, level))
+    c = None if third is None else Mapped(*unwrap(third, level))
+    key = None if choice.is_watched() else plain(a, b, c)
+    if key is not None:
+        settings = choice.settings()
+        key = (key, arguments, settings.benchmark, settings.is_exact, torch.get_num_threads(), of_plain_tensors())
+    return a, b, c, key, level
+
+
+def _keep(key: Hashable, *products: Product) -> tuple[Product, ...]:
+    if key is not None:
+        if len(_known) >= LONGEST:
+            _known.clear()
+        _known[key] = products
+    return products
+
+
+choice.when_forgotten(_known.clear)
+
+
+def _left_to_torch(product: Product, all_mapped: bool) -> Product:
+    decision = product.decision
+    is_left = decision is not None and decision.as_torch and (all_mapped or product.task.result_bytes <= STAND_IN)
+    return product._replace(is_left=is_left)
+
+
 def _decision(task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Decision | None:
     """How plain tensors are multiplied, if there is anything to be chosen. Others are looked into first."""
     if task.nature is not Nature.PLAIN or task.batch == 0 or not (first.is_mapped or second.is_mapped):
         return None
     return choose(task, first, second, bias)
-
-
-def _as_torch(decision: Decision | None) -> bool:
-    return decision is not None and decision.as_torch
 
 
 def _contract(task: Task, decision: Decision | None, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
@@ -191,7 +221,7 @@ def _compute(
     """Of local parts of DTensors."""
     task = task_of(contraction, batch, first, second, ranks.machine())
     if batch == 0:
-        attend(ranks)
+        choice.attend(ranks, task)
         return _contract(task, None, first, second, bias)
     return _contract(task, choose(task, first, second, bias, ranks=ranks), first, second, bias)
 

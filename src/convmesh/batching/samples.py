@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+from .spread import Spread, settled
 
 
-def check_samples_are_independent(model: nn.Module) -> None:
+def check_independent(model: nn.Module) -> None:
     """Refuse layers through which one sample's output depends on the others."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
@@ -29,10 +32,15 @@ def check_samples_are_independent(model: nn.Module) -> None:
             )
 
 
-def batch_size(batch: tuple[Tensor, ...]) -> int:
-    if not batch:
+def tensors_of(batch: Any) -> tuple[Tensor, ...]:
+    return tuple(each for each in tree_leaves(batch) if isinstance(each, Tensor))
+
+
+def batch_size(batch: tuple[Any, ...]) -> int:
+    tensors = tensors_of(batch)
+    if not tensors:
         raise ValueError("`batch` is empty: give the input of the model, and what the loss takes beside the output")
-    sizes = [tensor.shape[0] if tensor.ndim else None for tensor in batch]
+    sizes = [tensor.shape[0] if tensor.ndim else None for tensor in tensors]
     if len(set(sizes)) > 1 or sizes[0] is None:
         raise ValueError(f"the tensors of the batch must agree in their first size, but have {sizes}")
     return sizes[0]
@@ -48,19 +56,67 @@ def parameters_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
     return trainable, {**fixed, **dict(model.named_buffers())}
 
 
-def mapped(function: Callable[..., Any], *batch: Tensor, **options: Any) -> Any:
-    """`vmap(function)(*batch)`; by a loop where torch cannot map what it does.
+class UnmappableError(RuntimeError):
+    """torch has no vmap for what a function does: as a rule, for a loss that makes zeros and writes targets into it."""
 
-    That is, as a rule, a loss that makes a tensor of zeros and writes something of the sample into it.
-    """
+
+def mapped(function: Callable[..., Any], *batch: Any, **options: Any) -> Any:
+    """`vmap(function)(*batch)`, over the tensors in it."""
+    one, tensors = _over_tensors(function, batch)
     try:
-        return vmap(function, **options)(*batch)
+        return vmap(one, **options)(*tensors)
     except RuntimeError as error:
-        # A loop draws other random numbers for each sample: never unasked, nor where all are to have the same.
-        if not str(error).startswith("vmap:") or "random" in str(error) or options.get("randomness") == "same":
+        # Without vmap, other random numbers are drawn for each sample: never unasked, nor where all have the same.
+        what, randomness = str(error), options.get("randomness")
+        if "random" in what or randomness == "same" or not ("vmap" in what or "have storage" in what):
             raise
-    samples = [function(*sample) for sample in zip(*(each.unbind() for each in batch), strict=True)]
+        raise UnmappableError(what) from error
+
+
+def one_by_one(function: Callable[..., Any], *batch: Any) -> Any:
+    """What `mapped` gives, by a loop."""
+    one, tensors = _over_tensors(function, batch)
+    samples = [one(*sample) for sample in zip(*(each.unbind() for each in tensors), strict=True)]
     return tree_map(lambda *each: torch.stack(each), *samples)
+
+
+def _over_tensors(function: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Tensor]]:
+    """`function` of the tensors in `batch` alone, and these."""
+    leaves, tree = tree_flatten(batch)
+    at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def of_tensors(*tensors: Tensor) -> Any:
+        own = dict(zip(at, tensors, strict=True))
+        return function(*tree_unflatten([own.get(index, leaf) for index, leaf in enumerate(leaves)], tree))
+
+    return of_tensors, [leaves[index] for index in at]
+
+
+def losses_of(loss_fn: Callable[..., Tensor], output: Any, *others: Any) -> Tensor:
+    """[B], each from a batch of one."""
+
+    def one(*sample: Any) -> Tensor:
+        return single_number(loss_fn(*tree_map_only(Tensor, lambda each: each.unsqueeze(0), sample)))
+
+    beside = tensors_of(others)
+    output = tree_map_only(DTensor, lambda each: settled(each, beside), output)
+    spread = Spread.of(tensors_of((output, others)))
+    is_own = spread is not None and spread.samples_are_local
+    batch = local_parts((output, *others)) if is_own else (output, *others)
+    try:
+        losses: Tensor = mapped(one, *batch) if batch_size(batch) else tensors_of(batch)[0].reshape(0, 1).sum(1)
+    except UnmappableError:
+        losses = one_by_one(one, *batch)
+    if spread is None or not is_own:
+        return losses
+    return DTensor.from_local(
+        losses, spread.mesh, spread.placements, run_check=False, shape=torch.Size([spread.batch]), stride=(1,)
+    )
+
+
+def local_parts(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    local: tuple[Any, ...] = tree_map_only(DTensor, lambda each: each.to_local(), batch)
+    return local
 
 
 def single_number(loss: Tensor) -> Tensor:

@@ -46,11 +46,8 @@ class _Message:
 
     shapes: list[tuple[int, torch.Size]]
     flat: torch.Tensor
+    parts: dict[int, torch.Tensor]  # of `flat`, where the sums will be
     then: list[dist.ProcessGroup]  # over which the sum of the first group is still to be summed
-
-    def parts(self, flat: torch.Tensor) -> dict[int, torch.Tensor]:
-        pieces = flat.split([shape.numel() for _, shape in self.shapes])
-        return {number: piece.view(shape) for (number, shape), piece in zip(self.shapes, pieces, strict=True)}
 
 
 class Summation:
@@ -90,7 +87,7 @@ class Summation:
             whole = _torch.wait(message.flat)
             for group in message.then:
                 whole = _torch.wait(_torch.all_reduce(whole, "sum", group, in_place=True))
-            sums |= message.parts(whole)
+            sums |= message.parts if whole is message.flat else _parts(whole, message.shapes)
         return [sums[number] for number in range(self._count)]
 
     def _send(self, bucket: _Bucket) -> None:
@@ -100,11 +97,17 @@ class Summation:
         groups = groups_along(first.mesh, first.mesh_dims)
         if groups:
             flat = _torch.all_reduce(flat, "sum", groups[0], in_place=True)
-        message = _Message([(number, term.local.shape) for number, term in bucket.terms], flat, groups[1:])
+        shapes = [(number, term.local.shape) for number, term in bucket.terms]
+        message = _Message(shapes, flat, _parts(flat, shapes), groups[1:])
         self._sent.append(message)
         if not message.then:
-            for (_, term), part in zip(bucket.terms, message.parts(flat).values(), strict=True):
-                term.left(_torch.under_way(part))
+            for number, term in bucket.terms:
+                term.left(_torch.under_way(message.parts[number]))
+
+
+def _parts(flat: torch.Tensor, shapes: Sequence[tuple[int, torch.Size]]) -> dict[int, torch.Tensor]:
+    pieces = flat.split([shape.numel() for _, shape in shapes])
+    return {number: piece.view(shape) for (number, shape), piece in zip(shapes, pieces, strict=True)}
 
 
 def sum_in_buckets(terms: Sequence[Term]) -> list[torch.Tensor]:

@@ -74,7 +74,7 @@ def joined(pieces: list[torch.Tensor], like: torch.Tensor, alike: bool = False) 
     """The elements of all pieces in a row, each in its own order; `alike` says that they have the same shape."""
     if len(pieces) == 1:
         # What goes to one rank only is sent as it is, which may be a part of another tensor.
-        return pieces[0].reshape(-1).contiguous()
+        return pieces[0].contiguous().view(-1)
     if not pieces:
         return like.new_empty(0)
     if alike:

@@ -19,6 +19,8 @@ from .shared_memory.mailbox import mailbox_of
 # each is there in half the time, as long as it is latency that counts (measured with 2 and 4 ranks): up to so many
 # bytes from all of them together, and up to so many where they share memory.
 FEW_BYTES, FEW_SHARED_BYTES = 2**16, 2**20
+# Integers that backends do not reduce; sums that overflow wrap around when they are made short again.
+WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 COMBINE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "sum": torch.sum, "max": torch.amax, "min": torch.amin,
 }  # fmt: skip
@@ -53,8 +55,9 @@ def _start(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> Callable[
         return lambda: COMBINE[op](everybody(), 0)
     if op != "sum" and tensor.is_floating_point():
         return _start_extreme(tensor, group, op)
-    under_way = _torch.all_reduce(tensor.contiguous(), op, group)
-    return lambda: _torch.wait(under_way)
+    wider = WIDER.get(tensor.dtype, tensor.dtype)
+    under_way = _torch.all_reduce(tensor.to(wider).contiguous(), op, group)
+    return lambda: _torch.wait(under_way).to(tensor.dtype)
 
 
 def _start_extreme(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> Callable[[], torch.Tensor]:
@@ -103,17 +106,25 @@ def groups_along(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[dist.Proces
 
 def all_gather_stacked(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
     """What each rank along `mesh_dims` has, stacked in the order of these ranks, the first mesh dimension outermost."""
-    groups = [mesh.get_group(mesh_dim) for mesh_dim in mesh_dims]
-    sizes = [mesh.size(mesh_dim) for mesh_dim in mesh_dims]
-    if all(_goes_at_once(tensor, group) for group in groups):
-        result = tensor
-        for group in reversed(groups):
-            result = _tell_all(result, group)()
-        return result.reshape(prod(sizes), *tensor.shape)
-    # Every rank fills its own place among zeros, and the sum of all is exact.
-    here = 0
-    for mesh_dim, size in zip(mesh_dims, sizes, strict=True):
-        here = here * size + mesh.get_local_rank(mesh_dim)
-    places = tensor.new_zeros([prod(sizes), *tensor.shape])
-    places[here] = tensor
-    return all_reduce(places, mesh, mesh_dims)
+    return all_gather_rows(tensor.contiguous().view(1, *tensor.shape), mesh, mesh_dims)
+
+
+def all_gather_rows(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
+    """The same of as many rows on each rank, contiguous, one behind the other."""
+    result = rows
+    for mesh_dim in reversed(mesh_dims):
+        group = mesh.get_group(mesh_dim)
+        if _goes_at_once(result, group):
+            result = _tell_all(result, group)().flatten(0, 1)
+        elif rows.numel():  # some backends take offence at nothing
+            result = _torch.wait(_torch.all_gather(result, group))
+        else:
+            result = result.repeat(group.size(), *[1] * (rows.dim() - 1))
+    return result
+
+
+def are_few(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
+    """Whether it is latency that counts when every rank along `mesh_dims` gets such a tensor of every other: the same
+    on all of them. A compiler's symbols may be many."""
+    size = tensor.numel() * tensor.element_size() * prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims)
+    return isinstance(size, int) and size <= FEW_BYTES

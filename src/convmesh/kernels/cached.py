@@ -18,13 +18,13 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from ..user_cache import cache_directory, make_private, trusted
-from . import compiler, openmp
+from . import compiler, norms, openmp
 
 SYMBOLS = (
     *("convmesh_take_threads", "convmesh_vector_bytes"),
     *(
         f"convmesh_{function}_{number}"
-        for function in ("direct", "winograd", "moments", "sums", "combine")
+        for function in ("direct", "winograd", *norms.ARGUMENTS)
         for number in ("float32", "float64")
     ),
 )

@@ -14,12 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 SOURCES = Path(__file__).parent
 # The machine's own instructions; sums of products may be fused, and nobody looks at errno, at traps, or for exceptions,
 # whose newest functions are not in every libstdc++.
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-march=native", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-exceptions"),
+    # Where torch was told to do without the longest vectors (ATEN_CPU_CAPABILITY=avx2), so do we.
+    *(("-mno-avx512f",) if torch.backends.cpu.get_cpu_capability() == "AVX2" else ()),
 )
 LONGEST = 300  # seconds
 
@@ -29,12 +33,12 @@ def identity() -> str:
     digest = hashlib.sha256()
     for source in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
         digest.update(source.read_bytes())
-    machine = (platform.machine(), *platform.libc_ver(), _processor())
+    machine = (platform.machine(), *platform.libc_ver(), processor())
     digest.update(" ".join((*FLAGS, *machine, os.environ.get("CXX", ""))).encode())
     return digest.hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What it is and can do."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if re.match(r"(model name|flags|Features|CPU part)\s*:", line)}))

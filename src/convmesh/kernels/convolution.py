@@ -76,6 +76,8 @@ def _is_pointwise(weight: torch.Tensor, conv: Convolution) -> bool:
 
 
 def _channels_innermost(tensor: torch.Tensor) -> bool:
+    if tensor.stride(1) != 1 and tensor.shape[1] > 1:
+        return False  # nearly always, and without a view
     return tensor.movedim(1, -1).is_contiguous()
 
 

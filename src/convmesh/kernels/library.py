@@ -37,14 +37,35 @@ def compute(product: products.Product, tensors: products.Steps, threads: int) ->
     products.run(_existing(), product, tensors, threads)
 
 
-def moments(x: torch.Tensor, sets: int) -> norms.Pair:
-    """Mean and variance of each of `sets` equal parts of contiguous memory, none of which is empty."""
-    return norms.moments(_existing(), x, sets, torch.get_num_threads())
+def prepare(product: products.Product, tensors: products.Steps) -> products.Prepared:
+    """The same for tensors that lie as these do."""
+    return products.Prepared(_existing(), product, tensors)
 
 
-def sums(gradient: torch.Tensor, x: torch.Tensor, moments: norms.Pair) -> norms.Pair:
-    """Of the gradient, and of it times the normalised input, in each of as many equal parts as there are moments."""
-    return norms.sums(_existing(), gradient, x, moments, torch.get_num_threads())
+def moments(x: torch.Tensor, sets: int, samples: int = 1) -> torch.Tensor:
+    """Mean and variance of each of `sets` sets, [1 2 set]. Every sample has a part of each, one behind the other
+    in contiguous memory, and none is empty."""
+    return norms.moments(_existing(), x, sets, torch.get_num_threads(), samples)
+
+
+def sums(gradient: torch.Tensor, x: torch.Tensor, moments: norms.Pair, samples: int = 1) -> torch.Tensor:
+    """Of the gradient times the normalised input, and of the gradient, in as many such sets as there are moments."""
+    return norms.sums(_existing(), gradient, x, moments, torch.get_num_threads(), samples)
+
+
+def batch_norm(
+    x: torch.Tensor, moments: torch.Tensor, shares: torch.Tensor, given: norms.Parameters
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the moments of all ranks; see `norms`."""
+    return norms.batch_norm(_existing(), x, moments, shares, given, torch.get_num_threads())
+
+
+def batch_norm_backward(
+    gradient: torch.Tensor, x: torch.Tensor, moments: norms.Pair, weight: torch.Tensor | None, sums: torch.Tensor,
+    count: int,
+) -> torch.Tensor:  # fmt: skip
+    """By the sums over all ranks; see `norms`."""
+    return norms.batch_norm_backward(_existing(), gradient, x, moments, weight, sums, count, torch.get_num_threads())
 
 
 def combined(x: torch.Tensor, gradient: torch.Tensor | None, linear: norms.Linear, sets: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ def _moments_of_sets(x: torch.Tensor, sets: int, compiled: bool = True) -> Pair:
         mean, rstd = _group_norm(x.view(sets, 1, count), 1)
         return mean.view(sets), _variance(rstd).view(sets)
     if compiled and _takes(x):
-        mean, var = library.moments(x, sets)
+        mean, var = library.moments(x, sets)[0]
         return mean, var.masked_fill_(var.isinf(), nan)  # torch's kernels for these norms have no such number
     row = _row(count, ROW)
     # Some rows at a time, as samples of one group: what the operator writes stays in the cache, and so does the row
@@ -82,10 +82,9 @@ def _has_long_channels(x: torch.Tensor, compiled: bool = True) -> bool:
 @normalization.moments_of_channels.on("cpu", when=_has_long_channels)
 def _moments_of_channels(x: torch.Tensor, compiled: bool = True) -> Pair:
     if compiled and _takes(x):
-        by_sample = library.moments(x, x.shape[0] * x.shape[1])
-    else:
-        by_sample = normalization.moments_of_groups(x, x.shape[1], compiled)
-    mean, var = (t.view(x.shape[:2]) for t in by_sample)
+        mean, var = library.moments(x, x.shape[1], x.shape[0])[0]
+        return mean, var
+    mean, var = (t.view(x.shape[:2]) for t in normalization.moments_of_groups(x, x.shape[1], compiled))
     return _moments_of_equals(mean, var, 0)
 
 
@@ -125,7 +124,7 @@ def _linear(x: torch.Tensor, gy: torch.Tensor | None, mean: torch.Tensor, *coeff
 def _compiled_sums(
     gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool = True
 ) -> Pair:
-    plain, products = library.sums(gy, x, (numbers(mean).to(x.dtype), numbers(rstd).to(x.dtype)))
+    products, plain = library.sums(gy, x, (numbers(mean).to(x.dtype), numbers(rstd).to(x.dtype)))
     return plain.view_as(mean), products.view_as(mean)
 
 
@@ -144,10 +143,16 @@ def _sums_by_set(
 def _pays_by_sample(
     gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool = True
 ) -> bool:
-    if compiled and _takes(gy, x):
-        return True
     large = x.numel() > IN_CACHE and prod(x.shape[2:]) >= LONG
     return large and x.is_contiguous() and gy.is_contiguous()
+
+
+@normalization.wide_sums_of_channels.on("cpu", when=lambda gy, x, mean, rstd, compiled=True: compiled and _takes(gy, x))
+def _compiled_sums_of_channels(
+    gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool = True
+) -> Pair:
+    products, plain = library.sums(gy, x, (mean, rstd), len(x))
+    return plain, products
 
 
 @normalization.wide_sums_of_channels.on("cpu", when=_pays_by_sample)

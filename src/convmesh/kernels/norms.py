@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-_Int = ctypes.c_int64
 
 
 class Linear(NamedTuple):
@@ -24,20 +24,40 @@ class Linear(NamedTuple):
     by_gradient: torch.Tensor | None = None
 
 
-def moments(library: ctypes.CDLL, x: torch.Tensor, sets: int, threads: int) -> Pair:
-    """Mean and variance."""
-    mean, variance = x.new_empty(sets), x.new_empty(sets)
-    _call(library, "moments", x, sets, x.numel() // sets, mean, variance, threads)
-    return mean, variance
+class Parameters(NamedTuple):
+    """Of a batch norm: numbers by channel, or none; running statistics are moved in place."""
+
+    eps: float
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    running_mean: torch.Tensor | None = None
+    running_var: torch.Tensor | None = None
+    momentum: float = 0.0
+    correction: float = 1.0  # of the variance, for the running one
 
 
-def sums(library: ctypes.CDLL, gradient: torch.Tensor, x: torch.Tensor, moments: Pair, threads: int) -> Pair:
-    """Of the gradient, and of the gradient times the normalised input, by means and reciprocal deviations."""
+def moments(library: ctypes.CDLL, x: torch.Tensor, sets: int, threads: int, samples: int = 1) -> torch.Tensor:
+    """Mean and variance, [1 2 set]. A set has a part in each of the samples."""
+    found = x.new_empty((1, 2, sets))
+    at, step = found.data_ptr(), sets * found.element_size()
+    _call(
+        library, "moments", x.dtype, x.data_ptr(), samples, sets, x.numel() // (samples * sets), at, at + step, threads
+    )
+    return found
+
+
+def sums(
+    library: ctypes.CDLL, gradient: torch.Tensor, x: torch.Tensor, moments: Pair, threads: int, samples: int = 1
+) -> torch.Tensor:
+    """[2 set]: of the gradient times the normalised input, by means and reciprocal deviations, and of the gradient."""
     mean, rstd = moments
-    plain, products = mean.new_empty(len(mean)), mean.new_empty(len(mean))
-    sizes = (len(mean), x.numel() // len(mean))
-    _call(library, "sums", gradient, x, *sizes, mean, rstd, plain, products, threads)
-    return plain, products
+    sets = len(mean)
+    found = mean.new_empty((2, sets))
+    at, step = found.data_ptr(), sets * found.element_size()
+    sizes = samples, sets, x.numel() // (samples * sets)
+    pointers = mean.data_ptr(), rstd.data_ptr(), at + step, at
+    _call(library, "sums", x.dtype, gradient.data_ptr(), x.data_ptr(), *sizes, *pointers, threads)
+    return found
 
 
 def combined(
@@ -46,18 +66,63 @@ def combined(
     """In new memory, and in the shape of `x`."""
     result, (mean, by_input, added, by_gradient) = torch.empty_like(x), linear
     sizes = (sets, x.numel() // sets, len(mean))
-    _call(library, "combine", x, gradient, *sizes, mean, by_input, by_gradient, added, result, threads)
+    pointers = map(_pointer, (mean, by_input, by_gradient, added, result))
+    _call(library, "combine", x.dtype, x.data_ptr(), _pointer(gradient), *sizes, *pointers, threads)
     return result
 
 
-def _call(library: ctypes.CDLL, name: str, *arguments: torch.Tensor | int | None) -> None:
-    dtype = next(each.dtype for each in arguments if isinstance(each, torch.Tensor))
+def batch_norm(
+    library: ctypes.CDLL, x: torch.Tensor, moments: torch.Tensor, shares: torch.Tensor, given: Parameters, threads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of moments of all ranks [rank 2 set], and the share of the values that each has, in float64: the output, in new
+    memory, and [2 set] with the mean and the reciprocal deviation."""
+    samples, sets, ranks = x.shape[0], x.shape[1], len(shares)
+    result, saved = torch.empty_like(x), x.new_empty((2, sets))
+    eps, weight, bias, running_mean, running_var, momentum, correction = given
+    _call(
+        library, "batch_norm", x.dtype, x.data_ptr(), samples, sets, x.numel() // max(1, samples * sets),
+        moments.data_ptr(), shares.data_ptr(), ranks, eps, _pointer(weight), _pointer(bias), _pointer(running_mean),
+        _pointer(running_var), momentum, correction, saved.data_ptr(), result.data_ptr(), threads,
+    )  # fmt: skip
+    return result, saved
+
+
+def batch_norm_backward(
+    library: ctypes.CDLL, gradient: torch.Tensor, x: torch.Tensor, moments: Pair, weight: torch.Tensor | None,
+    sums: torch.Tensor, count: int, threads: int,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of the input, in new memory, by the sums over all ranks [2 set] of so many values."""
+    samples, sets, (mean, rstd) = x.shape[0], x.shape[1], moments
+    result = torch.empty_like(x)
+    _call(
+        library, "batch_norm_backward", x.dtype, gradient.data_ptr(), x.data_ptr(), samples, sets,
+        x.numel() // max(1, samples * sets), mean.data_ptr(), rstd.data_ptr(), _pointer(weight), sums.data_ptr(),
+        max(1, count), result.data_ptr(), threads,
+    )  # fmt: skip
+    return result
+
+
+# A letter for each argument: a pointer, an integer, a number.
+ARGUMENTS = {
+    "moments": "piiippi", "sums": "ppiiippppi", "combine": "ppiiipppppi", "batch_norm": "piiippidppppddppi",
+    "batch_norm_backward": "ppiiippppdpi",
+}  # fmt: skip
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
+
+
+def _call(library: ctypes.CDLL, name: str, dtype: torch.dtype, *arguments: float | None) -> None:
+    _function(library, name, dtype)(*arguments)
+
+
+@cache
+def _function(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Callable[..., None]:
     function = getattr(library, f"convmesh_{name}_{str(dtype).removeprefix('torch.')}")
-    function(*(_Int(each) if isinstance(each, int) else _pointer(each) for each in arguments))
+    function.argtypes, function.restype = [_TYPES[letter] for letter in ARGUMENTS[name]], None
+    return function  # type: ignore[no-any-return]
 
 
-def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def agree_with_torch(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
@@ -68,8 +133,8 @@ def agree_with_torch(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     apart, of_gradient = (x - mean[:, None]).double(), (g * variance[:, None]).double()
     products, applied = g.double() * apart * rstd[:, None], apart * variance[:, None] + mean[:, None]
     found = (
-        *moments(library, x, 3, 2),
-        *sums(library, g, x, (mean, rstd), 2),
+        *moments(library, x, 3, 2)[0],
+        *reversed(sums(library, g, x, (mean, rstd), 2)),
         combined(library, x, g, linear, 3, 2),
         combined(library, x, None, linear, 3, 2),
     )

@@ -49,21 +49,40 @@ class Product(NamedTuple):
     by: str = "direct"
 
 
+class Prepared:
+    """A product of tensors that lie in memory as some did before: all but their addresses is known."""
+
+    def __init__(self, library: ctypes.CDLL, product: Product, tensors: Steps) -> None:
+        wanted, samples, geometry, by = product
+        image, kernel, response, bias = tensors
+        self._problem = bytes(
+            Problem(
+                *(WANTED.index(wanted), samples, geometry.groups, image.shape[1]),
+                *(kernel.shape[2], kernel.shape[1] // geometry.groups),
+                *(_filled(tensor.shape[3:], 1) for tensor in (image, kernel, response)),
+                *(_filled(geometry.stride, 1), _filled(geometry.padding, 0), _filled(geometry.dilation, 1)),
+                *(
+                    (_Int * 3)(*image.stride()[:3]),
+                    (_Int * 2)(*kernel.stride()[:2]),
+                    (_Int * 3)(*response.stride()[:3]),
+                ),
+                0 if bias is None else bias.stride(0),
+            )
+        )
+        self._function = getattr(library, f"convmesh_{by}_{str(image.dtype).removeprefix('torch.')}")
+
+    def __call__(self, image: int, kernel: int, response: int, bias: int | None, threads: int) -> None:
+        """Write what is wanted from the other two, of which these are the addresses."""
+        problem = Problem.from_buffer_copy(self._problem)
+        problem.x, problem.w, problem.y, problem.bias = image, kernel, response, bias
+        self._function(ctypes.byref(problem), _Int(threads))
+
+
 def run(library: ctypes.CDLL, product: Product, tensors: Steps, threads: int) -> None:
     """Write what is wanted from the other two."""
-    wanted, samples, geometry, by = product
     image, kernel, response, bias = tensors
-    problem = Problem(
-        *(WANTED.index(wanted), samples, geometry.groups, image.shape[1]),
-        *(kernel.shape[2], kernel.shape[1] // geometry.groups),
-        *(_filled(tensor.shape[3:], 1) for tensor in (image, kernel, response)),
-        *(_filled(geometry.stride, 1), _filled(geometry.padding, 0), _filled(geometry.dilation, 1)),
-        *((_Int * 3)(*image.stride()[:3]), (_Int * 2)(*kernel.stride()[:2]), (_Int * 3)(*response.stride()[:3])),
-        0 if bias is None else bias.stride(0),
-        *(image.data_ptr(), kernel.data_ptr(), response.data_ptr(), None if bias is None else bias.data_ptr()),
-    )
-    function = getattr(library, f"convmesh_{by}_{str(image.dtype).removeprefix('torch.')}")
-    function(ctypes.byref(problem), _Int(threads))
+    addresses = image.data_ptr(), kernel.data_ptr(), response.data_ptr()
+    Prepared(library, product, tensors)(*addresses, None if bias is None else bias.data_ptr(), threads)
 
 
 def _filled(sizes: Sequence[int], fill: int) -> ctypes.Array[ctypes.c_int64]:

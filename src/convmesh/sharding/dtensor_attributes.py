@@ -2,10 +2,12 @@
 
 `tensor.data = other` changes nothing there, and says nothing. A number in a format string is an error, and so are
 `tolist` and `numpy` even of what every rank has all of, and `copy.deepcopy` of what is a part of a larger memory.
+`torch.save` writes files that nobody else can load.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.utils._pytree import tree_iter
 
 from .. import _torch
+from ..comm import caller
 from .errors import PlainTensor, refuse
 from .layout import is_plain, is_sum
 from .registry import unlisted, while_installed
@@ -54,6 +57,40 @@ def _whole(tensor: DTensor, name: str) -> torch.Tensor:
                  f"tensor.full_tensor().{name}() on all ranks, or tensor.to_local().{name}() for the part")  # fmt: skip
 
 
+PLAIN_STATE = (
+    "convmesh.export(model, path) writes safetensors that anyone loads, and convmesh.full_state_dict(model) gives "
+    "plain tensors to torch.save; call them on all ranks. To go on training: convmesh.save_checkpoint"
+)
+
+
+def _reduce(tensor: DTensor, protocol: Any) -> Any:
+    """torch.save asks for a protocol that copy and pickle do not ask for by themselves."""
+    if protocol == torch.serialization.DEFAULT_PROTOCOL:
+        where = caller()
+        warnings.warn(
+            "torch.save of a DTensor writes this rank's part of it and its mesh, which only a job with this mesh can "
+            f"load\n  remedy: {PLAIN_STATE}{f'{chr(10)}  at {where}' if where else ''}",
+            stacklevel=2,
+        )
+    return torch.Tensor.__reduce_ex__(tensor, protocol)
+
+
+def _storage(tensor: DTensor) -> None:
+    """safetensors asks for it, among others."""
+    raise refuse("storage", "a DTensor has no memory of its own", [("tensor", tensor)],
+                 f"tensor.to_local() for this rank's part; for a model's state_dict() {PLAIN_STATE}")  # fmt: skip
+
+
+def _as_subclass(tensor: DTensor, kind: type) -> Any:
+    """MONAI makes MetaTensors so."""
+    try:
+        return torch.Tensor.as_subclass(tensor, kind)
+    except RuntimeError as error:
+        raise refuse(kind.__name__, f"a DTensor cannot be a {kind.__name__} as well", [("tensor", tensor)],
+                     "for MONAI's transforms, metrics and losses monai.data.set_track_meta(False) before them; else "
+                     "give tensor.full_tensor()") from error  # fmt: skip
+
+
 @unlisted(torch.ops.aten._has_same_storage_numel.default)
 def _no_forward_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward-mode derivatives begin with it; torch would only say that its DTensor does not know it."""
@@ -72,8 +109,9 @@ def _no_group_collective(operator: _torch.Operator, args: tuple[Any, ...], kwarg
     tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     raise refuse(f"torch.distributed, {_torch.name_of(operator)}", "it sends plain tensors, no DTensors",
                  [(f"tensor {number}", tensor) for number, tensor in enumerate(tensors)],
-                 f"around a distributed model {NO_DDP}; of anything else send tensor.to_local(), or let "
-                 "tensor.redistribute(...) and tensor.full_tensor() send it")  # fmt: skip
+                 f"around a distributed model {NO_DDP}; a metric of global tensors is global already: "
+                 "convmesh.distribute(metric, mesh) for torchmetrics, for MONAI's see docs/ecosystem.md; else send "
+                 "tensor.to_local(), or let tensor.redistribute(...) and tensor.full_tensor() send it")  # fmt: skip
 
 
 for _collective in _torch.group_collectives():
@@ -83,7 +121,8 @@ while_installed(
     lambda: _torch.give_attributes(
         {
             "data": property(_get_data, _set_data), "__format__": _format, "tolist": _tolist, "numpy": _numpy,
-            "__deepcopy__": _torch.deep_copy,
+            "__deepcopy__": _torch.deep_copy, "__reduce_ex__": _reduce, "storage": _storage,
+            "as_subclass": _as_subclass,
         }
     )
 )  # fmt: skip

@@ -63,6 +63,35 @@ def in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     return target  # type: ignore[no-any-return]
 
 
+@with_constants
+def into_out(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.add(a, b, out=c)`: what the operator gives that returns new tensors, written into those given for it."""
+    name, known = _torch.name_of(operator), _torch.signature(operator)
+    outs = {known.names[number]: kwargs[known.names[number]] for number in sorted(known.written)}
+    given = {key: value for key, value in kwargs.items() if key not in outs}
+    returning = _torch.returning(operator)
+    check_placed(name, tuple(outs.items()))
+    if returning is None:
+        raise refuse(name, "there is no rule for it with out=", tuple(outs.items()),
+                     "call it without out=, and copy_ the result")  # fmt: skip
+    if len(outs) == 1 and given.get("dtype", ...) is None:
+        given["dtype"] = next(iter(outs.values())).dtype  # in which one device computes then
+    made = returning(*args, **given)
+    for (key, out), values in zip(outs.items(), made if isinstance(made, list | tuple) else (made,), strict=True):
+        _fill_out(name, key, out, values)
+    return tuple(outs.values()) if len(outs) > 1 else next(iter(outs.values()))
+
+
+def _fill_out(operator: str, name: str, out: DTensor, values: DTensor) -> None:
+    if not torch.can_cast(values.dtype, out.dtype):
+        raise refuse(operator, f"the result, {values.dtype}, can't be cast to that of {name}", ((name, out),),
+                     "give an out of the result's dtype")  # fmt: skip
+    if out.shape != values.shape:
+        raise refuse(operator, f"the result's shape {tuple(values.shape)} is not that of {name}", ((name, out),),
+                     "give an out of the result's shape: that of a DTensor does not change")  # fmt: skip
+    aten.copy_.default(out, values)
+
+
 def _everywhere(operator: _torch.Operator, args: Any, kwargs: Any, like: DTensor) -> Any:
     """Every rank does the same with the same."""
     args, kwargs = tree_map_only(DTensor, _torch.local_of, (args, kwargs))

@@ -6,7 +6,7 @@ combination of them: a call that was seen before is one look-up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -37,6 +37,8 @@ def plan_rule(
     behaviour: Behaviour,
     remembers: bool = False,
     asks: Callable[..., Hashable] | None = None,
+    adapt: Callable[..., tuple[Any, ...]] | None = None,
+    varies: Container[str] = (),
 ) -> Callable[[AnyPlanner], AnyPlanner]:
     """Declare that `operators` run as a planner says, and what their users can expect.
 
@@ -45,6 +47,8 @@ def plan_rule(
 
     With `remembers`, the gradient of the first tensor is written into zeros of its shape, and goes where it was. What
     a plan depends on beside the arguments `asks` finds out, of specs and numbers: the planner gets it as one more.
+    Numbers that change from call to call, and on which no plan depends, have a name in `varies`: it gets None for them.
+    `adapt` gets the arguments of each call, as they are, and returns those that are planned for.
     """
 
     def declare(planner: AnyPlanner) -> AnyPlanner:
@@ -56,7 +60,9 @@ def plan_rule(
             strides = () if call.view else strides_of(operator, *_torch.by_name(operator, args))
             return Prepared(operator, [given[number] for number in known.places], call, strides, remembers)
 
-        prepared_rule(*operators, behaviour=behaviour, make=make, asks=asks, written=planner)
+        prepared_rule(
+            *operators, behaviour=behaviour, make=make, written=planner, asks=asks, varies=varies, adapt=adapt
+        )
         return planner
 
     return declare
@@ -64,24 +70,39 @@ def plan_rule(
 
 def prepared_rule(
     *operators: _torch.Operator, behaviour: Behaviour, make: Make, written: Callable[..., Any],
-    asks: Callable[..., Hashable] | None = None,
+    asks: Callable[..., Hashable] | None = None, varies: Container[str] = (),
+    adapt: Callable[..., tuple[Any, ...]] | None = None,
 ) -> None:  # fmt: skip
     """Declare rules whose calls are prepared once; `written` is what the author of the rule has written."""
     for operator in operators:
-        rule(operator, behaviour=behaviour, knows_strides=True, tolerates=True)(_handler(operator, make, written, asks))
+        handler = _handler(operator, make, written, asks, varies)
+        handler = handler if adapt is None else _adapted(handler, adapt)
+        rule(operator, behaviour=behaviour, knows_strides=True, tolerates=True)(handler)
+
+
+def _adapted(handler: _torch.Handler, adapt: Callable[..., tuple[Any, ...]]) -> _torch.Handler:
+    @wraps(handler)
+    def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return handler(operator, adapt(*_torch.arguments(operator, args, kwargs)), {})
+
+    return run
 
 
 def _handler(
-    operator: _torch.Operator, make: Make, written: Callable[..., Any], asks: Callable[..., Hashable] | None
-) -> _torch.Handler:
-    plans = Table()
-    known, count = plans.plans, len(_torch.signature(operator).names)
+    operator: _torch.Operator, make: Make, written: Callable[..., Any], asks: Callable[..., Hashable] | None,
+    varies: Container[str],
+) -> _torch.Handler:  # fmt: skip
+    plans, names = Table(), _torch.signature(operator).names
+    known, count = plans.plans, len(names)
+    varying = [number for number, name in enumerate(names) if name in varies]
 
     @wraps(written)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         opened = _torch.opened(args if len(args) == count else _torch.arguments(operator, args, kwargs))
         if opened is not None:
             key, values, shapes, mesh = opened
+            for number in varying:
+                key[number] = None
             if asks is not None:
                 key.append(asks(*key))
             call = known.get(tuple(key))
@@ -97,7 +118,7 @@ def _handler(
         given = _torch.arguments(operator, args, kwargs)
         named = _named(operator, given)
         specs_of(_torch.name_of(operator), named)  # refuses plain tensors
-        key = [_torch.key_of(value) for value in given]
+        key = [None if number in varying else _torch.key_of(value) for number, value in enumerate(given)]
         if asks is not None:
             key.append(asks(*key))
         try:

@@ -14,7 +14,7 @@ from .. import _torch
 from .._torch import Handler, Operator
 from ..comm import keep_watch
 from . import view_writeback
-from .fallback import by_torch, in_place, without_rule
+from .fallback import by_torch, in_place, into_out, without_rule
 from .implicit_replication import with_constants
 from .result_strides import as_on_one_device
 
@@ -34,7 +34,11 @@ _behaviour: dict[Operator, Behaviour] = {}
 _composites: dict[str, Callable[..., object]] = {}
 _guards: dict[Operator, Handler] = {}
 _replaced: dict[Operator, Handler | None] = {}
-_switches: list[Callable[[], Callable[[], None]]] = [keep_watch, _torch.guard_what_rules_know, _torch.give_zeros_memory]
+_switches: list[Callable[[], Callable[[], None]]] = [
+    keep_watch, _torch.guard_what_rules_know, _torch.give_zeros_memory,
+    lambda: _torch.mark_returned_copies(view_writeback.is_copy, _compiled_copy),
+    lambda: _torch.before_compiled_writes(view_writeback.check_compiled_write),
+]  # fmt: skip
 _undo: list[Callable[[], None]] = []
 _library: torch.library.Library | None = None
 
@@ -147,6 +151,12 @@ def guard_writes() -> None:
             _guards[operator] = table[operator] = _guarded(operator)
 
 
+def _compiled_copy(local: torch.Tensor) -> None:
+    """Compiled code has returned a copy that torch takes for a view."""
+    view_writeback.mark_compiled(local)
+    guard_writes()
+
+
 @cache
 def _guarded(operator: Operator) -> Handler:
     return view_writeback.tracked(operator, _take_apart if _torch.is_composite(operator) else _torch.stock)
@@ -176,6 +186,9 @@ def install() -> None:
         library._destroy()
         raise
     table = _torch.handlers()
+    for operator in _torch.out_operators():
+        if operator not in table:
+            _rules.setdefault(operator, into_out)
     made_of_others(*(operator for operator in _torch.composite_operators() if operator not in _rules | table))
     for operator in _torch.view_operators():
         if operator not in _rules and operator not in table:

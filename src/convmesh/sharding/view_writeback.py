@@ -31,6 +31,7 @@ PutBack = Callable[[DTensor, DTensor], DTensor]
 """The full tensor with the part in its place."""
 
 _NOTES = "_convmesh_notes"
+_noting = False  # whether anything was noted of any memory yet: in most programs nothing ever is
 watching_reads = False
 _stop_watching: list[Callable[[], None]] = []
 
@@ -134,7 +135,8 @@ def put_back(part: DTensor) -> bool:
 def _made(memory: torch.UntypedStorage) -> Notes:
     notes: Notes | None = getattr(memory, _NOTES, None)
     if notes is None:
-        notes = Notes()
+        global _noting
+        _noting, notes = True, Notes()
         setattr(memory, _NOTES, notes)
     return notes
 
@@ -146,9 +148,9 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
 
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if first_only and _torch.noted(args[0], _NOTES) is None and not args[0]._is_view():
+        targets = (args[0],) if first_only else tuple(_written(known, args, kwargs))
+        if not any(map(_is_of_others if _noting else _is_view, targets)):
             return handler(operator, args, kwargs)  # nearly always
-        targets = [args[0]] if first_only else list(_written(known, args, kwargs))
         for target in targets:
             _before(target)
         writes = [_writes(target) for target in targets]
@@ -168,6 +170,15 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
         return result
 
     return run
+
+
+def _is_of_others(target: Any) -> bool:
+    """Whether what is written there may be somebody else's, too."""
+    return _torch.noted(target, _NOTES) is not None or _is_view(target)
+
+
+def _is_view(target: Any) -> bool:
+    return target is not None and target._is_view()
 
 
 def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

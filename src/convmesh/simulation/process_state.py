@@ -15,6 +15,7 @@ from .. import _torch
 from ..batching import choice, machines
 from ..comm import agreed_facts, traffic
 from ..comm.failures import first_failure, interception
+from ..ops.shape import merged_dims
 from ..training import idle_optimizers
 from ..training.checkpoint import pending
 
@@ -30,10 +31,10 @@ OWN: tuple[tuple[Any, str], ...] = (
     (traffic, "_counters"),
     (first_failure, "_mine"),
     (interception, "_observers"),
-    (choice, "_forced"),
-    (choice, "_trying"),
+    (choice, "_settings"),
     (choice, "listeners"),
     (machines, "_agreed_for_plain"),
+    (merged_dims, "_seen"),
     (idle_optimizers, "_distributed"),
     (pending, "_last"),
 )

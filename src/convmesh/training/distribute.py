@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from ..sharding.errors import ShardingError
 from . import idle_optimizers
 from .entry import Entry, entry_of
 from .gradients import Gradients
+from .loaded_state import place_loaded
+from .metrics import make_global
 from .random_state import share_random_state
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -38,7 +40,8 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
     Every way into the model works: its call, other methods (`vae.decode(z)`, `model.generate(...)`), a submodule called
     by itself, `torch.func.functional_call`. Tensors that the model creates there are taken as equal on all ranks. The
     same goes for methods of a returned object (`vae.encode(x).latent_dist.sample()`). If your loss creates tensors (a
-    one-hot target, a window), make it an `nn.Module` and call `distribute` on it as well.
+    one-hot target, a window), make it an `nn.Module` and call `distribute` on it as well. So with the metrics of
+    torchmetrics, which then do not sum over processes: see [Around training](ecosystem.md).
 
     Args:
         module: Any module. It must have values: neither lazy nor on the meta device.
@@ -67,7 +70,8 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
     idle_optimizers.remember(module, (tensor for tensor in before if not isinstance(tensor, DTensor)))
     share_random_state(mesh)
     Entry(mesh, Gradients(bucket_bytes)).open(module)
-    module.register_load_state_dict_pre_hook(_place_loaded)
+    make_global(module, mesh)
+    module.register_load_state_dict_pre_hook(place_loaded)
     return module
 
 
@@ -101,18 +105,6 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         entry.gradients.paused = before
-
-
-def _place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Plain tensors of a checkpoint that are about to be loaded become what the module has: replicated DTensors, with
-    the first rank's values, as in `distribute`."""
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name, mine in named:
-        loaded = state_dict.get(prefix + name)
-        if not isinstance(loaded, torch.Tensor) or isinstance(loaded, DTensor) or not isinstance(mine, DTensor):
-            continue
-        if loaded.shape == mine.shape and all(isinstance(placement, Replicate) for placement in mine.placements):
-            state_dict[prefix + name] = _placed(loaded.to(mine.device), mine.device_mesh)
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:

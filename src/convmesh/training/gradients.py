@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
+from torch.utils.hooks import unserializable_hook
 
 from .. import _torch
 from ..comm import Summation, Term
@@ -94,15 +95,21 @@ class Gradients:
 
 def _settled(parameter: DTensor, gradient: DTensor, local: torch.Tensor) -> DTensor:
     """The gradient, of which `local` is summed, where the parameter lies and in its memory format."""
-    spec = _torch.spec_of(gradient)
-    _, layout = _summed(spec)
-    goal = Layout.of(_torch.spec_of(parameter))
-    if layout.placements != goal.placements:
-        local = _torch.redistribute(local, layout.spec, layout.placed(goal.placements).spec)
+    source, target, result = _settling(_torch.spec_of(gradient), _torch.spec_of(parameter), local.dtype)
+    if source.placements != target.placements:
+        local = _torch.redistribute(local, source, target)
     beside = _torch.local_of(parameter)
     if local.stride() != beside.stride():
         local = torch.empty_like(beside, dtype=local.dtype).copy_(local)
-    return _torch.wrap(local, goal.typed(local.dtype).spec)
+    return _torch.wrap(local, result)
+
+
+@planned
+def _settling(gradient: _torch.Spec, parameter: _torch.Spec, dtype: torch.dtype) -> tuple[_torch.Spec, ...]:
+    """Where the summed gradient is, where it goes, and the same in the strides of the parameter."""
+    _, layout = _summed(gradient)
+    goal = Layout.of(parameter)
+    return layout.spec, layout.placed(goal.placements).spec, goal.typed(dtype).spec
 
 
 @planned
@@ -131,3 +138,6 @@ def _before(gradient: torch.Tensor) -> None:
             local = local if mesh.get_coordinate() is None or mesh.get_local_rank(mesh_dim) == 0 else local * 0
     if placements != list(earlier.placements) and not torch.is_grad_enabled():
         parameter.grad = _torch.wrap(local, Layout.of(_torch.spec_of(earlier)).placed(tuple(placements)).spec)
+
+
+unserializable_hook(_before)  # a model that is saved and loaded gets it anew when it is called

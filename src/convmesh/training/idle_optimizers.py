@@ -1,4 +1,5 @@
-"""Optimizers that train nothing: made before `distribute`, which replaces parameters, or for another model.
+"""Optimizers, before their first step with a distributed model: state that was loaded for them goes to the mesh, and
+those that train nothing are told: made before `distribute`, which replaces parameters, or for another model.
 
 Parameters cannot stay the objects that they were: torch swaps no plain tensor for a DTensor.
 """
@@ -16,11 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm import caller
 from ..sharding.registry import while_installed
+from .loaded_state import place_optimizer_state
 
 _models: WeakSet[nn.Module] = WeakSet()
 _replaced: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 _distributed = 0  # how many models so far
-_looked_at: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+# At how many models, and with which state: loading gives it another.
+_looked_at: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Any]] = WeakKeyDictionary()
 
 
 def remember(model: nn.Module, replaced: Iterable[torch.Tensor]) -> None:
@@ -32,10 +35,16 @@ def remember(model: nn.Module, replaced: Iterable[torch.Tensor]) -> None:
 
 
 def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before its first step, and before the first one after a model was distributed."""
-    if torch.compiler.is_compiling() or _looked_at.get(optimizer) == _distributed:
+    """Before its first step, and before the first one after a model was distributed, or a state was loaded."""
+    if torch.compiler.is_compiling():
         return
-    _looked_at[optimizer] = _distributed
+    models, state = _looked_at.get(optimizer, (-1, None))
+    if models == _distributed and state is optimizer.state:
+        return
+    _looked_at[optimizer] = _distributed, optimizer.state
+    place_optimizer_state(optimizer)
+    if models == _distributed:
+        return
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     left = sum(_replaced.get(key) is parameter for key, parameter in held.items())
     trained = [parameter for model in _models for parameter in model.parameters() if parameter.grad is not None]

@@ -3,82 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from ..geometry import shards
 from ..sharding.errors import ShardingError
-from .region import Region, assembled, read, region
+from .errors import CheckpointError
+from .region import assembled
 from .same_data import compare
-
-Dims = Mapping[str, int]
-
-
-class Samples(Protocol):
-    """A map-style data set. A sample is an array that can be read in part (see `shard`), or a tuple of such arrays."""
-
-    def __getitem__(self, index: int, /) -> Any: ...
-    def __len__(self) -> int: ...
+from .samples import Dims, Order, Regions, Samples, dims_of_fields, fields_of, places, seeded, shape_of, together
 
 
 class Loader:
     """An iterator over batches of DTensors. `loader` creates it."""
 
-    def __init__(self, samples: Samples, mesh: DeviceMesh, batch_size: int, dims: tuple[Dims, ...], single: bool,
-                 shuffle: bool, seed: int, drop_last: bool, options: dict[str, Any]):  # fmt: skip
-        self.mesh, self.dims, self._single = mesh, dims, single
-        self.shapes = tuple(tuple(array.shape) for array in _arrays(samples[0]))
-        if len(self.shapes) != len(dims):
-            raise ShardingError(f"loader: a sample has {len(self.shapes)} arrays, and dims speaks of {len(dims)}\n"
-                                "  remedy: one dict for each array of a sample")  # fmt: skip
-        facts = (
-            f"{len(samples)} samples of shapes {self.shapes}, {dims}, {batch_size=}, {shuffle=}, {seed=}, {drop_last=}"
-        )
+    def __init__(self, samples: Samples, mesh: DeviceMesh, batch_size: int, dims: Any, shuffle: bool, seed: int,
+                 drop_last: bool, options: dict[str, Any]):  # fmt: skip
+        with seeded(seed % 2**32):  # it may draw random numbers, and those of the program are the model's
+            first = samples[0]
+        self.mesh, self.dims = mesh, dims_of_fields(dims, first)
+        self._names, values = fields_of(first)
+        self.shapes = tuple(map(shape_of, values))
+        any_shape = batch_size == 1
+        known = tuple(None if shape is None else ("any",) * len(shape) if any_shape else shape for shape in self.shapes)
+        facts = f"{len(samples)} samples of shapes {known}, {dims}, {batch_size=}, {shuffle=}, {seed=}, {drop_last=}"
         compare("loader", mesh, facts, "give all ranks the same samples and the same arguments")
-        self._order = _Order(len(samples), batch_size, _place_in_batch(mesh, dims), shuffle, seed, drop_last)
-        regions = tuple(self._region(shape, names) for shape, names in zip(self.shapes, dims, strict=True))
+        each = [places(mesh, names or {}, len(shape or ()) + 1)
+                for names, shape in zip(self.dims, self.shapes, strict=True)]  # fmt: skip
+        place = next((place[0] for place in each if 0 in place), (0, (1,)))
+        self._order = Order(len(samples), batch_size, place, shuffle, seed, drop_last)
+        self._done, self._finished, self._resumed = 0, False, False
         options = {"generator": torch.Generator().manual_seed(seed), **options}  # the global one is the model's
         self._parts = DataLoader(
-            _Regions(samples, self.shapes, regions), batch_sampler=self._order, collate_fn=_together, **options
-        )
+            Regions(samples, self._names, self.shapes, any_shape, tuple(each)),
+            batch_sampler=self._order, collate_fn=together, **options,
+        )  # fmt: skip
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next pass is of: set by `set_epoch`, or loaded."""
+        return self._order.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw another order for the next pass, if `shuffle` is on. Call it on all ranks, before each epoch.
+        """Say which epoch the next pass is of. Call it on all ranks, before each epoch.
+
+        The order of samples, if `shuffle` is on, and the seed that each sample is read with depend on it. In an epoch
+        that was loaded the next pass goes on where it had stopped.
 
         Args:
-            epoch: The number of the epoch; the order depends on it and on the seed.
+            epoch: The number of the epoch.
         """
-        self._order.epoch = epoch
+        if epoch != self._order.epoch:
+            self._order.epoch = epoch
+            self._done, self._finished, self._resumed = 0, False, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this loader is: the epoch, and how many of its batches were taken.
+
+        As `torchdata.StatefulDataLoader` does. Give the loader to `save_checkpoint` by a name, or save this yourself.
+        The state is the same on all ranks, and loads on any number of them.
+        """
+        epoch, done = (self.epoch + 1, 0) if self._finished else (self.epoch, self._done)
+        return {"epoch": epoch, "batches": done, **self._kind()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass begin where another loader of the same data had stopped. Nothing before it is read.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            CheckpointError: It is the state of a loader of other data, or with other arguments.
+        """
+        kind = {name: state.get(name) for name in self._kind()}
+        if kind != self._kind():
+            raise CheckpointError(f"loader: the state is of {kind}, and this loader has {self._kind()}\n"
+                                  "  remedy: the same data and the same arguments as when it was saved")  # fmt: skip
+        self._order.epoch, self._done = state["epoch"], state["batches"]
+        self._finished, self._resumed = False, True
 
     def __len__(self) -> int:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Any]:
+        done = self._done if self._resumed else 0
+        self._order.first_batch, self._done, self._finished, self._resumed = done, done, False, False
         found = iter(self._parts)
-        for size in self._order.sizes():
-            parts, problem = self._next(found)
-            batch = tuple(
-                assembled("loader", part, (size, *shape), self.mesh, names, problem)
-                for part, shape, names in zip(parts, self.shapes, self.dims, strict=True)
-            )
-            yield batch[0] if self._single else batch
+        for size in self._order.sizes()[done:]:
+            batch = self._assembled(size, *self._next(found))
+            self._done += 1
+            yield batch
+        self._finished = True
 
-    def _next(self, found: Iterator[Sequence[torch.Tensor]]) -> tuple[Sequence[torch.Tensor], str | None]:
-        """The arrays of the next batch, or why there are none: other ranks, which read other samples, have to know."""
+    def _kind(self) -> dict[str, Any]:
+        order = self._order
+        names = ("count", "batch_size", "shuffle", "seed", "drop_last")
+        return {name: getattr(order, name) for name in names}
+
+    def _next(self, found: Iterator[Any]) -> tuple[Sequence[Any], Sequence[Any], str | None]:
+        """The parts of the next batch and the shapes of a sample, or why there are none: other ranks, which read other
+        samples, have to know."""
         try:
-            return next(found), None
+            return *next(found), None
         except ShardingError as error:
             # A worker's error has its traceback before it, and where in that process it was behind it.
             said = error.args[0].rpartition("ShardingError: ")[2].partition("\n  at ")[0]
-            return [torch.empty(0)] * len(self.shapes), "; ".join(map(str.strip, said.splitlines()))
+            parts = [torch.empty(0)] * len(self.shapes)
+            return parts, self.shapes, "; ".join(map(str.strip, said.splitlines()))
 
-    def _region(self, shape: tuple[int, ...], names: Dims) -> Region:
-        """What this rank reads of each sample; the batch's own dimension is sharded by choosing samples."""
-        return region((0, *shape), self.mesh, **names)[1:]
+    def _assembled(self, size: int, parts: Sequence[Any], shapes: Sequence[Any], problem: str | None) -> Any:
+        """Like a sample, with DTensors in place of arrays."""
+        fields = [
+            part if names is None else assembled("loader", part, (size, *shape), self.mesh, names, problem)
+            for part, shape, names in zip(parts, shapes, self.dims, strict=True)
+        ]
+        if self._names is None:
+            return fields[0]
+        return dict(zip(self._names, fields, strict=True)) if isinstance(self._names, list) else tuple(fields)
 
 
 def loader(
@@ -86,7 +129,7 @@ def loader(
     mesh: DeviceMesh,
     *,
     batch_size: int,
-    dims: Dims | Sequence[Dims],
+    dims: Dims | Sequence[Dims | None] | Mapping[str, Dims],
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
@@ -97,20 +140,29 @@ def loader(
     Ranks along the mesh dimension that shards the batch read different samples. Ranks that differ only in spatial mesh
     dimensions read different slices of the same samples.
 
+    While `samples[index]` runs, and while what it returns is sliced, the random numbers of torch (on the CPU), numpy
+    and Python are seeded by `seed`, the epoch and the index. So an augmentation draws the same numbers on all ranks
+    that read a sample, on any number of ranks and workers, and others in the next epoch. Generators of a package's own
+    can be seeded with `torch.initial_seed()`. See [Augmentation](training.md#augmentation).
+
     Args:
-        samples: A map-style data set (`__getitem__`, `__len__`), the same on every rank. A sample is an array, or a
-            tuple of arrays, that can be sliced (see `shard`). All samples have the shapes of the first one.
+        samples: A map-style data set (`__getitem__`, `__len__`), the same on every rank. A sample is an array that can
+            be sliced (see `shard`), or a tuple, list or dict of arrays, numbers, strings and other values. All samples
+            have the fields of the first one, and with a batch size above 1 its shapes.
         mesh: A mesh whose dimensions have names.
         batch_size: The size of the global batch, over all ranks.
         dims: How a batch is sharded, in the terms of `shard`: `{"data": 0, "h": 2}`, where dimension 0 is the batch. If
-            a sample is a tuple, a sequence with one dict for each array.
+            a sample is a tuple, a sequence with one dict for each field; if it is a dict, such dicts by name. Numbers
+            and arrays that are left out (None in a sequence) are sharded along the batch as the others are. Strings and
+            other values are collected in a list: of the samples that this rank reads.
         shuffle: Draw a new order in each epoch; see `Loader.set_epoch`.
-        seed: The seed of that order. It must be the same on all ranks.
+        seed: The seed of that order and of the samples. It must be the same on all ranks.
         drop_last: Leave out the last batch if it is smaller than the others.
-        **options: Passed to `torch.utils.data.DataLoader`: `num_workers`, `pin_memory`, and so on.
+        **options: Passed to `torch.utils.data.DataLoader`: `num_workers`, `pin_memory`, and so on. From pinned memory
+            parts are copied to the device while the program goes on.
 
     Returns:
-        An iterable of batches, with a length. A batch is a DTensor, or a tuple of them if `dims` is a sequence.
+        An iterable of batches, with a length. A batch is like a sample, with DTensors in place of arrays and numbers.
 
     Raises:
         ShardingError: The arrays of a sample do not match `dims`, are sharded differently along the batch, or have
@@ -123,89 +175,10 @@ def loader(
         >>> batches = convmesh.loader(samples, mesh, batch_size=4, dims=dims, shuffle=True)
         >>> [tuple(x.shape) for x, y in batches]
         [(4, 1, 8, 8), (4, 1, 8, 8), (2, 1, 8, 8)]
+        >>> named = [{"image": x, "label": int(y), "file": f"{y}.png"} for x, y in samples]
+        >>> batches = convmesh.loader(named, mesh, batch_size=4, dims={"image": {"data": 0, "h": 2}})
+        >>> batch = next(iter(batches))
+        >>> tuple(batch["label"].shape), len(batch["file"])  # two of the four samples are this rank's
+        ((4,), 2)
     """
-    single = isinstance(dims, Mapping)
-    each: tuple[Dims, ...] = (dims,) if isinstance(dims, Mapping) else tuple(dims)
-    return Loader(samples, mesh, batch_size, each, single, shuffle, seed, drop_last, options)
-
-
-def _arrays(sample: Any) -> tuple[Any, ...]:
-    return tuple(sample) if isinstance(sample, tuple | list) else (sample,)
-
-
-def _place_in_batch(mesh: DeviceMesh, dims: tuple[Dims, ...]) -> tuple[int, int]:
-    """(which part of each batch this rank has, of how many)"""
-    cutting = {tuple(name for name, dim in names.items() if dim == 0) for names in dims}
-    if len(cutting) > 1:
-        raise ShardingError(
-            f"loader: the arrays of a sample are sharded differently along the batch: {dims}\n"
-            "  remedy: shard dimension 0 of all of them over the same mesh dimension"
-        )
-    (names,) = cutting
-    if not names or mesh.get_coordinate() is None:
-        return 0, 1
-    return mesh.get_local_rank(names[0]), mesh[names[0]].size()
-
-
-@dataclass
-class _Order:
-    """The samples of this rank in each batch: as torch.chunk splits a batch, so that it is a DTensor's part."""
-
-    count: int
-    batch_size: int
-    place: tuple[int, int]
-    shuffle: bool
-    seed: int
-    drop_last: bool
-    epoch: int = 0
-
-    def sizes(self) -> list[int]:
-        whole, rest = divmod(self.count, self.batch_size)
-        return [self.batch_size] * whole + ([rest] if rest and not self.drop_last else [])
-
-    def __len__(self) -> int:
-        return len(self.sizes())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = list(range(self.count))
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self.count, generator=generator).tolist()
-        here, parts = self.place
-        for number, size in enumerate(self.sizes()):
-            own = shards(size, (parts,))[here]
-            first = number * self.batch_size
-            # The last batch may have nothing for this rank; one sample tells the shapes and types all the same.
-            yield order[first + own.start : first + own.stop] or [-1 - order[first]]
-
-
-@dataclass(frozen=True)
-class _Regions(Dataset[Any]):
-    samples: Samples
-    shapes: tuple[tuple[int, ...], ...]
-    regions: tuple[Region, ...]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        """A negative index stands for nothing of the sample -1 - index."""
-        nothing = index < 0
-        arrays = _arrays(self.samples[-1 - index if nothing else index])
-        found = tuple(tuple(array.shape) for array in arrays)
-        if found != self.shapes:
-            raise ShardingError(f"loader: sample {index} has shapes {found}, and the first one {self.shapes}\n"
-                                "  remedy: pad or crop all samples to one shape")  # fmt: skip
-        if nothing:
-            return tuple(_empty(array, where) for array, where in zip(arrays, self.regions, strict=True))
-        return tuple(read(array, where)[None] for array, where in zip(arrays, self.regions, strict=True))
-
-
-def _empty(array: Any, where: Region) -> torch.Tensor:
-    """No sample, of this rank's shape."""
-    kind = read(array, tuple(slice(0, 0) for _ in where)).dtype
-    return torch.empty((0, *(part.stop - part.start for part in where)), dtype=kind)
-
-
-def _together(parts: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.cat(arrays) for arrays in zip(*parts, strict=True))
+    return Loader(samples, mesh, batch_size, dims, shuffle, seed, drop_last, options)

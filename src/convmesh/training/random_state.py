@@ -16,14 +16,15 @@ def share_random_state(mesh: DeviceMesh) -> None:
     """
     if mesh.get_coordinate() is None or not _torch.has_values(mesh):
         return
-    torch.set_rng_state(_first_ranks(torch.get_rng_state(), mesh))
+    torch.set_rng_state(of_first_rank(torch.get_rng_state(), mesh))
     if mesh.device_type != "cpu":
         device = torch.get_device_module(mesh.device_type)
-        device.set_rng_state(_first_ranks(device.get_rng_state(), mesh))
+        device.set_rng_state(of_first_rank(device.get_rng_state(), mesh))
 
 
-def _first_ranks(state: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    state = state.to(mesh.device_type)
+def of_first_rank(state: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A tensor of the CPU, of the same shape and dtype on all ranks of the mesh, with the first one's values."""
+    state = state.to(mesh.device_type, copy=True)
     for mesh_dim in range(mesh.ndim):
         group = mesh.get_group(mesh_dim)
         dist.broadcast(state, dist.get_global_rank(group, 0), group=group)

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import ceil, prod
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.utils._pytree import tree_map_only
 
 from .. import _torch
 from ..sharding.errors import ShardingError, refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.redistribute import check_one_rank
+from .arrays import ArrayLike, Region, as_tensor, kind_of, read, sample
 from .same_data import compare
 
-Region = tuple[slice, ...]
-_SAMPLED = 2**22  # of so many elements of an array that is no tensor yet ranks compare the values
-
-
-class ArrayLike(Protocol):
-    """Any array with a shape that can be sliced: tensors, numpy arrays and memory maps, zarr and HDF5 arrays."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    def __getitem__(self, region: Region, /) -> Any: ...
+Values = TypeVar("Values")
 
 
 def shard(array: ArrayLike, mesh: DeviceMesh, **dims: int) -> DTensor:
@@ -40,14 +32,15 @@ def shard(array: ArrayLike, mesh: DeviceMesh, **dims: int) -> DTensor:
             a file, a rank reads only its slice.
         mesh: A mesh whose dimensions have names.
         **dims: `mesh dimension = tensor dimension`. `shard(image, mesh, h=2, w=3)` shards dimension 2 over the mesh
-            dimension "h" and dimension 3 over "w". The tensor is replicated over mesh dimensions that are not named.
+            dimension "h" and dimension 3 over "w". Two mesh dimensions may shard one tensor dimension, the first one of
+            the mesh outermost. The tensor is replicated over mesh dimensions that are not named.
 
     Returns:
         A DTensor on the mesh's device. It is a new leaf for autograd, and requires a gradient if `array` does.
 
     Raises:
-        ShardingError: `array` is a DTensor, a name is not a mesh dimension, a dimension does not exist or is named
-            twice, or the ranks give arrays of different shapes, dtypes or (compared in the first calls) values.
+        ShardingError: `array` is a DTensor, a name is not a mesh dimension, a dimension does not exist, or the ranks
+            give arrays of different shapes, dtypes or (compared in the first calls) values.
 
     Examples:
         >>> x = convmesh.shard(torch.zeros(4, 3, 8, 6), mesh, data=0, h=2)
@@ -62,19 +55,51 @@ def shard(array: ArrayLike, mesh: DeviceMesh, **dims: int) -> DTensor:
     tensor = array if isinstance(array, torch.Tensor) else None
     if tensor is not None:
         layout = replace(layout, stride=tuple(tensor.stride())).dense
-    part, in_memory = read(array, _region(layout)), _kind(array) != "file"
+    part, in_memory = read(array, _region(layout)), kind_of(array) != "file"
     requires_grad = tensor is not None and tensor.requires_grad
     compare(
-        "shard", mesh, f"{_kind(array)} {_facts(layout, part, dims)}{', requires a gradient' if requires_grad else ''}",
+        "shard", mesh,
+        f"{kind_of(array)} {_facts(layout, part, dims)}{', requires a gradient' if requires_grad else ''}",
         "give all ranks the same array, from the same files in the same order, shuffled with the same seed; "
         f"where each has read a part, convmesh.from_region(part, shape, mesh, {_words(dims)})",
-        values=lambda: _sample(array) if in_memory else part,
+        values=lambda: sample(array) if in_memory else part,
         copies_along=range(mesh.ndim) if in_memory else _copies_along(layout),
     )  # fmt: skip
     # A tensor's part is a view, and would keep all of the tensor alive.
     placed = _wrap(part if tensor is None else part.clone(), layout)
     placed.requires_grad_(requires_grad)
     return placed
+
+
+def replicate(values: Values, mesh: DeviceMesh) -> Values:
+    """Make replicated DTensors of plain tensors: the full tensor on every rank of the mesh.
+
+    Use it to call a distributed model with an input that is not sharded, for example a small image in evaluation. Every
+    rank then computes all of the result, which `output.to_local()` gives as a plain tensor. Nothing is sent, except
+    small checks that all ranks gave the same values.
+
+    Args:
+        values: A tensor, or a dict, list or tuple of tensors and other values, the same on every rank. Other values
+            and DTensors stay as they are.
+        mesh: The mesh of the model.
+
+    Returns:
+        The same with DTensors in place of plain tensors.
+
+    Raises:
+        ShardingError: The ranks give tensors of different shapes, dtypes or (compared in the first calls) values.
+
+    Examples:
+        >>> model = convmesh.distribute(nn.Conv2d(1, 2, 3), mesh).eval()
+        >>> with torch.inference_mode():
+        ...     scores = model(convmesh.replicate(torch.zeros(1, 1, 8, 8), mesh)).to_local()
+        >>> type(scores), tuple(scores.shape)
+        (<class 'torch.Tensor'>, (1, 2, 6, 6))
+    """
+    replicated: Values = tree_map_only(
+        torch.Tensor, lambda value: value if isinstance(value, DTensor) else shard(value, mesh), values
+    )
+    return replicated
 
 
 def region(shape: tuple[int, ...] | DTensor, mesh: DeviceMesh | None = None, **dims: int) -> Region:
@@ -136,7 +161,7 @@ def from_region(local: Any, shape: tuple[int, ...], mesh: DeviceMesh, **dims: in
         >>> torch.equal(x.full_tensor(), array)
         True
     """
-    return assembled("from_region", torch.as_tensor(local), tuple(shape), mesh, dims)
+    return assembled("from_region", as_tensor(local), tuple(shape), mesh, dims)
 
 
 def assembled(
@@ -153,14 +178,6 @@ def assembled(
         values=lambda: part, copies_along=_copies_along(layout), problem=problem,
     )  # fmt: skip
     return _wrap(part, layout)
-
-
-def read(array: ArrayLike, where: Region) -> torch.Tensor:
-    """A part of any array as a tensor. Only that part is read from a file."""
-    if isinstance(array, torch.Tensor):
-        return array.detach()[where]
-    # Files are mapped read-only, and numpy hands on such memory, which a tensor must not write to.
-    return torch.tensor(array[where])
 
 
 def placements(ndim: int, mesh: DeviceMesh, dims: Mapping[str, int]) -> tuple[Placement, ...]:
@@ -181,11 +198,6 @@ def placements(ndim: int, mesh: DeviceMesh, dims: Mapping[str, int]) -> tuple[Pl
                 f"shard: {name}={dim!r} is no dimension of a tensor with {ndim} of them, {-ndim} to {ndim - 1}\n"
                 f"  remedy: {allowed}"
             )
-        if dim % ndim in at.values():
-            raise ShardingError(
-                f"shard: dimension {dim % ndim} is sharded twice, by {_words(dims)}\n"
-                f"  remedy: {allowed}; DTensor.from_local takes two Shard placements of one dimension"
-            )
         at[name] = dim % ndim
     return tuple(Shard(at[name]) if name in at else Replicate() for name in names or (None,) * mesh.ndim)
 
@@ -205,19 +217,6 @@ def _copies_along(layout: Layout) -> list[int]:
     return [mesh_dim for mesh_dim, placement in enumerate(layout.placements) if isinstance(placement, Replicate)]
 
 
-def _kind(array: ArrayLike) -> str:
-    """A file is all that is neither a tensor nor a numpy array in memory: a rank reads its own region of it only."""
-    in_memory = (type(array).__module__, type(array).__name__) == ("numpy", "ndarray")  # a memory map is another type
-    return "tensor" if isinstance(array, torch.Tensor) else "array" if in_memory else "file"
-
-
-def _sample(array: ArrayLike) -> torch.Tensor:
-    """All of an array in memory; of a large one that is no tensor yet, every so many indices of each dimension."""
-    step = ceil((prod(array.shape) / _SAMPLED) ** (1 / max(1, len(array.shape))))
-    every = slice(None, None, 1 if isinstance(array, torch.Tensor) else max(1, step))
-    return read(array, (every,) * len(array.shape))
-
-
 def _region(layout: Layout) -> Region:
     if layout.mesh.get_coordinate() is None:  # a rank outside of the mesh has nothing
         return tuple(slice(0, 0) for _ in layout.shape)
@@ -226,7 +225,9 @@ def _region(layout: Layout) -> Region:
 
 def _wrap(part: torch.Tensor, layout: Layout) -> DTensor:
     # Views of a DTensor are made by its global strides, so the local ones must agree with them.
-    part = part.to(layout.mesh.device_type).contiguous(memory_format=layout.memory_format)
+    pinned = not torch.compiler.is_compiling() and part.is_pinned()  # from there the copy need not be waited for
+    part = part.to(layout.mesh.device_type, non_blocking=pinned)
+    part = part.contiguous(memory_format=layout.memory_format)
     return DTensor.from_local(
         part, layout.mesh, layout.placements, run_check=False, shape=torch.Size(layout.shape), stride=layout.stride
     )

@@ -39,8 +39,16 @@ OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=1),
     "uniform_": lambda x: x * torch.zeros_like(x).uniform_(-1, 2),
     "normal_": lambda x: x * torch.zeros_like(x).normal_(1, 2),
+    "poisson": lambda x: x * torch.poisson(x.detach().abs()),
+    "binomial": lambda x: x * torch.binomial(x.detach().abs().round() + 3, x.detach().sigmoid()),
+    "gamma": lambda x: x * torch._standard_gamma(x.detach().abs() + 0.1),
+    "dirichlet": lambda x: x * torch._sample_dirichlet(x.detach().abs() + 0.1),
+    "multinomial": lambda x: x * torch.multinomial(x.detach().abs().flatten(1).sum(0), 5).sum(),
+    "normal of a turned tensor": lambda x: x + torch.normal(x.detach().mT[:, :, 1:], 1.0).mean(),
     "in inference mode": lambda x: in_inference_mode(x),
 }
+
+BY_VALUE = ("poisson", "binomial", "gamma", "dirichlet", "multinomial")
 
 
 def in_inference_mode(x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +75,7 @@ def check(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
     with convmesh.enable(), CommDebugMode() as communication:
         mine = drawn(operator, place(value, mesh, at), mesh)
     # torch's own product of uneven shards with a smaller tensor, its softmax, and its sigmoid of a pending sum gather.
-    if not any(word in operator for word in ("softmax", "tensor", "2d", "feature")):
+    if not any(word in operator for word in ("softmax", "tensor", "2d", "feature", *BY_VALUE)):
         counts = communication.get_comm_counts()
         assert not any("gather" in str(kind) for kind in counts), counts
     assert_close(mine[0].full_tensor(), y)
@@ -113,6 +121,28 @@ def channels_last(mesh: DeviceMesh, at: tuple[Any, ...]) -> None:
 
 def test_channels_last_draws_in_its_own_order(pool: Pool) -> None:
     pool.run_cases(channels_last, PLACES[2, 2], mesh=(2, 2))
+
+
+def after_another_format(mesh: DeviceMesh, at: tuple[Any, ...]) -> None:
+    """DTensor's own rule of `empty_like` and its kin gives every memory format the strides of the first."""
+    value = torch.randn(SHAPE, dtype=torch.float64)
+    formats = (torch.contiguous_format, torch.preserve_format, torch.channels_last)
+    makers = (torch.empty_like, torch.zeros_like, torch.ones_like, lambda x, **named: torch.full_like(x, 2, **named))
+    with convmesh.enable():
+        turned, dense = place(value, mesh, at).transpose(1, 2), value.transpose(1, 2)
+        for make in makers:
+            for format in (*formats, *reversed(formats)):
+                like, expected = make(turned, memory_format=format), make(dense, memory_format=format)
+                assert like.stride() == expected.stride()
+                torch.manual_seed(3)
+                expected.exponential_()
+                torch.manual_seed(3)
+                assert_close(like.exponential_().full_tensor(), expected)
+
+
+def test_new_tensors_have_the_strides_of_their_own_memory_format(pool: Pool) -> None:
+    for mesh, places in PLACES.items():
+        pool.run_cases(after_another_format, places, mesh=mesh)
 
 
 def tiles(mesh: DeviceMesh, at: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:

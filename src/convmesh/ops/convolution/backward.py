@@ -23,9 +23,10 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def gradients(
-    local: LocalConvolution, gy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mask: Sequence[bool]
+    local: LocalConvolution | None, gy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mask: Sequence[bool]
 ) -> Gradients:
     """Of input, weight and bias, where `mask` asks for them."""
+    assert local is not None, "nothing is computed outside of the mesh"
     tiling = local.tiling
     if not tiling.dims:
         return local.own_gradients(gy, x, w, mask)

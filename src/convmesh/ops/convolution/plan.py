@@ -8,13 +8,12 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
 from ...geometry import Convolution
 from ...sharding.layout import Layout, dense_stride
 from ...sharding.plan_cache import planned
-from ...sharding.redistribute import layouts_of
 from ...sharding.sharding_table import Assignment, Row, Wanted, choose, input_placements, output_placements
 from .local import LocalConvolution
 from .table import backward_rows, forward_rows, local_groups
@@ -28,7 +27,6 @@ class ForwardPlan:
 
     operands: tuple[Layout | None, ...]
     output: Layout
-    adds_bias: bool
     local: LocalConvolution | None  # None on a rank outside of the mesh
 
 
@@ -54,12 +52,7 @@ def _stays_channels_last(transposed: bool, format: torch.memory_format, dtype: t
         return bool(result.is_contiguous(memory_format=format))
 
 
-@planned
-def plan_forward(
-    input_spec: _torch.Spec, weight_spec: _torch.Spec, bias_spec: _torch.Spec | None, *geometry: Any
-) -> ForwardPlan:
-    specs = (("input", input_spec), ("weight", weight_spec), ("bias", bias_spec))
-    input, weight, bias = layouts_of("convolution", specs)
+def plan_forward(input: Layout, weight: Layout, bias: Layout | None, *geometry: Any) -> ForwardPlan:
     named = (("input", input), ("weight", weight), ("bias", bias))
     conv = Convolution.of(len(weight.shape) - 2, *geometry)
     check_shapes("convolution", named, conv, input, weight, bias)
@@ -69,15 +62,11 @@ def plan_forward(
     shape = (input.shape[0], conv.output_channels(weight.shape), *sizes)
     stride = dense_stride(shape, _output_format(conv, input, weight))
     output = Layout(input.mesh, output_placements(chosen, 0), shape, stride, input.dtype)
-    here = input.mesh.get_coordinate()
-    # A Partial(sum) adds up what all ranks have, so one rank only may add the bias.
-    adders = [mesh_dim for mesh_dim, placement in enumerate(output.placements) if isinstance(placement, Partial)]
-    return ForwardPlan(
-        tuple(t and t.placed(input_placements(chosen, number)) for number, (_, t) in enumerate(named)),
-        output,
-        here is not None and all(here[mesh_dim] == 0 for mesh_dim in adders),
-        None if here is None else _localize(chosen, conv, input.placed(input_placements(chosen, 0)), weight, shape),
-    )
+    operands = [t and t.placed(input_placements(chosen, number)) for number, (_, t) in enumerate(named)]
+    if not output.adds_once:
+        operands[2] = None  # a Partial(sum) adds up what all ranks have, so one rank only may add the bias
+    here = _localize(chosen, conv, input.placed(input_placements(chosen, 0)), weight, shape) if input.present else None
+    return ForwardPlan(tuple(operands), output, here)
 
 
 @dataclass(frozen=True)
@@ -90,13 +79,8 @@ class BackwardPlan:
     local: LocalConvolution | None
 
 
-@planned
-def plan_backward(
-    gradient_spec: _torch.Spec, input_spec: _torch.Spec, weight_spec: _torch.Spec, *numbers: Any
-) -> BackwardPlan:
+def plan_backward(gradient: Layout, input: Layout, weight: Layout, *numbers: Any) -> BackwardPlan:
     *geometry, mask = numbers
-    specs = (("grad_output", gradient_spec), ("input", input_spec), ("weight", weight_spec))
-    gradient, input, weight = layouts_of("convolution_backward", specs)
     named = (("grad_output", gradient), ("input", input), ("weight", weight))
     conv = Convolution.of(len(weight.shape) - 2, *geometry)
     check_shapes("convolution_backward", named, conv, input, weight, None)

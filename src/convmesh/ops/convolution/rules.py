@@ -10,8 +10,10 @@ from torch.distributed.tensor import DTensor
 from ... import _torch
 from ...comm import Held
 from ...geometry import Box
-from ...sharding.redistribute import move, place, specs_of
-from ...sharding.registry import Behaviour, composite, made_of_others, rule
+from ...sharding.call import Call, Moved
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour, composite, made_of_others
 from .._core.tiles import patch
 from . import halo_taps
 from .backward import gradients
@@ -33,20 +35,15 @@ FORWARD = Behaviour("batch, channels, groups, space, Partial(sum)", "halo of the
 BACKWARD = Behaviour("batch, channels, groups, space, Partial(sum)", "halo of input or output gradient")
 
 
-@rule(aten.convolution.default, behaviour=FORWARD)
-def convolution(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, weight, bias, *geometry = _torch.arguments(operator, args, kwargs)
-    specs = specs_of("convolution", (("input", input), ("weight", weight), ("bias", bias)))
-    plan = plan_forward(*specs, *map(_hashable, geometry))
-    if plan.local is None:
-        return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
-    x, w, b = map(move, (input, weight, bias), plan.operands)
-    y = _forward(plan.local, x, w, b if plan.adds_bias else None)
-    return _torch.wrap(y.contiguous(memory_format=plan.output.memory_format), plan.output.spec)
+@plan_rule(aten.convolution.default, behaviour=FORWARD)
+def convolution(operator: _torch.Operator, input: Layout, weight: Layout, bias: Layout | None, *geometry: Any) -> Call:
+    plan = plan_forward(input, weight, bias, *geometry)
+    return Call(plan.operands, plan.output, lambda x, w, b, *_: _forward(plan.local, x, w, b))
 
 
-def _forward(local: LocalConvolution, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+def _forward(local: LocalConvolution | None, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
     """[N C fine] [O C kernel] [O] -> [N O coarse], or from coarse to fine if it is transposed."""
+    assert local is not None, "nothing is computed outside of the mesh"
     tiling = local.tiling
     if not tiling.dims:
         return local.own(x, w, b)
@@ -71,19 +68,15 @@ def _forward(local: LocalConvolution, x: torch.Tensor, w: torch.Tensor, b: torch
     return fetch.tie(patch(own, fetch, produced, inner, part))
 
 
-@rule(aten.convolution_backward.default, behaviour=BACKWARD)
+@plan_rule(aten.convolution_backward.default, behaviour=BACKWARD)
 def convolution_backward(
-    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor | None, ...]:
-    gradient, input, weight, _, *geometry, mask = _torch.arguments(operator, args, kwargs)
-    named = (("grad_output", gradient), ("input", input), ("weight", weight))
-    plan = plan_backward(*specs_of("convolution_backward", named), *map(_hashable, geometry), tuple(mask))
-    if plan.local is None:
-        empty = _torch.local_of(gradient).new_empty(0)
-        return tuple(None if layout is None else _torch.wrap(empty, layout.spec) for layout in plan.wanted)
-    gy, x, w = map(move, (gradient, input, weight), plan.operands)
-    results = gradients(plan.local, gy, x, w, mask)
-    return tuple(map(place, results, plan.computed, plan.wanted))
+    operator: _torch.Operator, gradient: Layout, input: Layout, weight: Layout, bias_sizes: Any, *numbers: Any
+) -> Call:
+    plan = plan_backward(gradient, input, weight, *numbers)
+    pairs = zip(plan.computed, plan.wanted, strict=True)
+    results = [None if one is None or other is None else Moved(one, other) for one, other in pairs]
+    mask = tuple(numbers[-1])
+    return Call(plan.operands, results, lambda gy, x, w, *_: gradients(plan.local, gy, x, w, mask))
 
 
 @composite("_convolution_double_backward")
@@ -109,7 +102,3 @@ def convolution_double_backward(
     gx = backward(gy, input, ggw, None, *geometry, [True, False, False])[0] if for_input and ggw is not None else None
     gw = backward(gy, ggx, weight, None, *geometry, [False, True, False])[1] if for_weight and ggx is not None else None
     return sum(terms[1:], terms[0]) if terms else None, gx, gw
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

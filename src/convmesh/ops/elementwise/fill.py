@@ -1,7 +1,8 @@
-"""Filling tensors in place."""
+"""Filling tensors in place, and new ones that are like others."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,14 @@ from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import move
 from ...sharding.registry import Behaviour, rule
+from ...sharding.result_strides import strides_of
+from ...strides import Stride
 
 aten = torch.ops.aten
 
 FILL = Behaviour("all dimensions, Partial", "what is written into a part of a sharded dimension, to its owners")
+
+LIKE = Behaviour("all dimensions", "nothing: like a Partial tensor they are replicated, empty ones Partial")
 
 
 @rule(aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, behaviour=FILL)
@@ -34,6 +39,28 @@ def fill(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
 @planned
 def _layout(spec: _torch.Spec) -> Layout:
     return Layout.of(spec)
+
+
+@rule(
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    behaviour=LIKE, knows_strides=True,
+)  # fmt: skip
+def like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """DTensor's own rule remembers the strides of the first memory format that was asked for."""
+    spec, local = _torch.spec_of(args[0]), _torch.local_of(args[0])
+    if not _torch.plain_order(spec):
+        return _torch.stock(operator, args, kwargs)  # type: ignore[no-any-return]
+    keeps = operator is aten.empty_like.default
+    layout = _layout_like(spec, kwargs.get("dtype"), keeps, *strides_of(operator, args, kwargs))
+    made = operator(local, *args[1:], **kwargs)
+    return _torch.wrap(layout.laid(made) if layout.present else made, layout.spec)
+
+
+@planned
+def _layout_like(spec: _torch.Spec, dtype: torch.dtype | None, keeps_partial: bool, stride: Stride) -> Layout:
+    given = Layout.of(spec)
+    layout = replace(given, stride=stride).typed(dtype or given.dtype)
+    return layout if keeps_partial else layout.without_partial()
 
 
 def _whole(value: Any) -> Any:

@@ -27,17 +27,17 @@ def as_lists(*tensors: Any) -> tuple[Any, ...] | None:
     )
 
 
-def others(places: torch.Tensor, index: Layout, whole: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def others(places: torch.Tensor, index: Layout, full: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """For each place along `dim` that the local tensor of an index names, in their order: which rank of those that
     share `dim` has it, and where in its local tensor, counted in the order of its elements."""
-    owner, starts, lengths = owners(places, whole.shards(dim))
+    owner, starts, lengths = owners(places, full.shards(dim))
     offset = torch.zeros_like(places)
     for d in range(places.dim()):
         if d == dim:
             offset = offset * lengths + (places - starts)
         else:
             # All ranks that share `dim` have the same of the other dimensions.
-            own, shape = whole.own(d), [1] * places.dim()
+            own, shape = full.own(d), [1] * places.dim()
             shape[d] = places.shape[d]
             first = index.own(d).start - own.start
             offset = offset * len(own) + torch.arange(first, first + shape[d], device=places.device).view(shape)

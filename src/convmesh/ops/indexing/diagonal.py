@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from ... import _torch
+from ...sharding.call import copy_of
 from ...sharding.gradient_placements import remember
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed
 from ...sharding.registry import Behaviour, rule
 from ..shape.slice_split import sharded, view_of
-from ..shape.view_copies import copy_of
 
 aten = torch.ops.aten
 
@@ -48,8 +48,8 @@ def _taken(input: DTensor, offset: int, first: int, second: int) -> DTensor:
     order, _, places = _places(tuple(input.shape), offset, first, second, input.device.type)
     return copy_of(
         aten.index.Tensor(aten.permute.default(input, order), places), input,
-        lambda whole: _taken(whole, offset, first, second),
-        lambda whole, part: aten.diagonal_scatter.default(whole, part, offset, first, second),
+        lambda full: _taken(full, offset, first, second),
+        lambda full, part: aten.diagonal_scatter.default(full, part, offset, first, second),
     )  # fmt: skip
 
 

@@ -25,29 +25,29 @@ aten = torch.ops.aten
 
 @rule(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, behaviour=ADD)
 def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    whole, indices, values, adds, *_ = _torch.arguments(operator, args, kwargs)
-    if not isinstance(whole, DTensor):
+    full, indices, values, adds, *_ = _torch.arguments(operator, args, kwargs)
+    if not isinstance(full, DTensor):
         return _torch.stock(operator, args, kwargs)
     if isinstance(values, torch.Tensor) and not isinstance(values, DTensor) and values.numel() == 1:
-        values = the_same_everywhere(values, whole.device_mesh)
-    check_placed("index_put", (("whole", whole), ("values", values)))
-    mask = sole_mask(whole, indices)
+        values = the_same_everywhere(values, full.device_mesh)
+    check_placed("index_put", (("input", full), ("values", values)))
+    mask = sole_mask(full, indices)
     if mask is not None and values.numel() == 1 and not adds:
-        return _fill_masked(operator, whole, mask, values)
+        return _fill_masked(operator, full, mask, values)
     if mask is not None and not _torch.tracing():
-        return _finished(operator, whole, *put_masked(whole, mask, _as_many(whole, mask, values), adds))
-    picks = picks_of(whole.shape, indices)
-    moved = moved_by(tuple(whole.shape), tuple(picks), tuple(next(iter(picks.values())).shape))
+        return _finished(operator, full, *put_masked(full, mask, _as_many(full, mask, values), adds))
+    picks = picks_of(full.shape, indices)
+    moved = moved_by(tuple(full.shape), tuple(picks), tuple(next(iter(picks.values())).shape))
     if moved.shape != tuple(values.shape):
         values = aten.expand.default(values, list(moved.shape))
-    return _finished(operator, whole, *_put(whole, picks, moved, values, adds))
+    return _finished(operator, full, *_put(full, picks, moved, values, adds))
 
 
-def _put(whole: DTensor, picks: Picks, moved: Moved, values: DTensor, adds: bool) -> tuple[torch.Tensor, Layout]:
+def _put(full: DTensor, picks: Picks, moved: Moved, values: DTensor, adds: bool) -> tuple[torch.Tensor, Layout]:
     """The local tensor of the result, and its layout."""
-    beside = tuple(moved.others.get(dim) for dim in range(whole.dim()))
-    placed, given, output = plan_add("index_put", _torch.spec_of(whole), _torch.spec_of(values), beside, adds)
-    x, v = move(whole, placed), move(values, given)
+    beside = tuple(moved.others.get(dim) for dim in range(full.dim()))
+    placed, given, output = plan_add("index_put", _torch.spec_of(full), _torch.spec_of(values), beside, adds)
+    x, v = move(full, placed), move(values, given)
     if not output.present:
         return x.clone(), output
     if not x.numel():
@@ -74,28 +74,28 @@ def _replaced(
     return written.narrow(dim, 0, length)
 
 
-def _fill_masked(operator: _torch.Operator, whole: DTensor, mask: DTensor, value: DTensor) -> Any:
+def _fill_masked(operator: _torch.Operator, full: DTensor, mask: DTensor, value: DTensor) -> Any:
     """One value wherever the mask is true: elementwise."""
-    behind = whole.dim() - mask.dim()
+    behind = full.dim() - mask.dim()
     for _ in range(behind):
         mask = aten.unsqueeze.default(mask, -1)
     value = aten.view.default(value, [])
     if operator._schema.is_mutable:
-        return aten.masked_fill_.Tensor(whole, mask, value)
-    return aten.masked_fill.Tensor(whole, mask, value)
+        return aten.masked_fill_.Tensor(full, mask, value)
+    return aten.masked_fill.Tensor(full, mask, value)
 
 
-def _as_many(whole: DTensor, mask: DTensor, values: DTensor) -> DTensor:
+def _as_many(full: DTensor, mask: DTensor, values: DTensor) -> DTensor:
     """Values that are the same for all that a mask selects, once for each."""
-    if values.dim() == whole.dim() - mask.dim() + 1 and values.shape[0] != 1:
+    if values.dim() == full.dim() - mask.dim() + 1 and values.shape[0] != 1:
         return values
     count = int(aten.sum.default(mask).full_tensor())
-    return aten.expand.default(values, [count, *whole.shape[mask.dim() :]])  # type: ignore[no-any-return]
+    return aten.expand.default(values, [count, *full.shape[mask.dim() :]])  # type: ignore[no-any-return]
 
 
-def _finished(operator: _torch.Operator, whole: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
+def _finished(operator: _torch.Operator, full: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
     if not operator._schema.is_mutable:
         return _torch.wrap(local.contiguous(), layout.dense.spec)
-    target = Layout.of(_torch.spec_of(whole))
-    _torch.local_of(whole).copy_(relocated(local, layout, target))
-    return whole
+    target = Layout.of(_torch.spec_of(full))
+    _torch.local_of(full).copy_(relocated(local, layout, target))
+    return full

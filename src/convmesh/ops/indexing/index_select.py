@@ -87,32 +87,32 @@ def index_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
 
 @planned
 def plan_add(
-    operator: str, whole_spec: _torch.Spec, source_spec: _torch.Spec, beside: tuple[int | None, ...], adds: bool = True
+    operator: str, full_spec: _torch.Spec, source_spec: _torch.Spec, beside: tuple[int | None, ...], adds: bool = True
 ) -> tuple[Layout, Layout, Layout]:
-    """`beside` has for each dimension of the whole that of the source; None for one that is indexed."""
-    whole, source = Layout.of(whole_spec), Layout.of(source_spec)
+    """`beside` has for each dimension of the full that of the source; None for one that is indexed."""
+    full, source = Layout.of(full_spec), Layout.of(source_spec)
     rows = [Row("replicated", (R, R), (R,)), *([Row("sums", (P, P), (P,))] if adds else [])]
     # Along an indexed dimension each rank adds to what it owns.
     rows += [Row("sharded", (Shard(d), R if b is None else Shard(b)), (Shard(d),)) for d, b in enumerate(beside)]
 
     def fits(assignment: Assignment) -> bool:
-        placed = enumerate((whole, source))
+        placed = enumerate((full, source))
         return not any(idle(layout, input_placements(assignment, number)) for number, layout in placed)
 
-    chosen = choose(operator, rows, (("whole", whole), ("source", source)), fits=fits,
-                    extra=lambda row, mesh_dim: replication_price(row, mesh_dim, (whole, source)))  # fmt: skip
-    placed = whole.placed(input_placements(chosen, 0)), source.placed(input_placements(chosen, 1))
-    return *placed, whole.new(whole.shape, output_placements(chosen, 0))
+    chosen = choose(operator, rows, (("input", full), ("source", source)), fits=fits,
+                    extra=lambda row, mesh_dim: replication_price(row, mesh_dim, (full, source)))  # fmt: skip
+    placed = full.placed(input_placements(chosen, 0)), source.placed(input_placements(chosen, 1))
+    return *placed, full.new(full.shape, output_placements(chosen, 0))
 
 
 @rule(aten.index_add.default, behaviour=ADD)
 def index_add(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    whole, dim, index, source, alpha = _torch.arguments(operator, args, kwargs)
-    check_placed("index_add", (("whole", whole), ("source", source)))
-    dim, at = dim % max(1, whole.dim()), local_index(index).reshape(-1)
-    beside = tuple(None if other == dim else other for other in range(whole.dim()))
-    placed, given, output = plan_add("index_add", _torch.spec_of(whole), _torch.spec_of(source), beside)
-    x, values = move(whole, placed), move(source, given)
+    full, dim, index, source, alpha = _torch.arguments(operator, args, kwargs)
+    check_placed("index_add", (("input", full), ("source", source)))
+    dim, at = dim % max(1, full.dim()), local_index(index).reshape(-1)
+    beside = tuple(None if other == dim else other for other in range(full.dim()))
+    placed, given, output = plan_add("index_add", _torch.spec_of(full), _torch.spec_of(source), beside)
+    x, values = move(full, placed), move(source, given)
     if not output.present:
         return output.absent(x)
     if dim in output.sharded_dims:

@@ -143,15 +143,15 @@ def index_masked(input: DTensor, mask: DTensor) -> DTensor:
     return _torch.wrap(rows, output_of(plan, (chosen.count, *input.shape[mask.dim() :]), input.dtype).spec)
 
 
-def put_masked(whole: DTensor, mask: DTensor, values: DTensor, adds: bool) -> tuple[torch.Tensor, Layout]:
-    """The local tensor of `whole` with `values` where the mask is true, and its layout."""
-    plan = begin_mask("index_put with a mask", whole, mask)
-    x, truth = move(whole, plan.source).clone(memory_format=torch.contiguous_format), move(mask, plan.mask)
+def put_masked(full: DTensor, mask: DTensor, values: DTensor, adds: bool) -> tuple[torch.Tensor, Layout]:
+    """The local tensor of `full` with `values` where the mask is true, and its layout."""
+    plan = begin_mask("index_put with a mask", full, mask)
+    x, truth = move(full, plan.source).clone(memory_format=torch.contiguous_format), move(mask, plan.mask)
     if not plan.source.present:
         return x, plan.source
     chosen = select_masked(truth, plan)
     rows = x.view(truth.numel(), *x.shape[mask.dim() :])
-    wanted = output_of(plan, (chosen.count, *whole.shape[mask.dim() :]), whole.dtype)
+    wanted = output_of(plan, (chosen.count, *full.shape[mask.dim() :]), full.dtype)
     if tuple(values.shape) != wanted.shape:
         raise refuse("index_put with a mask", f"it selects {wanted.shape}", (("values", values),),
                      "give as many values as are selected")  # fmt: skip
@@ -176,14 +176,14 @@ def masked_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict
 @rule(aten.masked_scatter.default, behaviour=SELECTED)
 def masked_scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradient of `masked_select`. Its values are as many as the mask selects, or more."""
-    whole, mask, values = args
-    check_placed("masked_scatter", (("input", whole), ("mask", mask), ("source", values)))
-    number = not whole.dim() and not mask.dim()
-    whole, mask = _alike(whole, mask)
-    plan = begin_mask("masked_scatter", whole, mask)
+    full, mask, values = args
+    check_placed("masked_scatter", (("input", full), ("mask", mask), ("source", values)))
+    number = not full.dim() and not mask.dim()
+    full, mask = _alike(full, mask)
+    plan = begin_mask("masked_scatter", full, mask)
     count = select_masked(move(mask, plan.mask), plan).count if plan.source.present else 0
     flat = aten.view.default(aten.clone.default(values, memory_format=torch.contiguous_format), [values.numel()])
-    local, layout = put_masked(whole, mask, aten.slice.Tensor(flat, 0, 0, count), False)
+    local, layout = put_masked(full, mask, aten.slice.Tensor(flat, 0, 0, count), False)
     result = _torch.wrap(local, layout.dense.spec)
     return aten.select.int(result, 0, 0) if number else result
 

@@ -54,34 +54,34 @@ class ScatterPlan:
     behaviour=SCATTER,
 )  # fmt: skip
 def scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    whole, dim, index, source, *how = _torch.arguments(operator, args, kwargs)
+    full, dim, index, source, *how = _torch.arguments(operator, args, kwargs)
     name, in_place = _torch.name_of(operator), operator._schema.is_mutable
-    lists = as_lists(whole, index, source)
+    lists = as_lists(full, index, source)
     if lists is not None:
-        listed = aten.view.default(_functional(operator, how, lists[0], dim, *lists[1:]), list(whole.shape))
-        return aten.copy_.default(whole, listed) if in_place else listed  # type: ignore[no-any-return]
+        listed = aten.view.default(_functional(operator, how, lists[0], dim, *lists[1:]), list(full.shape))
+        return aten.copy_.default(full, listed) if in_place else listed  # type: ignore[no-any-return]
     values = source if isinstance(source, torch.Tensor) else None
-    specs = specs_of(name, (("input", whole), ("index", index), ("source", values)))
+    specs = specs_of(name, (("input", full), ("index", index), ("source", values)))
     wish = specs[0].placements if in_place else placements_of(specs[0].mesh, tuple(specs[0].shape))
     plan = _plan(name, dim, not _torch.tracing(), wish, *specs)
-    dim %= max(1, whole.dim())
+    dim %= max(1, full.dim())
     x, at, given = (
-        move(tensor, layout) for tensor, layout in zip((whole, index, values), (*plan.operands, None), strict=False)
+        move(tensor, layout) for tensor, layout in zip((full, index, values), (*plan.operands, None), strict=False)
     )
     if plan.output.present and 0 not in plan.operands[1].shape:
         write = partial(_written, partial(_functional, operator, how), x, dim, at, source if values is None else given)
-        size = plan.operands[0].shape[dim] if whole.dim() else 1
+        size = plan.operands[0].shape[dim] if full.dim() else 1
         settled = plan.operands[0].sharded_dims[dim] if plan.routes else ()
         result = raised_alike(lambda: write(plan), at, size, plan.operands[1], settled)
     else:
         result = x if in_place else x.clone()
     if not in_place:
         return _torch.wrap(result.contiguous(), plan.output.spec)
-    if plan.output.placements != whole.placements:
-        aten.copy_.default(whole, _torch.wrap(result.contiguous(), plan.output.spec))
+    if plan.output.placements != full.placements:
+        aten.copy_.default(full, _torch.wrap(result.contiguous(), plan.output.spec))
     elif result is not x:
         x.copy_(result)
-    return whole  # type: ignore[no-any-return]
+    return full  # type: ignore[no-any-return]
 
 
 def _functional(operator: _torch.Operator, how: Sequence[Any], *given: Any) -> torch.Tensor:
@@ -121,17 +121,17 @@ def _plan(
     operator: str, dim: int, routes: bool, wish: Any, *specs: _torch.Spec | None
 ) -> ScatterPlan:  # fmt: skip
     names = ("input", "index", "source")
-    whole, index, source = layouts_of(operator, list(zip(names, specs, strict=True)))
-    given = [layout for layout in (whole, index, source) if layout is not None]
+    full, index, source = layouts_of(operator, list(zip(names, specs, strict=True)))
+    given = [layout for layout in (full, index, source) if layout is not None]
     named = list(zip(names, given, strict=False))
-    rank, count = len(whole.shape), len(given)
+    rank, count = len(full.shape), len(given)
     if not prod(index.shape):  # torch takes any index that is empty
-        return ScatterPlan(tuple(given), whole.dense, False)
+        return ScatterPlan(tuple(given), full.dense, False)
     if any(len(layout.shape) != rank for layout in given) or not -max(1, rank) <= dim < max(1, rank):
         raise refuse(operator, f"dimension {dim} of tensors of {[len(t.shape) for t in given]} dimensions", named,
                      "give all of them the same number of dimensions")  # fmt: skip
     dim %= max(1, rank)
-    alike = [d for d in range(rank) if d != dim and all(layout.shape[d] == whole.shape[d] for layout in given)]
+    alike = [d for d in range(rank) if d != dim and all(layout.shape[d] == full.shape[d] for layout in given)]
     rows = [Row("replicated", (R,) * count, (R,)), *(Row("sharded", (Shard(d),) * count, (Shard(d),)) for d in alike)]
     if rank:
         rows.append(Row("owned", (Shard(dim), *(R,) * (count - 1)), (Shard(dim),)))
@@ -139,7 +139,7 @@ def _plan(
         rows += [Row("sent", (Shard(dim), *(Shard(d),) * (count - 1)), (Shard(dim),)) for d in range(rank)]
 
     def price(row: Row, mesh_dim: int) -> float:
-        size = whole.mesh.size(mesh_dim)
+        size = full.mesh.size(mesh_dim)
         travels = count * prod(index.shape) * (size - 1) / size / size if row.name == "sent" else 0
         return replication_price(row, mesh_dim, given) + travels
 
@@ -148,10 +148,10 @@ def _plan(
             idle(layout, input_placements(assignment, number)) for number, layout in enumerate(given)
         )
 
-    wanted = [] if wish is None else [Wanted(wish, prod(whole.shape))]
+    wanted = [] if wish is None else [Wanted(wish, prod(full.shape))]
     chosen = choose(operator, rows, named, wanted, fits=fits, extra=price)
     operands = tuple(layout.placed(input_placements(chosen, number)) for number, layout in enumerate(given))
-    output = whole.new(whole.shape, output_placements(chosen, 0))
+    output = full.new(full.shape, output_placements(chosen, 0))
     sent = any(row.name == "sent" for row in chosen)
     return ScatterPlan(operands, output, sent)
 

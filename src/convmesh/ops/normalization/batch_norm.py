@@ -3,189 +3,186 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import _torch
-from ...kernels.normalization import Pair, moments_of_channels, normalised
-from ...sharding.errors import refuse
+from ...kernels.batch_norm import Merge, Running, channel_moments, normalised_by_ranks, normalised_by_statistics
+from ...sharding.call import Call, Move, Moved
+from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import check_placed, move, place
-from ...sharding.registry import Behaviour, made_of_others, rule
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour, made_of_others
+from .._core.cached_tensors import Numbers
 from ..reductions.plan import wide
-from .common import Named, Spread, arrange, rows
+from .common import Spread, arrange, rows
 
 aten = torch.ops.aten
 
 # The module reads its count of batches as a number where it has no momentum.
 made_of_others(aten.batch_norm.default, aten.item.default, aten.is_nonzero.default)
 
-FORWARD = Behaviour("batch, channels, space", "training: all-reduce of 2 C numbers a rank")
+FORWARD = Behaviour("batch, channels, space", "training: all-gather of 2 C numbers a rank; all-reduce if many")
 BACKWARD = Behaviour("batch, channels, space", "training: all-reduce of 2 C numbers")
 
+STATISTICS = ("running_mean", "running_var")
+
 
 @dataclass(frozen=True)
-class BatchNormPlan:
-    operands: tuple[Layout | None, ...]  # input, weight, bias, and in evaluation the running statistics
-    output: Layout
+class Placed:
+    """Where the tensors of a batch norm are."""
+
+    input: Layout
+    parameters: tuple[Layout | None, ...]  # and in evaluation the running statistics
     statistics: Layout
-    saved: Layout  # what backward is given of them
     spread: Spread
 
+    @staticmethod
+    def of(operator: str, input: Layout, parameters: tuple[Layout | None, ...], names: tuple[str, ...]) -> Placed:
+        named = (("input", input), *zip(names, parameters, strict=True))
+        dims = (0, *range(2, input.ndim))
+        placed, *others = arrange(operator, rows(dims, ((1, 0),), len(parameters)), named)
+        assert placed is not None
+        by_channel = tuple(Shard(0) if p == Shard(1) else Replicate() for p in placed.placements)
+        statistics = input.new((input.shape[1],), by_channel, wide(input.dtype))
+        return Placed(placed, tuple(others), statistics, Spread.over(placed, dims))
 
-@planned
-def plan_batch_norm(operator: str, training: bool, *specs: _torch.Spec | None) -> BatchNormPlan:
-    input, weight, bias, mean, var = (None if spec is None else Layout.of(spec) for spec in specs)
-    assert input is not None
-    named: Named = (("input", input), ("weight", weight), ("bias", bias), ("running_mean", mean), ("running_var", var))
-    _check(operator, named, input)
-    if not training and (mean is None or var is None):
-        raise refuse(operator, "evaluation needs running statistics", named, "give running_mean and running_var")
-    if training:
-        named = named[:3]
-    dims = len(input.shape)
-    operands = arrange(operator, rows((0, *range(2, dims)), ((1, 0),), len(named) - 1), named)
-    placed = operands[0]
-    assert placed is not None
-    by_channel = tuple(Shard(0) if p == Shard(1) else Replicate() for p in placed.placements)
-    statistics = input.new((input.shape[1],), by_channel, wide(input.dtype))
-    return BatchNormPlan(
-        operands,
-        placed.dense,
-        statistics,
-        # In evaluation torch saves nothing, since backward has the running statistics.
-        statistics if training else statistics.new((0,), statistics.replicated().placements),
-        Spread.over(placed, (0, *range(2, dims))),
-    )
+    def compiled(self, *others: Layout | None) -> bool:
+        """Whether the compiled library takes tensors of these layouts, if all ranks have it. Global strides say so:
+        ranks that differ in it would differ in the last bits of the statistics."""
+        alike = all(
+            one is None or one.dtype == self.input.dtype for one in (*self.parameters, *others, self.statistics)
+        )
+        return alike and self.input.is_contiguous and self.input.dtype in (torch.float32, torch.float64)
+
+    @cached_property
+    def merge(self) -> Merge:
+        shares, counts = self.spread.shares, self.spread.counts
+        owners = Numbers([rank for rank, count in enumerate(counts) if count]).on if 0 in counts else None
+        owned = Numbers([count for count in counts if count]).on
+        return Merge(self.spread.weights.on, len(set(shares)) <= 1, self.spread.count, owned, owners)
+
+    @cached_property
+    def merged(self) -> Merge:
+        """That of moments which are those of all ranks together."""
+        return Merge(Numbers([1.0]).on, True, self.spread.count, Numbers([self.spread.count]).on)
 
 
-def _check(operator: str, named: Named, input: Layout) -> None:
-    if len(input.shape) < 2:
-        raise refuse(operator, "the input needs batch and channels", named, "give an input of shape (N, C, *space)")
-    for name, given in named[1:]:
+def check(named: dict[str, Any]) -> None:
+    """Refuse what is no batch norm of an input."""
+    input: Layout = named["input"]
+    if input.ndim < 2:
+        raise Unfit("the input needs batch and channels", "give an input of shape (N, C, *space)")
+    for name in ("weight", "bias", *STATISTICS):
+        given = named.get(name)
         if given is not None and given.shape != (input.shape[1],):
-            raise refuse(operator, f"{name} needs one number for each of the {input.shape[1]} channels", named,
-                         f"give it shape ({input.shape[1]},)")  # fmt: skip
-        if name.startswith("running") and given is not None and any(isinstance(p, Partial) for p in given.placements):
-            raise refuse(operator, f"{name} is Partial", named, f"redistribute {name} to Replicate first")
+            raise Unfit(f"{name} needs one number for each of the {input.shape[1]} channels",
+                        f"give it shape ({input.shape[1]},)")  # fmt: skip
+        if name in STATISTICS and given is not None and any(isinstance(p, Partial) for p in given.placements):
+            raise Unfit(f"{name} is Partial", f"redistribute {name} to Replicate first")
 
 
-@dataclass(frozen=True)
-class _Normalised:
-    output: DTensor
-    mean: DTensor
-    rstd: DTensor
-    running: tuple[Any, ...]  # the new running statistics, where they are asked for
-
-
-def _normalise(
-    operator: str, input: Any, weight: Any, bias: Any, running: tuple[Any, ...], training: bool, momentum: float,
-    eps: float, in_place: bool = True,
-) -> _Normalised:  # fmt: skip
-    names = ("input", "weight", "bias", "running_mean", "running_var")
-    tensors = (input, weight, bias, *running)
-    check_placed(operator, tuple(zip(names, tensors, strict=True)))
-    plan = plan_batch_norm(operator, training, *(None if t is None else _torch.spec_of(t) for t in tensors))
-    if not plan.output.present:
-        saved = plan.saved.absent(input)
-        return _Normalised(plan.output.absent(input), saved, saved, running)
-    x, w, b, *given = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=False))
-    compiled = plan.spread.compiled()
-    mean, var = _moments(plan, x, compiled) if training else (t.to(plan.statistics.dtype) for t in given)
-    y = _apply(x, w, b, mean, var, eps, compiled)
-    statistics = (mean, (var + eps).rsqrt()) if training else (mean.new_empty(0),) * 2
-    if training:
-        unbiased = var * (plan.spread.count / max(1, plan.spread.count - 1))
-        steps = zip(running, (mean, unbiased), strict=True)
-        running = tuple(_updated(old, value, plan, momentum, in_place) for old, value in steps)
-    saved_mean, saved_rstd = (_torch.wrap(t, plan.saved.spec) for t in statistics)
-    return _Normalised(plan.output.wrap(y), saved_mean, saved_rstd, running)
-
-
-def _moments(plan: BatchNormPlan, x: torch.Tensor, compiled: bool) -> Pair:
-    """Mean and variance of each of this rank's channels, over all ranks."""
-    mean, var = moments_of_channels(x.to(plan.statistics.dtype), compiled)
-    return plan.spread.merge(mean, var) if plan.spread.mesh_dims else (mean, var)
-
-
-def _apply(
-    x: torch.Tensor, w: Any, b: Any, mean: torch.Tensor, var: torch.Tensor, eps: float, compiled: bool
-) -> torch.Tensor:
-    """[N C space] and numbers by channel -> [N C space]. Half precision inputs take parameters in float32."""
-    if not x.numel():
-        return x
-    w, b = (t if t is None else t.to(mean.dtype) for t in (w, b))
-    if x.is_contiguous():
-        by_channel = (-1, *[1] * (x.dim() - 2))
-        w, b = (t if t is None else t.view(by_channel) for t in (w, b))
-        return normalised(x, (mean.view(by_channel), var.view(by_channel)), eps, w, b, compiled)
-    result: torch.Tensor = aten.native_batch_norm.default(x, w, b, mean, var, False, 0.0, eps)[0]
-    return result
-
-
-def _updated(old: Any, value: torch.Tensor, plan: BatchNormPlan, momentum: float, in_place: bool) -> Any:
-    """A running statistic moved towards the new value, at its own placements."""
-    if old is None:
-        return None
-    there = Layout.of(_torch.spec_of(old))
-    at_place = place(value, plan.statistics, plan.statistics.placed(there.placements))
-    assert at_place is not None
-    step, local = _torch.local_of(at_place), _torch.local_of(old)
-    if in_place:
-        local.mul_(1 - momentum).add_(step.to(local.dtype), alpha=momentum)
-        return old
-    return _torch.wrap(local * (1 - momentum) + step.to(local.dtype) * momentum, there.spec)
-
-
-@rule(
+@plan_rule(
     aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten.cudnn_batch_norm.default,
-    aten.miopen_batch_norm.default, behaviour=FORWARD,
+    aten.miopen_batch_norm.default, aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default, aten._batch_norm_with_update.default,
+    aten._batch_norm_with_update_functional.default, aten._batch_norm_no_update.default,
+    aten._native_batch_norm_legit_no_training.default,
+    behaviour=FORWARD, varies=("momentum", "exponential_average_factor"),
 )  # fmt: skip
-def batch_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    input, weight, bias, *running, training, momentum, eps = _torch.arguments(operator, args, kwargs)
-    result = _normalise("batch_norm", input, weight, bias, tuple(running), training, momentum, eps)
-    reserve = (_reserve(result),) if operator is aten.cudnn_batch_norm.default else ()
-    return result.output, result.mean, result.rstd, *reserve
+def batch_norm(operator: _torch.Operator, *given: Any) -> Call:
+    """Some say in their name whether they train; and functions return new running statistics."""
+    named = dict(zip(_torch.signature(operator).names, given, strict=True))
+    name = _torch.name_of(operator)
+    check(named)
+    input, weight, bias = given[:3]
+    running = tuple(named[each] for each in STATISTICS if each in named)
+    training = named.get("training", "with_update" in name)
+    functional = "functional" in name
+    if not training and (not running or None in running):
+        raise Unfit("evaluation needs running statistics", "give running_mean and running_var")
+    if training:
+        placed = Placed.of(name, input, (weight, bias), ("weight", "bias"))
+    else:
+        placed = Placed.of(name, input, (weight, bias, *running), ("weight", "bias", *STATISTICS))
+    saved = placed.statistics
+    if not training:  # torch saves nothing then, since backward has the running statistics
+        saved = saved.new((0,), saved.replicated().placements)
+    results: list[Layout | Moved] = [placed.input.dense, saved, saved]
+    if operator is aten.cudnn_batch_norm.default or (name.startswith("_batch_norm") and "no_training" not in name):
+        results.append(saved.new((0,), saved.replicated().placements, torch.uint8))  # scratch, of which ours needs none
+    if functional:
+        results += running
+    operands = [*(placed.input, *placed.parameters[:2]), *(running if training else placed.parameters[2:])]
+    if not training:
+        return Call(operands, results, _Evaluation(placed, len(results) - 3, functional))
+    return Call(operands, results, _Training(placed, running, len(results) - 3, functional))
 
 
-@rule(aten._native_batch_norm_legit.no_stats, behaviour=FORWARD)
-def batch_norm_no_stats(
-    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor, ...]:
-    input, weight, bias, training, momentum, eps = _torch.arguments(operator, args, kwargs)
-    result = _normalise("batch_norm", input, weight, bias, (None, None), training, momentum, eps)
-    return result.output, result.mean, result.rstd
+class _Evaluation:
+    """By running statistics."""
+
+    def __init__(self, placed: Placed, more: int, functional: bool):
+        self._dtype, self._more, self._functional = placed.statistics.dtype, more, functional
+
+    def __call__(self, x: Any, w: Any, b: Any, mean: Any, var: Any, *numbers: Any) -> tuple[torch.Tensor, ...]:
+        y = normalised_by_statistics(x, mean.to(self._dtype), var.to(self._dtype), numbers[-1], w, b)
+        nothing = mean.new_empty(0, dtype=self._dtype)
+        running = (mean.clone(), var.clone()) if self._functional else ()
+        scratch = (nothing,) * (self._more - len(running))
+        return y, nothing, nothing, *scratch, *running
 
 
-@rule(aten._native_batch_norm_legit_functional.default, behaviour=FORWARD)
-def batch_norm_functional(
-    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor, ...]:
-    input, weight, bias, *running, training, momentum, eps = _torch.arguments(operator, args, kwargs)
-    result = _normalise("batch_norm", input, weight, bias, tuple(running), training, momentum, eps, in_place=False)
-    return result.output, result.mean, result.rstd, *result.running
+class _Training:
+    """By the moments of all ranks; running statistics are moved towards them at the placements of these."""
+
+    def __init__(self, placed: Placed, running: tuple[Layout | None, ...], more: int, functional: bool):
+        self._placed, self._spread = placed, placed.spread
+        self._merge, self._merged, self._ranks = placed.merge, placed.merged, len(placed.spread.shares)
+        self._dtype, self._functional, self._more = placed.statistics.dtype, functional, more
+        self._fits = placed.compiled(*running)
+        at = placed.statistics.placements
+        self._to = [None if one is None else Move.of(one, one.placed(at)) for one in running]
+        self._back = [None if one is None else Move.of(one.placed(at), one) for one in running]
+        self._simple = not functional and not any(self._to)
+
+    def __call__(self, x: Any, w: Any, b: Any, *rest: Any) -> tuple[Any, ...]:
+        running: tuple[Any, Any] = rest[:2] if self._to else (None, None)
+        compiled = self._fits and self._spread.compiled() and not any(map(is_lazy, (x, w, b, *running)))
+        x = x.contiguous() if compiled else x
+        own = channel_moments(x, self._dtype, compiled=compiled)
+        moved: Any = running if self._simple else [*map(self._moved, self._to, running)]
+        moments = self._spread.gather(own)
+        y, mean, rstd = normalised_by_ranks(
+            x,
+            moments,
+            self._merge if len(moments) == self._ranks else self._merged,
+            rest[-1],
+            w,
+            b,
+            Running(moved[0], moved[1], rest[-2]),
+            compiled=compiled,
+        )
+        if self._simple and not self._more:
+            return y, mean, rstd
+        scratch = (mean.new_empty(0, dtype=torch.uint8),) * (self._more - 2 * self._functional)
+        if self._functional:
+            returned = (new if move is None else move(new) for move, new in zip(self._back, moved, strict=True))
+            return y, mean, rstd, *scratch, *returned
+        for move, old, new in zip(self._back, running, moved, strict=False):
+            if move is not None:
+                old.copy_(move(new))
+        return y, mean, rstd, *scratch
+
+    def _moved(self, move: Move | None, old: torch.Tensor | None) -> torch.Tensor | None:
+        """At the placements of the statistics: a copy, unless it is to be written."""
+        if old is None or (move is None and not self._functional):
+            return old
+        return old.clone() if move is None else move(old).clone()
 
 
-@rule(
-    aten._batch_norm_with_update.default, aten._batch_norm_with_update_functional.default,
-    aten._batch_norm_no_update.default, aten._native_batch_norm_legit_no_training.default, behaviour=FORWARD,
-)  # fmt: skip
-def batch_norm_by_name(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    """Those that say in their name whether they train."""
-    input, weight, bias, *running, momentum, eps = _torch.arguments(operator, args, kwargs)
-    training = "with_update" in operator._schema.name
-    functional = operator is aten._batch_norm_with_update_functional.default
-    result = _normalise("batch_norm", input, weight, bias, tuple(running), training, momentum, eps, not functional)
-    reserve = () if operator is aten._native_batch_norm_legit_no_training.default else (_reserve(result),)
-    return result.output, result.mean, result.rstd, *reserve, *(result.running if functional else ())
-
-
-def _reserve(result: _Normalised) -> DTensor:
-    """The scratch that some kernels hand to their backward: ours needs none."""
-    layout = Layout.of(_torch.spec_of(result.mean))
-    empty = layout.new((0,), (Replicate(),) * layout.mesh.ndim, torch.uint8)
-    return _torch.wrap(_torch.local_of(result.mean).new_empty(0, dtype=torch.uint8), empty.spec)
+def is_lazy(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and _torch.is_lazy(tensor)

@@ -2,115 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...kernels.normalization import Pair, input_gradient, sums_of_channels
-from ...sharding.layout import Layout, all_absent
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import check_placed, move, move_beside
-from ...sharding.registry import rule
-from .batch_norm import BACKWARD, plan_batch_norm
-from .common import Spread, parameter_gradient, place_parameters
+from ...kernels.batch_norm import channel_sums, gradient_by_sums
+from ...sharding.call import Call, Moved
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import plan_rule
+from .batch_norm import BACKWARD, STATISTICS, Placed, check, is_lazy
+from .common import parameter_gradient
 
 aten = torch.ops.aten
 
-
-@dataclass(frozen=True)
-class BackwardPlan:
-    input: Layout
-    weight: Layout | None
-    statistics: Layout
-    spread: Spread
-    parameter: tuple[Layout, Layout]  # where the gradients of weight and bias are, and where they go
+GRADIENT = ("grad_out", "grad_output")
 
 
-@planned
-def plan_backward(
-    training: bool, input: _torch.Spec, weight: _torch.Spec | None, *running: _torch.Spec | None
-) -> BackwardPlan:
-    forward = plan_batch_norm("batch_norm_backward", training, input, weight, None, *running)
-    x, w = forward.operands[:2]
-    assert x is not None
-    plain = forward.statistics.typed(x.dtype if weight is None else Layout.of(weight).dtype)
-    parameter = plain if weight is None else Layout.of(weight)
-    return BackwardPlan(
-        x, w, forward.statistics, forward.spread,
-        parameter_gradient(parameter, x, plain, pending=not training),
-    )  # fmt: skip
-
-
-def _backward(
-    gradient: Any, input: Any, weight: Any, running: tuple[Any, Any], saved: tuple[Any, Any], training: bool,
-    eps: float, mask: tuple[bool, ...],
-) -> tuple[DTensor | None, ...]:  # fmt: skip
-    mean, rstd = saved
-    names = ("grad_output", "input", "weight", "running_mean", "running_var", "save_mean", "save_invstd")
-    check_placed("batch_norm_backward", tuple(zip(names, (gradient, input, weight, *running, *saved), strict=True)))
-    specs = (None if t is None else _torch.spec_of(t) for t in (input, weight, *running))
-    plan = plan_backward(training, *specs)
-    if not plan.input.present:
-        return all_absent((plan.input, plan.parameter[1], plan.parameter[1]), input, mask)
-    gy, x, w = move_beside(gradient, plan.input), move(input, plan.input), move(weight, plan.weight)
+@plan_rule(
+    aten.native_batch_norm_backward.default, aten.batch_norm_backward.default,
+    aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backward.default, behaviour=BACKWARD,
+)  # fmt: skip
+def batch_norm_backward(operator: _torch.Operator, *given: Any) -> Call:
+    """Those of cudnn and miopen are of training, and give all gradients."""
+    names = _torch.signature(operator).names
+    named = dict(zip(names, given, strict=True))
+    check(named)
+    input, weight = named["input"], named["weight"]
+    training = named.get("train", named.get("update", True))
+    mask = named.get("output_mask", (True, True, True))
+    running = () if training else tuple(named[name] for name in STATISTICS)
+    placed = Placed.of(
+        _torch.name_of(operator), input, (weight, *running), ("weight", *(STATISTICS if running else ()))
+    )
+    gradient = next(named[name] for name in GRADIENT if name in named)
+    plain = placed.statistics.typed(input.dtype if weight is None else weight.dtype)
+    parameter = Moved(*parameter_gradient(weight or plain, placed.input, plain, pending=not training))
+    where: dict[str, Layout | None] = {
+        **dict.fromkeys(GRADIENT, gradient.placed(placed.input.placements)), "input": placed.input,
+        "weight": placed.parameters[0], **dict(zip(STATISTICS, placed.parameters[1:], strict=False)),
+    }  # fmt: skip
     if training:
-        mean, rstd = (move(t, plan.statistics) for t in (mean, rstd))
-    else:
-        mean, var = (move(t, plan.statistics.typed(t.dtype)).to(plan.statistics.dtype) for t in running)
-        rstd = (var + eps).rsqrt()
-    gx, sums = _gradients(plan, gy, x, w, (mean, rstd), training, mask[0])
-    for_input = None if gx is None else plan.input.dense.wrap(gx)
-    return for_input, *place_parameters(sums, [plan.parameter] * 2, mask[1:])
+        saved = [name for name in names if name.startswith("save_")]
+        where |= {name: placed.statistics.typed(named[name].dtype) for name in saved if named[name] is not None}
+    run = _Gradients(names, placed, training, mask, gradient)
+    operands = [where.get(names[number]) for number in _torch.signature(operator).places]
+    results: list[Layout | Moved] = [placed.input.dense, parameter, parameter]
+    return Call(operands, [one if asked else None for one, asked in zip(results, mask, strict=True)], run)
 
 
-def _gradients(
-    plan: BackwardPlan, gy: torch.Tensor, x: torch.Tensor, w: Any, moments: Pair, training: bool, for_input: bool
-) -> tuple[torch.Tensor | None, Pair]:
+class _Gradients:
     """That of the input, if asked for, and of weight and bias: sums over all ranks if the moments are theirs."""
 
-    def by_channel(numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.view(-1, *[1] * (x.dim() - 2))
+    def __init__(self, names: tuple[str, ...], placed: Placed, training: bool, mask: Any, gradient: Layout):
+        self._at = [_place(names, *which) for which in (GRADIENT, ("input",), ("weight",))]
+        moments = (("save_mean",), ("save_invstd", "save_var")) if training else ((name,) for name in STATISTICS)
+        self._moments = [_place(names, *which) for which in moments]
+        self._eps = _place(names, "eps", "epsilon")
+        self._training, self._mask = training, mask
+        self._spread, self._dtype, self._count = placed.spread, placed.statistics.dtype, placed.spread.count
+        self._fits = placed.compiled(gradient) and gradient.is_contiguous
 
-    compiled = plan.spread.compiled()
-    plain, products = sums_of_channels(gy, x, *moments, compiled)
-    own = products, plain  # as the gradients of weight and bias
-    weight = None if w is None else by_channel(w)
-    mean, rstd = (by_channel(t) for t in moments)
-    if not training:
-        return gy * (rstd if weight is None else rstd * weight) if for_input else None, own
-    awaited = cache(plan.spread.start_adding_up(*own)) if plan.spread.mesh_dims else lambda: own
-
-    def means() -> Pair:
-        products, plain = (by_channel(t / plan.spread.count) for t in awaited())
-        return (plain, products) if weight is None else (plain * weight, products * weight)
-
-    return input_gradient(gy, x, (mean, rstd), means, weight, compiled) if for_input else None, awaited()
-
-
-@rule(aten.native_batch_norm_backward.default, behaviour=BACKWARD)
-def native_backward(
-    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor | None, ...]:
-    gradient, input, weight, *rest, training, eps, mask = _torch.arguments(operator, args, kwargs)
-    return _backward(gradient, input, weight, tuple(rest[:2]), tuple(rest[2:]), training, eps, tuple(mask))
-
-
-@rule(aten.batch_norm_backward.default, behaviour=BACKWARD)
-def update_backward(
-    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor | None, ...]:
-    gradient, input, weight, *rest, training, eps, mask, _ = _torch.arguments(operator, args, kwargs)
-    return _backward(gradient, input, weight, tuple(rest[:2]), tuple(rest[2:]), training, eps, tuple(mask))
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        gy, x, w = [values[number] for number in self._at]
+        mean, rstd = [values[number] for number in self._moments]
+        if mean.dtype != self._dtype:
+            mean, rstd = mean.to(self._dtype), rstd.to(self._dtype)
+        if not self._training:
+            rstd = (rstd + values[self._eps]).rsqrt()
+        compiled = self._fits and self._spread.compiled() and not any(map(is_lazy, (gy, x, w, mean, rstd)))
+        if compiled:
+            gy, x, mean, rstd = gy.contiguous(), x.contiguous(), mean.contiguous(), rstd.contiguous()
+        sums = channel_sums(gy, x, mean, rstd, compiled=compiled)
+        gx = None
+        if self._training:
+            sums = self._spread.total(sums)
+            if self._mask[0]:
+                gx = gradient_by_sums(gy, x, mean, rstd, w, sums, self._count, compiled=compiled)
+        elif self._mask[0]:
+            gx = gy * (rstd if w is None else rstd * w).view(-1, *[1] * (x.dim() - 2))
+        for_weight, for_bias = sums.unbind()
+        return gx, for_weight, for_bias
 
 
-@rule(aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backward.default, behaviour=BACKWARD)
-def cudnn_backward(
-    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor | None, ...]:
-    input, gradient, weight, *rest = _torch.arguments(operator, args, kwargs)[:8]
-    eps = rest.pop()
-    return _backward(gradient, input, weight, tuple(rest[:2]), tuple(rest[2:]), True, eps, (True, True, True))
+def _place(names: tuple[str, ...], *which: str) -> int:
+    """Of the argument that has one of these names."""
+    return next(number for number, name in enumerate(names) if name in which)

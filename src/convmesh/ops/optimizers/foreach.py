@@ -16,8 +16,9 @@ from ... import _torch
 from ...comm import all_reduce
 from ...sharding.layout import Layout
 from ...sharding.partial import is_pending, reduce_once
-from ...sharding.registry import Behaviour, overloads, rule, while_installed
-from .tensor_lists import Lists
+from ...sharding.registry import Behaviour, overloads, rule, tolerant, while_installed
+from ...sharding.result_strides import as_on_one_device
+from .tensor_lists import Lists, is_new_like, of_one_layout
 
 aten = torch.ops.aten
 
@@ -45,9 +46,8 @@ NORM = Behaviour("all", "one all-reduce of a number for each tensor; Partial sum
 UNSCALE = Behaviour("all", "one all-reduce of one number; Partial sums before", "nothing")
 
 
-@rule(*overloads(*(f"_foreach_{name}" for name in POINTWISE)), behaviour=FOREACH)
-@rule(*overloads(*(f"_fused_{name}" for name in OPTIMIZERS)), behaviour=FUSED)
-def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _moved(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """With tensors that have to be redistributed or reduced first."""
     lists = Lists(operator, args, kwargs)
     local = lists.local()
     results = _torch.call(operator, local)
@@ -56,6 +56,28 @@ def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     if isinstance(results, tuple):  # a fused optimizer: what it would write in place, for each of its first lists
         return tuple(lists.wrap(some, number) for number, some in enumerate(results))
     return lists.wrap(results)
+
+
+_elsewhere = tolerant(_moved)
+_elsewhere_as_on_one_device = as_on_one_device(_elsewhere)
+
+
+@rule(*overloads(*(f"_foreach_{name}" for name in POINTWISE)), behaviour=FOREACH, knows_strides=True, tolerates=True)
+@rule(*overloads(*(f"_fused_{name}" for name in OPTIMIZERS)), behaviour=FUSED, knows_strides=True, tolerates=True)
+def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    writes = operator._schema.is_mutable
+    known = of_one_layout(operator, args, kwargs)
+    if known is None:
+        return (_elsewhere if writes else _elsewhere_as_on_one_device)(operator, args, kwargs)
+    local, specs = known
+    results = _torch.call(operator, local)
+    if results is None:
+        return None
+    several = results if isinstance(results, tuple) else (results,)
+    if not all(is_new_like(one, spec) for some in several for one, spec in zip(some, specs, strict=True)):
+        return _elsewhere_as_on_one_device(operator, args, kwargs)
+    wrapped = [[*map(_torch.wrap, some, specs)] for some in several]
+    return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
 
 
 @rule(aten._foreach_zero_.default, behaviour=Behaviour("all, Partial sums", "nothing"))
@@ -150,6 +172,9 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
+            same = isinstance(parameter, DTensor) and gradient.placements == parameter.placements
+            if same and not is_pending(gradient):
+                continue  # nearly always
             given.append((parameter, gradient))
             if isinstance(parameter, DTensor) and parameter.device_mesh == gradient.device_mesh:
                 like[id(gradient)] = parameter

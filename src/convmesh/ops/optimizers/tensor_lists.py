@@ -17,10 +17,29 @@ from ...sharding.layout import Layout, is_sum
 from ...sharding.partial import is_pending, kept, put_back, reduce_once
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
+from ...strides import format_of
 
 LINEAR = frozenset(f"_foreach_{name}" for name in (
     "neg.default", "mul.Scalar", "div.Scalar", "mul.ScalarList", "div.ScalarList", "add.List", "sub.List",
 ))  # fmt: skip
+
+
+def of_one_layout(
+    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], list[_torch.Spec]] | None:
+    """Nearly always nothing has to be moved: all arguments with local tensors, and where the tensors of each number
+    are. None where something may have to be."""
+    values = list(_torch.arguments(operator, args, kwargs))
+    lists = [number for number in _torch.signature(operator).lists if values[number]]
+    lengths = {len(values[number]) for number in lists}
+    if len(lengths) != 1 or any(isinstance(value, DTensor) for value in values):
+        return None
+    opened = _torch.opened_lists([values[number] for number in lists], _is_settled)
+    if opened is None:
+        return None
+    for number, local in zip(lists, opened[0], strict=True):
+        values[number] = local
+    return values, opened[1]
 
 
 class Lists:
@@ -37,11 +56,9 @@ class Lists:
         self._lists = [number for number in self._known.lists if self.values[number]]
         self._check_lengths()
         self._reduced: dict[int, DTensor] = {}
-        self._aligned = not _torch.tracing() and self._lie_alike()
-        self._reduce = reduce and (self._aligned or not self._term_by_term())
-        if not self._aligned:
-            assert self.targets is not None  # what is refused is refused before anything is sent
-            self._reduced = reduce_once(self._dtensors()) if self._reduce else {}
+        self._reduce = reduce and not self._term_by_term()
+        assert self.targets is not None  # what is refused is refused before anything is sent
+        self._reduced = reduce_once(self._dtensors()) if self._reduce else {}
 
     @cached_property
     def targets(self) -> list[Layout | None]:
@@ -52,11 +69,6 @@ class Lists:
         """All arguments for the call of the stock operator on this rank's parts."""
         local = [self._whole(value) for value in self.values]
         for number in self._lists:
-            if self._aligned:
-                local[number] = [
-                    _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in self.values[number]
-                ]
-                continue
             local[number] = [
                 self._move(tensor, target) for tensor, target in zip(self.values[number], self.targets, strict=True)
             ]
@@ -65,7 +77,7 @@ class Lists:
     def write_back(self, local: Sequence[Any]) -> None:
         """Bring what the operator wrote to where the tensors are that it had to work on copies of."""
         for number in self._known.written:
-            if self._aligned or number not in self._lists:
+            if number not in self._lists:
                 continue
             for tensor, result, target in zip(self.values[number], local[number], self.targets, strict=True):
                 if not isinstance(tensor, DTensor) or target is None:
@@ -81,44 +93,12 @@ class Lists:
     def wrap(self, results: Sequence[torch.Tensor], number: int = 0) -> list[torch.Tensor]:
         """The DTensors of a list of results, which belong to the list number `number` of the arguments."""
         given = self.values[self._known.lists[number]]
-        if self._aligned and all(local.dtype == tensor.dtype for local, tensor in zip(results, given, strict=False)):
-            return [
-                _torch.wrap(local, _torch.eager_spec_of(tensor)) if isinstance(tensor, DTensor) else local
-                for local, tensor in zip(results, given, strict=False)
-            ]
         return [
             _torch.wrap(local, _with_dtype(target, local.dtype).spec)
             if isinstance(tensor, DTensor) and target is not None
             else local
             for local, tensor, target in zip(results, given, self.targets, strict=False)
         ]
-
-    def _lie_alike(self) -> bool:
-        """Nearly always nothing has to be moved. This sees it fast: an optimizer has hundreds of tensors."""
-        if not self._lists or any(isinstance(value, DTensor) for value in self.values):
-            return False
-        first, *others = (self.values[number] for number in self._lists)
-        specs = []
-        for tensor in first:
-            if not isinstance(tensor, DTensor):
-                return False
-            spec = _torch.eager_spec_of(tensor)
-            if not _settled(spec.placements, spec.shard_order):
-                return False
-            specs.append(spec)
-        for tensors in others:
-            for tensor, spec in zip(tensors, specs, strict=True):
-                if not isinstance(tensor, DTensor):
-                    if tensor.dim():
-                        return False
-                    continue
-                its = _torch.eager_spec_of(tensor)
-                if its is not spec and not (
-                    its.placements == spec.placements and its.shape == spec.shape and its.mesh is spec.mesh
-                    and its.shard_order == spec.shard_order
-                ):  # fmt: skip
-                    return False
-        return True
 
     def _term_by_term(self) -> bool:
         """Whether every rank may work on its own terms of Partial sums, and give terms of the results."""
@@ -184,6 +164,17 @@ class Lists:
         value = self._reduced.get(id(value), value)
         layout = Layout.of(_torch.spec_of(value))
         return move(value, layout.placed((Replicate(),) * layout.mesh.ndim))
+
+
+def is_new_like(result: torch.Tensor, spec: _torch.Spec) -> bool:
+    """Whether a result, in new memory, is on one device as the tensor is that it was made of: without gaps."""
+    meta = spec.tensor_meta
+    assert meta is not None, "a DTensor's spec knows its shape"
+    return result.dtype == meta.dtype and format_of(tuple(meta.shape), meta.stride) is not None
+
+
+def _is_settled(spec: _torch.Spec) -> bool:
+    return _settled(spec.placements, spec.shard_order)
 
 
 @lru_cache(maxsize=1024)

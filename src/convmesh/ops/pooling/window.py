@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 from ... import _torch
 from ...geometry import Interval, Pooling
 from ...kernels.pooling import max_pool as local_max_pool
+from ...sharding.call import Call, Moved
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import plan_rule
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
-from .._core.tiles import Tiling
 from .flat_index import shifted
 from .plan import PoolPlan, plan_pool, plan_pool_backward
 
@@ -43,20 +45,16 @@ def spatial_of(operator: _torch.Operator) -> int:
     return 3 if "3d" in operator.name() else 2
 
 
-@rule(
+@plan_rule(
     aten.max_pool2d_with_indices.default,
     aten.max_pool3d_with_indices.default,
     behaviour=Behaviour(STAYS, f"{HALO}; Partial is reduced first"),
 )
-def max_pool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    input, *window, ceil = _torch.arguments(operator, args, kwargs)
-    specs = check_placed(name_of(operator), (("input", input),))
-    pooling = _pooling(operator, window, ceil)
-    plan = plan_pool(name_of(operator), pooling, False, *specs)
-    if plan.tiling is None:
-        return plan.outside(input), plan.of_indices.outside(input)
-    values, indices = _max_pool(operator, plan, plan.tiling, pooling, move(input, plan.operands[0]))
-    return plan.finish(values), plan.of_indices.finish(indices)
+def max_pool(operator: _torch.Operator, input: Layout, *window: Any) -> Call:
+    pooling = _pooling(operator, window[:-1], window[-1])
+    plan = plan_pool(name_of(operator), pooling, False, input.spec)
+    values, indices = Moved(plan.computed, plan.wanted), Moved(plan.of_indices.computed, plan.of_indices.wanted)
+    return Call(plan.operands, (values, indices), _MaxPool(operator, plan, pooling))
 
 
 def _pooling(operator: _torch.Operator, window: Sequence[int | list[int]], ceil: bool) -> Pooling:
@@ -65,51 +63,71 @@ def _pooling(operator: _torch.Operator, window: Sequence[int | list[int]], ceil:
     return Pooling.of(spatial_of(operator), kernel, stride, padding, dilation, ceil)
 
 
-def _max_pool(
-    operator: _torch.Operator, plan: PoolPlan, tiling: Tiling, pooling: Pooling, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    fetch, shape = tiling.fetch_sources(x), plan.computed.local_shape
-    if not prod(shape):
-        return fetch.tie(x.new_empty(shape)), x.new_empty(shape, dtype=torch.int64)
-    # The operator pads in front, so that a window without any number points at its first index as it does on one
-    # device; behind, padding is a fill that no window prefers to what comes before it.
-    starts, paddings, box = [0] * len(plan.sides), [*plan.padding], []
-    for axis, side in enumerate(plan.sides):
-        if side.sharded:
-            starts[axis] = max(0, side.read.start)
-            paddings[axis] = starts[axis] - side.read.start
-            stop = max(min(side.read.stop, side.source_size), side.read.stop - paddings[axis])
-            box.append(Interval(starts[axis], stop))
-    lowest = -inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    block = fetch.complete().read(tuple(box), fill=lowest)
-    geometry = (pooling.kernel, pooling.stride, paddings, pooling.dilation, pooling.ceil)
-    values, indices = local_max_pool(block, operator, *geometry)
-    for dim in range(plan.first, len(shape)):
-        values, indices = (t.narrow(dim, 0, shape[dim]) for t in (values, indices))
-    return fetch.tie(values), shifted(indices, block.shape[plan.first :], starts, plan.source_sizes)
+class _MaxPool:
+    """Values and flat positions of what this rank's targets read."""
+
+    def __init__(self, operator: _torch.Operator, plan: PoolPlan, pooling: Pooling):
+        # The operator pads in front, so that a window without any number points at its first index as it does on one
+        # device; behind, padding is a fill that no window prefers to what comes before it.
+        self._starts, paddings, box = [0] * len(plan.sides), [*plan.padding], []
+        for axis, side in enumerate(plan.sides):
+            if side.sharded:
+                self._starts[axis] = max(0, side.read.start)
+                paddings[axis] = self._starts[axis] - side.read.start
+                stop = max(min(side.read.stop, side.source_size), side.read.stop - paddings[axis])
+                box.append(Interval(self._starts[axis], stop))
+        self._geometry = pooling.kernel, pooling.stride, paddings, pooling.dilation, pooling.ceil
+        self._operator, self._plan, self._box = operator, plan, tuple(box)
+        self._shape = plan.computed.local_shape
+        ndim = len(self._shape)
+        computes = plan.tiling is not None and 0 not in self._shape
+        self._block = plan.tiling.source_halos.block(self._box, ndim) if computes and plan.tiling is not None else None
+
+    def __call__(self, x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        lowest = -inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+        if self._block is not None:
+            return self._pooled(self._block(x, lowest))
+        assert self._plan.tiling is not None
+        fetch = self._plan.tiling.fetch_sources(x)
+        if 0 in self._shape:
+            return fetch.tie(x.new_empty(self._shape)), x.new_empty(self._shape, dtype=torch.int64)
+        values, indices = self._pooled(fetch.complete().read(self._box, fill=lowest))
+        return fetch.tie(values), indices
+
+    def _pooled(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = local_max_pool(block, self._operator, *self._geometry)
+        first = self._plan.first
+        if values.shape != self._shape:
+            for dim in range(first, len(self._shape)):
+                values, indices = (t.narrow(dim, 0, self._shape[dim]) for t in (values, indices))
+        return values, shifted(indices, block.shape[first:], self._starts, self._plan.source_sizes)
 
 
-@rule(
+@plan_rule(
     aten.max_pool2d_with_indices_backward.default,
     aten.max_pool3d_with_indices_backward.default,
     behaviour=Behaviour(f"{STAYS}, Partial(sum)", GRADIENTS),
 )
-def max_pool_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    gradient, input, *window, ceil, indices = _torch.arguments(operator, args, kwargs)
-    specs = check_placed(name_of(operator), (("grad_output", gradient), ("input", input), ("indices", indices)))
+def max_pool_backward(
+    operator: _torch.Operator, gradient: Layout, input: Layout, *rest: Any
+) -> Call:  # of the input only the shape is used
+    *window, ceil, indices = rest
     pooling = _pooling(operator, window, ceil)
-    plan = plan_pool_backward(name_of(operator), pooling, *specs)
-    if plan.tiling is None:
-        return plan.outside(gradient)
-    gy, at = map(move, (gradient, indices), plan.operands)
-    block = _source_block(plan, gy)
-    if gy.numel():
-        by = [-side.read.start for side in plan.sides]
-        at = shifted(at, plan.source_sizes, by, block.shape[plan.first :])
-        block = operator(gy, block, pooling.kernel, pooling.stride, plan.padding, pooling.dilation, ceil, at)
-    else:
-        block.zero_()
-    return plan.finish(plan.tiling.sum_sources(block))
+    plan = plan_pool_backward(name_of(operator), pooling, gradient.spec, input.spec, indices.spec)
+    by = [-side.read.start for side in plan.sides]
+    geometry = pooling.kernel, pooling.stride, plan.padding, pooling.dilation, ceil
+
+    def run(gy: torch.Tensor, *others: Any) -> torch.Tensor:
+        assert plan.tiling is not None
+        block = _source_block(plan, gy)
+        if gy.numel():
+            at = shifted(others[-1], plan.source_sizes, by, block.shape[plan.first :])
+            block = operator(gy, block, *geometry, at)
+        else:
+            block.zero_()
+        return plan.tiling.sum_sources(block)
+
+    return Call((plan.operands[0], None, plan.operands[1]), Moved(plan.computed, plan.wanted), run)
 
 
 def _source_block(plan: PoolPlan, gy: torch.Tensor) -> torch.Tensor:

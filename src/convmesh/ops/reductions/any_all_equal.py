@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...comm import all_reduce
+from ...sharding.call import Call
 from ...sharding.layout import Layout
+from ...sharding.plan_rule import plan_rule
 from ...sharding.redistribute import check_placed, move, move_beside
 from ...sharding.registry import Behaviour, rule
 from .basic import SMALL, extreme_of
-from .plan import begin
+from .plan import Reduction
 
 EQUAL = Behaviour("all dimensions", "all-reduce of one number; operands of other placements")
 
@@ -44,17 +45,13 @@ def allclose(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     return every.device_mesh.get_coordinate() is None or bool(_torch.local_of(every).item())
 
 
-@rule(
+@plan_rule(
     aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default,
     aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default, behaviour=SMALL,
 )  # fmt: skip
-def quantified(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def quantified(operator: _torch.Operator, input: Layout, dim: Any = None, keepdim: bool = False) -> Call:
     """Any is the greatest of truths, and all is the least."""
-    input, *rest = _torch.arguments(operator, args, kwargs)
-    dim, keepdim = rest or (None, False)
-    name = _torch.name_of(operator)
-    plan, local = begin(name, input, dim, keepdim)
+    plan = Reduction.of(input, dim, keepdim)
+    greatest = "any" in _torch.name_of(operator)
     kind = torch.uint8 if input.dtype == torch.uint8 else torch.bool
-    if local is None:
-        return plan.output.typed(kind).absent(input)
-    return plan.wrap(extreme_of(plan, local != 0, greatest="any" in name), kind)
+    return plan.call(lambda local: extreme_of(plan, local != 0, greatest), kind)

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.registry import rule
-from .basic import TWICE, check_filled, extreme_of, local_extreme
-from .plan import Reduction, begin
+from ...sharding.call import Call
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import plan_rule
+from .basic import TWICE, extreme_of, local_extreme
+from .plan import Reduction
 
 aten = torch.ops.aten
 
 
-@rule(aten.argmax.default, aten.argmin.default, behaviour=TWICE)
-def argument(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, dim, keepdim = _torch.arguments(operator, args, kwargs)
-    name = operator._schema.name.removeprefix("aten::")
-    plan, local = begin(name, input, dim, keepdim)
-    check_filled(name, plan, input)
-    if local is None:
-        return plan.output.typed(torch.int64).absent(input)
-    return plan.wrap(_extreme_and_place(plan, local, name == "argmax")[1], torch.int64)
+@plan_rule(aten.argmax.default, aten.argmin.default, behaviour=TWICE, remembers=True)
+def argument(operator: _torch.Operator, input: Layout, dim: int | None, keepdim: bool) -> Call:
+    plan = Reduction.of(input, dim, keepdim)
+    plan.check_filled()
+    greatest = operator is aten.argmax.default
+    return plan.call(lambda local: _extreme_and_place(plan, local, greatest)[1], torch.int64)
 
 
-@rule(aten.max.dim, aten.min.dim, behaviour=TWICE)
-def extreme_along(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    input, dim, keepdim = _torch.arguments(operator, args, kwargs)
-    name = operator._schema.name.removeprefix("aten::")
-    plan, local = begin(name, input, dim, keepdim)
-    check_filled(name, plan, input)
-    if local is None:
-        return plan.output.absent(input), plan.output.typed(torch.int64).absent(input)
-    value, place = _extreme_and_place(plan, local, name == "max")
-    return plan.wrap(value), plan.wrap(place, torch.int64)
+@plan_rule(aten.max.dim, aten.min.dim, behaviour=TWICE, remembers=True)
+def extreme_along(operator: _torch.Operator, input: Layout, dim: int, keepdim: bool) -> Call:
+    plan = Reduction.of(input, dim, keepdim)
+    plan.check_filled()
+    greatest = operator is aten.max.dim
+    return plan.call(lambda local: _extreme_and_place(plan, local, greatest), input.dtype, torch.int64)
 
 
 def _extreme_and_place(plan: Reduction, local: torch.Tensor, greatest: bool) -> tuple[torch.Tensor, torch.Tensor]:

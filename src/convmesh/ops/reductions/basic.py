@@ -9,10 +9,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.errors import refuse
+from ...sharding.call import Call
+from ...sharding.errors import Unfit
+from ...sharding.layout import Layout
 from ...sharding.partial import is_pending, reduce_once
-from ...sharding.registry import Behaviour, rule
-from .plan import Reduction, begin, wide
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour
+from .plan import Reduction, wide
 
 aten = torch.ops.aten
 
@@ -27,55 +30,62 @@ EXTREME = Behaviour(
 )
 
 
-@rule(aten.mean.default, aten.mean.dim, behaviour=LINEAR)
-def mean(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, *rest = _torch.arguments(operator, args, kwargs)
-    dim, keepdim, dtype = rest if len(rest) == 3 else (None, False, *rest)
-    dtype = dtype or input.dtype
+def dims_and_dtype(how: tuple[Any, ...]) -> tuple[Any, bool, torch.dtype | None]:
+    """dim, keepdim and dtype of operators that take all of them, or a dtype only."""
+    return how if len(how) == 3 else (None, False, *how)
+
+
+def summed_dtype(input: Layout, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of sums and products."""
+    floating = input.dtype.is_floating_point or input.dtype.is_complex
+    return dtype or (input.dtype if floating else torch.int64)
+
+
+@plan_rule(aten.mean.default, aten.mean.dim, behaviour=LINEAR, remembers=True)
+def mean(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
+    dim, keepdim, asked = dims_and_dtype(how)
+    dtype = asked or input.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
-        raise refuse("mean", f"there is no mean of dtype {dtype}", [("input", input)], "give a floating point dtype")
-    plan, local = begin("mean", input, dim, keepdim, ("sum", "avg"))
-    if local is None:
-        return plan.output.typed(dtype).absent(input)
-    if not plan.mesh_dims:
-        return plan.wrap(local.mean(plan.dims, keepdim=True, dtype=dtype), dtype)
-    total = plan.combine(local.sum(plan.dims, keepdim=True, dtype=wide(dtype)))
-    return plan.wrap(total / plan.count, dtype)
+        raise Unfit(f"there is no mean of dtype {dtype}", "give a floating point dtype")
+    plan = Reduction.of(input, dim, keepdim, ("sum", "avg"))
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        if not plan.mesh_dims:
+            return local.mean(plan.dims, keepdim=True, dtype=dtype)
+        return plan.combine(local.sum(plan.dims, keepdim=True, dtype=wide(dtype))) / plan.count
+
+    return plan.call(run, dtype)
 
 
-@rule(aten.sum.default, aten.sum.dim_IntList, behaviour=SUM)
-def total(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@plan_rule(
+    aten.sum.default, aten.sum.dim_IntList, behaviour=SUM, remembers=True, asks=lambda *_: _torch.in_backward()
+)  # fmt: skip
+def total(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
     """Reduced at once: a loss is often printed by one rank alone, which could not reduce it, and is used several times.
     torch would also scatter a Partial result over another dimension than the input's, and gather activations to bring
     the two together again. In backward it is mostly the gradient of a parameter, and these are reduced together."""
-    input, *rest = _torch.arguments(operator, args, kwargs)
-    dim, keepdim, dtype = rest if len(rest) == 3 else (None, False, *rest)
-    floating = input.dtype.is_floating_point or input.dtype.is_complex
-    dtype = dtype or (input.dtype if floating else torch.int64)
-    plan, local = begin("sum", input, dim, keepdim, ("sum", "avg"))
-    if local is None:
-        return plan.output.typed(dtype).absent(input)
-    summed = local.sum(plan.dims, keepdim=True, dtype=wide(dtype) if plan.mesh_dims else dtype)
-    if plan.mesh_dims and _torch.in_backward() and summed.dtype == dtype:
-        return plan.wrap(summed, dtype, pending=True)
-    return plan.wrap(plan.combine(summed), dtype)
+    *given, in_backward = how
+    dim, keepdim, asked = dims_and_dtype(tuple(given))
+    dtype = summed_dtype(input, asked)
+    plan = Reduction.of(input, dim, keepdim, ("sum", "avg"))
+    added_in = wide(dtype) if plan.mesh_dims else dtype
+    later = in_backward and added_in == dtype
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        summed = local.sum(plan.dims, keepdim=True, dtype=added_in)
+        return summed if later else plan.combine(summed)
+
+    return plan.call(run, dtype, output=plan.partial if later else plan.output)
 
 
-@rule(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, behaviour=EXTREME)
-def extreme(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, *rest = _torch.arguments(operator, args, kwargs)
-    dim, keepdim = rest or (None, False)
-    name = operator._schema.name.removeprefix("aten::")
-    plan, local = begin(name, input, dim, keepdim, (name[-3:],))
-    check_filled(name, plan, input)
-    if local is None:
-        return plan.output.absent(input)
-    return plan.wrap(extreme_of(plan, local, greatest=name.endswith("max")))
-
-
-def check_filled(name: str, plan: Reduction, input: DTensor) -> None:
-    if plan.count == 0 and 0 not in plan.output.shape:
-        raise refuse(name, "it would reduce over no values", [("input", input)], "give an input that has values")
+@plan_rule(
+    aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, behaviour=EXTREME, remembers=True
+)  # fmt: skip
+def extreme(operator: _torch.Operator, input: Layout, dim: Any = None, keepdim: bool = False) -> Call:
+    name = _torch.name_of(operator)
+    plan = Reduction.of(input, dim, keepdim, (name[-3:],))
+    plan.check_filled()
+    return plan.call(lambda local: extreme_of(plan, local, greatest=name.endswith("max")), input.dtype)
 
 
 def extreme_of(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch.Tensor:
@@ -104,41 +114,49 @@ def _loser(dtype: torch.dtype, greatest: bool) -> float | int | bool:
     return limits.min if greatest else limits.max
 
 
-@rule(aten.linalg_vector_norm.default, behaviour=SMALL)
-def vector_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, order, dim, keepdim, dtype = _torch.arguments(operator, args, kwargs)
-    if not input.requires_grad and is_pending(input):  # a gradient that is clipped is used again afterwards
+def _summed_gradient(input: Any, *how: Any) -> tuple[Any, ...]:
+    """A Partial gradient that is clipped is used again afterwards: its sum is kept."""
+    if isinstance(input, DTensor) and not input.requires_grad and is_pending(input):
         input = reduce_once([input]).get(id(input), input)
-    plan, local = begin("linalg_vector_norm", input, dim, keepdim)
+    return input, *how
+
+
+@plan_rule(aten.linalg_vector_norm.default, behaviour=SMALL, remembers=True, adapt=_summed_gradient)
+def vector_norm(
+    operator: _torch.Operator, input: Layout, order: float, dim: Any, keepdim: bool, dtype: torch.dtype | None
+) -> Call:
+    plan = Reduction.of(input, dim, keepdim)
     if abs(order) == inf or order < 0:
-        check_filled("linalg_vector_norm", plan, input)
-    result = (dtype or input.dtype).to_real()
-    if local is None:
-        return plan.output.typed(result).absent(input)
-    if not plan.mesh_dims:
-        return plan.wrap(torch.linalg.vector_norm(local, order, plan.dims, True, dtype=dtype), result)
-    if abs(order) == inf:
-        return plan.wrap(extreme_of(plan, local.abs(), greatest=order > 0), result)
-    # Powers of the ranks' norms are added up in float64, in which those of float32 values do not overflow.
-    if not local.numel():  # torch has no negative norm of nothing
-        total = plan.combine(local.abs().double().sum(plan.dims, keepdim=True))
-    else:
-        own = torch.linalg.vector_norm(local, order, plan.dims, True, dtype=wide(dtype or input.dtype)).double()
-        total = plan.combine(own if order == 0 else own**order)
-    return plan.wrap(total if order == 0 else total ** (1 / order), result)
+        plan.check_filled()
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        if not plan.mesh_dims:
+            return aten.linalg_vector_norm.default(local, order, plan.dims, True, dtype=dtype)  # type: ignore[no-any-return]
+        if abs(order) == inf:
+            return extreme_of(plan, local.abs(), greatest=order > 0)
+        # Powers of the ranks' norms are added up in float64, in which those of float32 values do not overflow.
+        if not local.numel():  # torch has no negative norm of nothing
+            total = plan.combine(local.abs().double().sum(plan.dims, keepdim=True))
+        else:
+            own = torch.linalg.vector_norm(local, order, plan.dims, True, dtype=wide(dtype or input.dtype)).double()
+            total = plan.combine(own if order == 0 else own**order)
+        return total if order == 0 else total ** (1 / order)
+
+    return plan.call(run, (dtype or input.dtype).to_real())
 
 
-@rule(aten.logsumexp.default, behaviour=TWICE)
-def logsumexp(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, dim, keepdim = _torch.arguments(operator, args, kwargs)
+@plan_rule(aten.logsumexp.default, behaviour=TWICE, remembers=True)
+def logsumexp(operator: _torch.Operator, input: Layout, dim: Any, keepdim: bool) -> Call:
     dtype = input.dtype if input.dtype.is_floating_point else torch.get_default_dtype()
-    plan, local = begin("logsumexp", input, dim, keepdim)
-    if local is None:
-        return plan.output.typed(dtype).absent(input)
-    local = local.to(wide(dtype))
-    if not plan.mesh_dims:
-        return plan.wrap(torch.logsumexp(local, plan.dims, keepdim=True), dtype)
-    # Where the greatest is infinite it is no shift: the result is that infinity, or NaN, by itself.
-    shift = plan.combine(local_extreme(plan, local, greatest=True), "max")
-    shift = shift.masked_fill(shift.isinf(), 0.0)
-    return plan.wrap(plan.combine((local - shift).exp().sum(plan.dims, keepdim=True)).log() + shift, dtype)
+    plan = Reduction.of(input, dim, keepdim)
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        local = local.to(wide(dtype))
+        if not plan.mesh_dims:
+            return torch.logsumexp(local, plan.dims, keepdim=True)
+        # Where the greatest is infinite it is no shift: the result is that infinity, or NaN, by itself.
+        shift = plan.combine(local_extreme(plan, local, greatest=True), "max")
+        shift = shift.masked_fill(shift.isinf(), 0.0)
+        return plan.combine((local - shift).exp().sum(plan.dims, keepdim=True)).log() + shift
+
+    return plan.call(run, dtype)

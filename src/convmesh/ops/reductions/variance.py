@@ -1,7 +1,8 @@
 """Mean and variance over sharded dimensions.
 
-Each rank has the mean of its own values and their variance about it. Means and variances of all ranks are
-all-gathered and merged on every rank, about the common mean: nothing large is ever subtracted from something large.
+Each rank has the mean of its own values and their variance about it. Few of them are all-gathered, and merged on every
+rank about the common mean: nothing large is ever subtracted from something large. Many are added up over the ranks, so
+that no message is longer than they are, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import _torch
-from ...comm import all_gather_stacked
-from ...sharding.errors import refuse
-from ...sharding.registry import Behaviour, made_of_others, rule
+from ...comm import all_gather_stacked, all_reduce, are_few, rank_line
+from ...sharding.call import Call
+from ...sharding.errors import Unfit
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour, made_of_others
 from .._core.cached_tensors import Numbers
 from .basic import STAYS
-from .plan import Reduction, begin, wide
+from .plan import Reduction, wide
 
 aten = torch.ops.aten
 
-MOMENTS = Behaviour(STAYS, "all-reduce of mean and variance of every rank")
+MOMENTS = Behaviour(STAYS, "all-reduce of mean and variance")
 
 made_of_others(
     *(
@@ -40,7 +44,11 @@ def merge(
 
     `shares` says for every rank which part of the values is its own: a number, or one for every result.
     """
-    parts = all_gather_stacked(torch.stack([mean, var]), mesh, mesh_dims)
+    both = torch.stack([mean, var])
+    if not are_few(both, mesh, mesh_dims):
+        own = shares.on(mean.device, torch.float64)[rank_line(mesh, mesh_dims).rank]
+        return added_up(mean, var, own, mesh, mesh_dims)
+    parts = all_gather_stacked(both, mesh, mesh_dims)
     means, variances = parts[:, 0], parts[:, 1]
     weights = shares.on(mean.device, mean.dtype)
     weights = weights.view(*weights.shape, *[1] * (means.dim() - 1)) if weights.dim() == 1 else weights
@@ -48,8 +56,25 @@ def merge(
     return common, (weights * (variances + (means - common).square())).sum(0)
 
 
+def added_up(
+    mean: torch.Tensor, var: torch.Tensor, share: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of all values from sums over all ranks, to which this one adds its `share`.
+
+    Where means are float32, one sum in float64 is enough: what is lost when the square of the common mean is subtracted
+    is less than what a mean has lost by being float32. Those of float64 are added up first, and then squares about it.
+    """
+    if mean.dtype == torch.float64:
+        common = all_reduce(mean * share, mesh, mesh_dims)
+        return common, all_reduce((var + (mean - common).square()).mul_(share), mesh, mesh_dims)
+    exact = mean.double()
+    sums = torch.stack([exact, exact.square().add_(var)]).mul_(share)
+    common, squares = all_reduce(sums, mesh, mesh_dims)
+    return common.to(mean.dtype), (squares - common.square()).clamp_min_(0).to(mean.dtype)
+
+
 def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance (of the whole population) over a plan's dimensions, which are left with size 1."""
+    """Mean and variance (of a population) over a plan's dimensions, which are left with size 1."""
     if local.numel():
         var, mean = torch.var_mean(local, plan.dims, correction=0, keepdim=True)
     else:
@@ -65,26 +90,25 @@ def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return merge(mean, var, plan.shares, plan.mesh, plan.mesh_dims)
 
 
-@rule(
-    aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction, behaviour=MOMENTS
+@plan_rule(
+    aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction, behaviour=MOMENTS,
+    remembers=True,
 )  # fmt: skip
-def variance(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, dim, correction, keepdim = _torch.arguments(operator, args, kwargs)
-    name = operator._schema.name.removeprefix("aten::")
+def variance(operator: _torch.Operator, input: Layout, dim: Any, correction: float | None, keepdim: bool) -> Call:
+    name = _torch.name_of(operator)
     if not (input.dtype.is_floating_point or input.dtype.is_complex):
-        raise refuse(name, f"there is none of dtype {input.dtype}", [("input", input)], "cast to floating point")
-    plan, local = begin(name, input, dim, keepdim)
-    real = input.dtype.to_real()
-    with_mean = name.endswith("_mean")
-    if local is None:
-        nothing = plan.output.typed(real).absent(input)
-        return (nothing, plan.output.absent(input)) if with_mean else nothing
-    mean, var = moments(plan, local.to(wide(local.dtype)))
-    if not plan.count:
-        mean, var = mean * nan, var * nan
-    correction = 1 if correction is None else correction
-    degrees = max(0.0, plan.count - correction)
-    # As torch has it: with no degrees of freedom left the result is infinite, or NaN where nothing varies.
-    var = var * plan.count / torch.full_like(var, degrees)
-    spread = plan.wrap(var.sqrt() if name.startswith("std") else var, real)
-    return (spread, plan.wrap(mean)) if with_mean else spread
+        raise Unfit(f"there is none of dtype {input.dtype}", "cast to floating point")
+    plan = Reduction.of(input, dim, keepdim)
+    degrees = max(0.0, plan.count - (1 if correction is None else correction))
+
+    def run(local: torch.Tensor) -> Any:
+        mean, var = moments(plan, local.to(wide(local.dtype)))
+        if not plan.count:
+            mean, var = mean * nan, var * nan
+        # As torch has it: with no degrees of freedom left the result is infinite, or NaN where nothing varies.
+        var = var * plan.count / torch.full_like(var, degrees)
+        spread = var.sqrt() if name.startswith("std") else var
+        return (spread, mean) if name.endswith("_mean") else spread
+
+    means = (input.dtype,) if name.endswith("_mean") else ()
+    return plan.call(run, input.dtype.to_real(), *means)

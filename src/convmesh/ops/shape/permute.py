@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Shard
 from ... import _torch
 from ...sharding.layout import Layout, is_plain
 from ...sharding.plan_cache import planned
-from ...sharding.registry import Behaviour, rule
+from ...sharding.registry import Behaviour, rule, tolerant
 from .slice_split import view_of
 
 aten = torch.ops.aten
@@ -37,9 +37,18 @@ NEW: dict[_torch.Operator, _torch.Operator] = {
 @rule(
     aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.detach.default,
     aten.alias.default, aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default,
-    aten._neg_view.default, behaviour=RENAME, knows_strides=True,
+    aten._neg_view.default, behaviour=RENAME, knows_strides=True, tolerates=True,
 )  # fmt: skip
 def rename(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) == 1 and not kwargs and (local := _torch.plain_local_of(args[0])) is not None:  # `detach`, mostly
+        known = plan_rename(operator, _torch.eager_spec_of(args[0]), ())
+        if known is not None and known.present and not local.is_conj():
+            return _torch.as_view(operator, args, kwargs, _torch.wrap(operator(local), known.spec))
+    return _renamed(operator, args, kwargs)
+
+
+@tolerant
+def _renamed(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, *dims = _torch.arguments(operator, args, kwargs)
     given = tuple(dims[0]) if operator is aten.permute.default else tuple(dims)
     output = plan_rename(operator, _torch.spec_of(input), given)
@@ -61,8 +70,8 @@ def plan_rename(operator: _torch.Operator, spec: _torch.Spec, dims: tuple[int, .
         return None
     try:
         with _torch.no_modes():
-            whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-            viewed = operator(whole, dims) if operator is aten.permute.default else operator(whole, *dims)
+            full = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+            viewed = operator(full, dims) if operator is aten.permute.default else operator(full, *dims)
     except (RuntimeError, IndexError):
         return None
     places = _places(operator, len(layout.shape), dims)

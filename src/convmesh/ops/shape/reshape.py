@@ -3,7 +3,8 @@
 A flattened dimension is sharded only where the outermost of its dimensions was. Where another one is sharded, or
 the parts come out differently, the tensor is sharded along another dimension first: an all-to-all. Where
 that is none to go on with, the flattened elements themselves are resharded.
-The gradient goes back to where the tensor was. What torch can do as a view stays one.
+The gradient goes back to where the tensor was, and so do dimensions that were merged once they are split again. What
+torch can do as a view stays one.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
 from ...geometry import merged, where_sharded
+from ...sharding.call import copy_of
 from ...sharding.gradient_placements import Hints, Placements
 from ...sharding.layout import Layout, dense_stride, reduced
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
+from . import merged_dims
 from .flat_reshard import Flow, flow_of
-from .view_copies import copy_of
 
 aten = torch.ops.aten
 
@@ -45,7 +47,7 @@ class ViewPlan:
     flow: Flow | None = None  # how the elements change their owner between the two shapes
 
 
-def whole_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+def full_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
     """With the one -1 worked out; torch itself complains where it cannot be."""
     known = prod(size for size in wanted if size != -1)
     return tuple(prod(shape) // max(1, known) if size == -1 else size for size in wanted)
@@ -142,7 +144,7 @@ def _choices(placement: Placement, layout: Layout) -> list[Placement]:
 
 
 @planned
-def plan_whole_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
+def plan_local_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
     """Where a view lies of a tensor that no rank has a part of only; None where torch's DTensor knows, or complains."""
     layout = Layout.of(spec)
     if any(isinstance(p, Shard) or _strange(p) for p in layout.placements) or not layout.present:
@@ -152,7 +154,7 @@ def plan_whole_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
 
 @planned
 def plan_parts_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
-    """Where a tensor lies of which every rank reshapes its own part; None where the whole cannot be viewed so."""
+    """Where a tensor lies of which every rank reshapes its own part; None where the full tensor cannot be viewed so."""
     layout = Layout.of(spec)
     placements = viewed(layout.placements, layout, shape) if _torch.plain_order(spec) else None
     return None if placements is None else _view_of_all(layout, placements, shape)
@@ -176,15 +178,19 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if sum(map(_torch.has_symbols, map(_torch.known, input.shape))) > 1:
         _torch.settle(input)  # torch does not trace products of several symbols
     before = tuple(map(_torch.known, input.shape))
-    shape = whole_shape(before, tuple(map(_torch.known, wanted)))
+    shape = full_shape(before, tuple(map(_torch.known, wanted)))
     if not prod(before) and not prod(shape):
         return _without_elements(_torch.spec_of(input), _torch.local_of(input), shape)
     if not any(type(p) is Shard for p in input.placements) or any(_strange(p) for p in input.placements):
-        whole = plan_whole_view(_torch.spec_of(input), shape)
-        if whole is None:
+        output = plan_local_view(_torch.spec_of(input), shape)
+        if output is None:
             return _torch.stock(operator, args, kwargs)
-        return _as_it_is(operator, args, kwargs, whole)
+        return _as_it_is(operator, args, kwargs, output)
     back = _came_from.recall((input.device_mesh, before, shape, input.placements))
+    if len(shape) < len(before):
+        merged_dims.remember(_torch.spec_of(input), shape)
+    elif back is None and len(shape) > len(before) and prod(shape) == prod(before):
+        back = merged_dims.recall(_torch.spec_of(input), shape)
     plan = plan_view(_torch.spec_of(input), shape, back)
     if plan is None:
         output = plan_parts_view(_torch.spec_of(input), shape)
@@ -212,7 +218,7 @@ def _travels(input: DTensor, target: Layout) -> bool:
 
 
 def _as_it_is(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Layout) -> Any:
-    """A view of every rank's own part; a copy where the part lies in memory otherwise than the whole is said to.
+    """A view of every rank's own part; a copy where the part lies in memory otherwise than the full tensor is said to.
 
     A part that was gathered or computed from tensors that had to be moved may do so. Only some ranks may have one, and
     if these alone were to complain the others would wait for them.
@@ -228,8 +234,8 @@ def _as_it_is(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
 def _copy(result: DTensor, input: DTensor) -> DTensor:
     shape, before = tuple(result.shape), tuple(input.shape)
     return copy_of(
-        result, input, lambda whole: aten.view.default(whole, shape),
-        lambda whole, part: aten.view.default(part, before),
+        result, input, lambda full: aten.view.default(full, shape),
+        lambda full, part: aten.view.default(part, before),
     )  # fmt: skip
 
 

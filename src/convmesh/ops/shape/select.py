@@ -7,7 +7,7 @@ what a sum cannot carry (bools, the sign of zero).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ...sharding.layout import Layout, dense_stride, reduced
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
-from .slice_split import index_of, sharded, view_of, without
+from .slice_split import index_of, sharded, view_of
 
 aten = torch.ops.aten
 
@@ -44,27 +44,26 @@ def plan_select(spec: _torch.Spec, dim: int, index: int) -> SelectPlan:
     if not -size <= index < size:
         raise refuse("select", f"dimension {dim} has no index {index}", (("input", layout),), "give one that it has")
     source = layout.without_partial("sum")
-    whole = tuple(Replicate() if isinstance(p, Shard) and p.dim == dim else p for p in source.placements)
     mesh_dims = tuple(m for m in source.sharded_dims.get(dim, ()) if source.mesh.size(m) > 1)
     here = source.mesh.get_coordinate() is not None
     schedule = None
     if here and mesh_dims:
         schedule = broadcast_from_owner(rank_line(source.mesh, mesh_dims), size, index % size)
     own = source.own(dim) if here else Interval(0, 0)
-    return SelectPlan(source, without(source.placed(whole), dim), schedule, own, here)
+    return SelectPlan(source, source.without((dim,)), schedule, own, here)
 
 
 @planned
-def plan_whole_select(spec: _torch.Spec, dim: int, index: int) -> Layout | None:
+def plan_local_select(spec: _torch.Spec, dim: int, index: int) -> Layout | None:
     """Where an index of a dimension lies that is not sharded; None where only torch's DTensor knows, or complains."""
     layout = Layout.of(spec)
     plain = _torch.plain_order(spec) and layout.mesh.get_coordinate() is not None
     if not plain or not layout.shape or not -layout.shape[dim] <= index < layout.shape[dim]:
         return None
-    return without(layout, dim, (*layout.stride[:dim], *layout.stride[dim + 1 :]))
+    return replace(layout.without((dim,)), stride=(*layout.stride[:dim], *layout.stride[dim + 1 :]))
 
 
-_cut_before = Hints()
+_sharded_before = Hints()
 
 
 @rule(aten.select.int, behaviour=Behaviour("all other dimensions", "the one index, from its owner to all"))
@@ -72,11 +71,11 @@ def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     input, dim, index = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
     if not sharded(input, dim):
-        output = plan_whole_select(_torch.spec_of(input), dim, int(index))
+        output = plan_local_select(_torch.spec_of(input), dim, int(index))
         return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
     check_placed("select", (("input", input),))
     plan = plan_select(_torch.spec_of(input), dim, int(index))
-    _cut_before.remember((input.device_mesh, tuple(input.shape), dim), input.placements)
+    _sharded_before.remember((input.device_mesh, tuple(input.shape), dim), input.placements)
     if not plan.here:
         return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
     x = move(input, plan.source)
@@ -97,7 +96,7 @@ def plan_select_backward(
     if gradient.shape != (*shape[:dim], *shape[dim + 1 :]) or not -shape[dim] <= index < shape[dim]:
         raise refuse("select_backward", f"not the gradient of an index of a tensor of shape {shape}",
                      (("grad_output", gradient),), "give a gradient of the selected shape")  # fmt: skip
-    # A Partial of the whole tensor would be whole on every rank: the one index is added up instead.
+    # A Partial would have the size of the full tensor on every rank: the one index is reduced instead.
     was_sharded = [before is not None and at == Shard(dim) for at in before or gradient.placements]
     source = tuple(
         Replicate() if sharded and isinstance(p, Partial) else reduced(p, "sum")
@@ -127,7 +126,7 @@ def select_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: di
     check_placed("select_backward", (("grad_output", gradient),))
     shape = tuple(map(_torch.known, sizes))
     dim, index = dim % len(shape), int(index)
-    before = _cut_before.recall((gradient.device_mesh, shape, dim))
+    before = _sharded_before.recall((gradient.device_mesh, shape, dim))
     source, result = plan_select_backward(_torch.spec_of(gradient), shape, dim, index, before)
     local = move(gradient, source)
     if source.mesh.get_coordinate() is None:

@@ -1,7 +1,7 @@
 """Parts of a dimension on DTensors: slice, split, select, and putting such parts back.
 
-Where the dimension is whole on every rank, all of these stay torch's own views. Along a dimension that is sharded they
-make new tensors, which lie in the layout of their own size; what is written into them is put back.
+Along a dimension that is not sharded all of these stay torch's own views. Along one that is sharded they make new
+tensors, which have the layout of their own size; what is written into them is put back.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
 from ...geometry import index_map
+from ...sharding.call import copy_of
 from ...sharding.errors import refuse
-from ...sharding.layout import Layout, dense_stride, reduced
+from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
 from .._core.index_copy_plan import Maps, copy
-from .view_copies import copy_of
 
 aten = torch.ops.aten
 
 SLICE = Behaviour("all dimensions, Partial sums", "what changes its owner along the sliced dimension")
 
 
-# These come whole in inference mode only; DTensor would narrow every rank's own part.
+# These reach DTensor in inference mode only; DTensor would narrow every rank's own part.
 made_of_others(
     aten.narrow.default, aten.narrow.Tensor, aten.chunk.default, aten.tensor_split.sections, aten.tensor_split.indices,
     aten.split.sizes, aten.hsplit.int, aten.vsplit.int, aten.dsplit.int,
@@ -39,7 +38,7 @@ SLICE_BACKWARD = Behaviour("all dimensions, Partial sums", "what changes its own
 
 
 def sharded(tensor: DTensor, dim: int) -> bool:
-    """Whether a mesh dimension cuts the dimension, be it of one rank only."""
+    """Whether a mesh dimension shards the dimension, be it of one rank only."""
     return any(getattr(placement, "dim", None) == dim for placement in tensor.placements)
 
 
@@ -67,7 +66,7 @@ def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     start, stop = None if start is None else _torch.known(start), None if stop is None else _torch.known(stop)
     dim %= max(1, input.dim())
     if not sharded(input, dim):
-        output = plan_whole_slice(_torch.spec_of(input), dim, start, stop, step)
+        output = plan_local_slice(_torch.spec_of(input), dim, start, stop, step)
         return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
     size = _torch.known(input.shape[dim])
     if step == 1 and bounds(size, start, stop, 1) == (size, 0):
@@ -76,7 +75,7 @@ def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @planned
-def plan_whole_slice(spec: _torch.Spec, dim: int, start: int | None, stop: int | None, step: int) -> Layout | None:
+def plan_local_slice(spec: _torch.Spec, dim: int, start: int | None, stop: int | None, step: int) -> Layout | None:
     """Where a slice of a dimension lies that is not sharded; None where only torch's DTensor knows, or complains."""
     layout = Layout.of(spec)
     if not _torch.plain_order(spec) or not layout.present or not layout.shape or step < 1:
@@ -102,8 +101,8 @@ def part(input: DTensor, dim: int, start: int | None, stop: int | None, step: in
 
     result = copy("slice", input, slice_maps, (dim, start, stop, step), stock)
     return copy_of(
-        result, input, lambda whole: part(whole, dim, start, stop, step),
-        lambda whole, part: aten.slice_scatter.default(whole, part, dim, start, stop, step),
+        result, input, lambda full: part(full, dim, start, stop, step),
+        lambda full, part: aten.slice_scatter.default(full, part, dim, start, stop, step),
     )  # fmt: skip
 
 
@@ -144,19 +143,19 @@ def split(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _part_sizes(input: DTensor, sizes: int | Sequence[int], dim: int) -> list[int]:
-    whole = int(input.shape[dim])
+    total = int(input.shape[dim])
     if isinstance(sizes, Sequence):
-        if sum(sizes) != whole or min(sizes, default=0) < 0:
-            raise refuse("split", f"parts of {list(sizes)} do not make up {whole}", (("input", input),), "make them")
+        if sum(sizes) != total or min(sizes, default=0) < 0:
+            raise refuse("split", f"parts of {list(sizes)} do not make up {total}", (("input", input),), "make them")
         return [int(size) for size in sizes]
-    if sizes < 0 or (sizes == 0 and whole):
-        raise refuse("split", f"parts of {sizes} do not make up {whole}", (("input", input),), "give a positive size")
-    return [min(sizes, whole - start) for start in range(0, whole, sizes)] if whole else [0]
+    if sizes < 0 or (sizes == 0 and total):
+        raise refuse("split", f"parts of {sizes} do not make up {total}", (("input", input),), "give a positive size")
+    return [min(sizes, total - start) for start in range(0, total, sizes)] if total else [0]
 
 
 @rule(aten.unbind.int, behaviour=Behaviour("all other dimensions", "all-to-all: another dimension is sharded"))
 def unbind(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All of a dimension's indices at once are the whole tensor, so another dimension is sharded instead."""
+    """All of a dimension's indices at once are the full tensor, so another dimension is sharded instead."""
     input, dim = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
     if not sharded(input, dim):
@@ -177,35 +176,13 @@ def _own(one: torch.Tensor) -> torch.Tensor:
 def index_of(input: DTensor, dim: int, index: int, one: DTensor) -> DTensor:
     """`one`, a copy of an index of `input`."""
     return copy_of(
-        one, input, lambda whole: aten.select.int(whole, dim, index),
-        lambda whole, part: aten.select_scatter.default(whole, part, dim, index),
+        one, input, lambda full: aten.select.int(full, dim, index),
+        lambda full, part: aten.select_scatter.default(full, part, dim, index),
     )  # fmt: skip
 
 
 @planned
 def plan_unbind(spec: _torch.Spec, dim: int) -> tuple[Layout, Layout]:
     """Where the input has to be, and where each of the results lies."""
-    layout = Layout.of(spec)
-    target = layout.placed(recut(layout, dim))
-    return target, without(target, dim)
-
-
-def recut(layout: Layout, dim: int) -> tuple[Placement, ...]:
-    """Placements that do not shard `dim`: the mesh dimensions that did shard another one, the largest that is whole."""
-    placements = [reduced(placement, "sum") for placement in layout.placements]
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Shard) and placement.dim == dim:
-            taken = {other.dim for other in placements if isinstance(other, Shard)}
-            free = [d for d in range(len(layout.shape)) if d not in taken and layout.shape[d] > 1]
-            placements[mesh_dim] = Shard(max(free, key=lambda d: layout.shape[d])) if free else Replicate()
-    return tuple(placements)
-
-
-def without(layout: Layout, dim: int, stride: tuple[int, ...] | None = None) -> Layout:
-    """The layout of one index of a dimension that is not sharded; in new memory, if no strides are given."""
-    placements = tuple(
-        Shard(p.dim - 1) if isinstance(p, Shard) and p.dim > dim else p for p in layout.placements
-    )  # fmt: skip
-    shape = (*layout.shape[:dim], *layout.shape[dim + 1 :])
-    stride = dense_stride(shape, torch.contiguous_format) if stride is None else stride
-    return Layout(layout.mesh, placements, shape, stride, layout.dtype)
+    target = Layout.of(spec).without_partial("sum").sharded_elsewhere(dim)
+    return target, target.without((dim,))

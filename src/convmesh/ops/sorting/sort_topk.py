@@ -51,7 +51,7 @@ class OrderPlan:
     alone: bool  # the dimension is sharded, and there is no other of more than one index
 
     @property
-    def keeps_cut(self) -> bool:
+    def stays_sharded(self) -> bool:
         """Nothing that is sharded is replicated for the order."""
         pairs = zip(self.given.placements, self.source.placements, strict=True)
         return all(isinstance(after, Shard) for before, after in pairs if isinstance(before, Shard))
@@ -92,7 +92,7 @@ def begin_order(operator: _torch.Operator, values: tuple[Any, ...]) -> OrderPlan
     return plan
 
 
-def run_whole(operator: _torch.Operator, values: tuple[Any, ...], plan: OrderPlan) -> Any:
+def run_unsharded(operator: _torch.Operator, values: tuple[Any, ...], plan: OrderPlan) -> Any:
     local = move(values[0], plan.source)
     if not plan.source.present:
         local = local.new_empty(plan.source.shape)  # for the shapes of the results
@@ -109,7 +109,7 @@ def ordered(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     plan = begin_order(operator, values)
     if operator is aten.kthvalue.default and plan.alone and not _torch.tracing():
         return _kth(*values)
-    return run_whole(operator, values, plan)
+    return run_unsharded(operator, values, plan)
 
 
 def _kth(input: DTensor, k: int, dim: int, keepdim: bool) -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ def sort(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     values = _torch.arguments(operator, args, kwargs)
     plan = begin_order(operator, values)
     if not plan.alone:
-        return run_whole(operator, values, plan)
+        return run_unsharded(operator, values, plan)
     if _torch.tracing():
         raise refuse("sort", "how many values go where is not known in compiled code", (("input", values[0]),),
                      "call it outside of torch.compile, or redistribute the input to Replicate()")  # fmt: skip
@@ -152,8 +152,8 @@ def topk(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if k > (plan.given.shape[plan.dim] if plan.given.shape else 1) or k < 0:
         raise refuse("topk", f"{k} of a dimension of {plan.given.shape}", (("input", values[0]),), "ask for fewer")
     few = 2 * k * prod(plan.given.mesh.size(m) for m in mesh_dims) <= plan.given.shape[plan.dim] if mesh_dims else False
-    if not mesh_dims or not plan.given.present or (not few and plan.keeps_cut):
-        return run_whole(operator, values, plan)
+    if not mesh_dims or not plan.given.present or (not few and plan.stays_sharded):
+        return run_unsharded(operator, values, plan)
     dim, local = plan.dim, move(values[0], plan.given)
     counts = [min(k, size) for size, ranks in plan.given.shards(dim).runs for _ in range(ranks)]
     own = plan.given.own(dim)
@@ -166,5 +166,5 @@ def topk(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         everyone = all_gather_stacked(room, plan.given.mesh, mesh_dims)
         candidates.append(torch.cat([r.narrow(dim, 0, n) for r, n in zip(everyone, counts, strict=True)], dim))
     chosen, at = aten.topk.default(candidates[0], k, dim, largest, ordering)
-    whole = OrderPlan(plan.given, plan.given.replicated(mesh_dims), dim, False)
-    return whole.wrap(chosen), whole.wrap(candidates[1].gather(dim, at))
+    merged = OrderPlan(plan.given, plan.given.replicated(mesh_dims), dim, False)
+    return merged.wrap(chosen), merged.wrap(candidates[1].gather(dim, at))

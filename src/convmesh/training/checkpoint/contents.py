@@ -104,7 +104,8 @@ def _set_module(module: nn.Module, loaded: Mapping[str, Any], undo: Undo) -> Non
     own: Mapping[str, Any] = get_model_state_dict(module)
     tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
     others = {key: value for key, value in own.items() if key not in tensors}
-    undo.append(_call(set_model_state_dict, module, others, options=StateDictOptions(strict=False)))
+    if others:  # nothing to load would be taken for a file that the first rank has
+        undo.append(_call(set_model_state_dict, module, others, options=StateDictOptions(strict=False)))
     undo.extend(_call(copy_local, value, local_of(value).to("cpu", copy=True)) for value in tensors.values())
     set_model_state_dict(module, dict(loaded))
 

@@ -52,6 +52,11 @@ class File:
             raise damaged(path, "has another header than was written: its checksum is wrong")
 
 
+def is_known(dtype: torch.dtype) -> bool:
+    """Whether safetensors has a word for it."""
+    return str(dtype).removeprefix("torch.") in _DTYPES
+
+
 def damaged(path: Path, how: str) -> CheckpointError:
     return CheckpointError(f"checkpoint: {path} {how}\n  remedy: bring the file back, or load an earlier step")
 

@@ -3,19 +3,16 @@
 An operating system hands out fresh memory at the first touch, page by page, and for a result of many megabytes that
 can take longer than computing it: 50 of 68 ms were seen for the 150 MB of 16 gradients of a 512 -> 512 layer. The C
 library gives large blocks back as soon as they are freed, so that every step of a training pays anew. Here they are
-made of pages of 2 MB, where Linux has them, and a bounded amount of them is kept when their tensors are gone. Where the
-C library was told to keep what is freed, it is left to it.
+made of pages of 2 MB, where Linux has them, and a bounded amount of them is kept when their tensors are gone.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -26,30 +23,21 @@ LARGE = 2**20
 # How much unused memory is kept at most, and how much larger than asked for a block may be.
 KEPT, ROOMY = 256 * 2**20, 1.25
 BLOCK = 2 * 2**20
-# glibc keeps no freed block that is larger, unless it is told to.
-GIVEN_BACK = 33 * 2**20
+# Systems other than Linux have no such pages, or take them by themselves.
+HAS_LARGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 
 
-class _Heap(ctypes.Structure):
-    """What glibc tells about itself: `struct mallinfo2`."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "parts", "small", "mapped", *"abcdef")]
+# What glibc learns to keep at most.
+MOST_KEPT = 32 * 2**20 - 2**14
 
 
-@lru_cache(maxsize=1)
-def returns_large_blocks() -> bool:
-    """Whether the C library gives a large block back as soon as it is freed: whether it maps one of its own for it."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # another system than Linux
-        return False
-    heap = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if heap is None:
-        return False
-    heap.restype = _Heap
-    before = heap().mapped
-    block = torch.empty(GIVEN_BACK, dtype=torch.uint8, device="cpu")
-    after = heap().mapped
-    del block
-    return bool(after > before)
+def teach_c_library() -> None:
+    """Have the C library keep blocks of up to 32 MB that are freed, as it does in any process that has freed one.
+
+    Until then it maps memory of its own for each block and gives it back at once: results of torch's operators would be
+    fresh memory, page by page, at every call, since the large blocks that it learns from are on the shelf.
+    """
+    torch.empty(MOST_KEPT, dtype=torch.uint8, device="cpu")
 
 
 class Shelf:
@@ -107,16 +95,12 @@ shelf = Shelf()
 def new_empty(like: Tensor, shape: Sequence[int]) -> Tensor:
     """`like.new_empty(shape)`; where that is large, in memory that is quick to touch."""
     # A traced tensor has neither sizes that one may ask for nor memory.
-    if type(like) not in (Tensor, torch.nn.Parameter) or like.device.type != "cpu" or not returns_large_blocks():
+    if type(like) not in (Tensor, torch.nn.Parameter) or not like.is_cpu or not HAS_LARGE_PAGES:
         return like.new_empty(shape)
     count = prod(shape)
     if count * like.element_size() < LARGE:
         return like.new_empty(shape)
     return torch.frombuffer(shelf.take(count * like.element_size()), dtype=like.dtype, count=count).view(*shape)
-
-
-def new_zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
-    return new_empty(like, shape).zero_()
 
 
 def contiguous(tensor: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""Calls that are left to torch: the same answers, by its own rule, and only as long as nobody asks for another."""
+"""Calls like one before: found by one look-up, with the same answers, and only as long as nobody asks for another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from convmesh import batching, kernels
-from convmesh.batching import choice, cost, shortcut
+from convmesh.batching import choice, rules
 from tests.batching.oracle import assert_same, loop_and_stack
 
 # torch's own, at the first jvp of a process
@@ -24,41 +23,38 @@ def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return (torch.conv2d(x, w) * y).sum()
 
 
-@pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nor anything compiled: with that, less is left to torch."""
-    monkeypatch.setattr(kernels, "available", lambda: False)
+@pytest.fixture(params=[True, False], ids=["kernels", "torch"], autouse=True)
+def _nothing_known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With kernels of our own, and left to torch."""
+    if not request.param:
+        monkeypatch.setattr(kernels, "available", lambda: False)
     choice.forget()
     yield
     choice.forget()
 
 
-@pytest.fixture
-def _no_prices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without them everything is left to torch."""
-    monkeypatch.setattr(cost, "price_table", lru_cache(lambda: cost.PriceTable("an empty table", {})))
-
-
-def left_to_torch() -> int:
-    return len(shortcut._left_to_torch)
-
-
-@pytest.mark.usefixtures("_no_prices")
-def test_a_call_like_the_one_before_goes_straight_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_like_the_one_before_is_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
     mapped = vmap(grad(loss, (0, 1)))
     first = mapped(W, X, Y)
-    assert left_to_torch() == 2
-    monkeypatch.setattr("convmesh.batching.rules.choose", lambda *_: pytest.fail("chose once more"))
+    assert len(rules._known) == 2
+    for name in ("choose", "forward_task", "backward_tasks", "nature_of"):
+        monkeypatch.setattr(rules, name, lambda *_: pytest.fail("looked into once more"))
     assert_same(mapped(W, X, Y), first)
     assert_same(first, loop_and_stack(grad(loss, (0, 1)), (0, 0, 0), W, X, Y))
 
 
-@pytest.mark.usefixtures("_no_prices")
+def test_the_same_call_gives_the_same_bits() -> None:
+    mapped = vmap(grad(loss, (0, 1)))
+    first = mapped(W, X, Y)
+    for _ in range(3):
+        assert all(torch.equal(*pair) for pair in zip(mapped(W, X, Y), first, strict=True))
+
+
 def test_what_lies_otherwise_is_another_call() -> None:
     forward = vmap(torch.conv2d)
-    forward(X, W)
-    forward(X.transpose(0, 1).contiguous().transpose(0, 1), W)
-    vmap(torch.conv2d, (1, 0))(X.movedim(0, 1), W)
+    want = forward(X, W)
+    assert_same(forward(X.transpose(0, 1).contiguous().transpose(0, 1), W), want)
+    assert_same(vmap(torch.conv2d, (1, 0))(X.movedim(0, 1), W), want)
     forward(X.float(), W.float())
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
@@ -66,14 +62,14 @@ def test_what_lies_otherwise_is_another_call() -> None:
         forward(X, W)
     finally:
         torch.set_num_threads(threads)
-    assert left_to_torch() == 5
+    assert len(rules._known) == 5
 
 
-@pytest.mark.usefixtures("_no_prices")
 def test_those_who_force_or_ask_are_heard() -> None:
     forward = vmap(torch.conv2d)
     forward(X, W)
-    assert [each.algorithm.name for each in batching.explain(forward, X, W)] == ["fold-groups"]
+    usual = "direct" if kernels.available() else "fold-groups"
+    assert [each.algorithm.name for each in batching.explain(forward, X, W)] == [usual]
     with batching.force("loop"):
         assert [each.algorithm.name for each in batching.explain(forward, X, W)] == ["loop"]
 
@@ -88,9 +84,16 @@ def test_derivatives_are_not_passed_over() -> None:
     assert_same(gradient, loop_and_stack(grad(lambda x, w: torch.conv2d(x, w).sum()), (0, 0), X, W))
 
 
-@pytest.mark.usefixtures("_no_prices")
+def test_negated_views_are_not_taken_for_what_memory_holds() -> None:
+    forward = vmap(torch.conv2d)
+    known = forward(X, W)
+    negated = torch.complex(torch.zeros_like(X), -X).conj().imag
+    assert negated.is_neg()
+    assert_same(forward(negated, W), known)
+
+
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shortcut, "LONGEST", 2)
+    monkeypatch.setattr(rules, "LONGEST", 2)
     for size in range(5, 9):
         vmap(torch.conv2d)(torch.randn(3, 2, 4, size, size).double(), W)
-        assert 0 < left_to_torch() <= 2
+        assert 0 < len(rules._known) <= 2

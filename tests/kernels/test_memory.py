@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from convmesh import batching
-from convmesh.batching import memory
+from convmesh.kernels import memory
 
 LARGE = (memory.LARGE // 4 + 5,)
 LIKE = torch.ones(1)
@@ -83,8 +83,8 @@ def test_tensors_are_what_torch_would_make(
     large_pages: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not large_pages:
-        monkeypatch.setattr(memory, "returns_large_blocks", lambda: False)
-    zeros = memory.new_zeros(torch.ones(1, dtype=dtype), (3, *LARGE))
+        monkeypatch.setattr(memory, "HAS_LARGE_PAGES", False)
+    zeros = memory.new_empty(torch.ones(1, dtype=dtype), (3, *LARGE)).zero_()
     assert (zeros.dtype, zeros.shape, zeros.is_contiguous(), type(zeros)) == (dtype, (3, *LARGE), True, Tensor)
     assert not zeros.any()
     turned = torch.randn(LARGE[0], 3).t()
@@ -93,11 +93,21 @@ def test_tensors_are_what_torch_would_make(
     assert memory.contiguous(zeros) is zeros
 
 
-def test_it_is_known_whether_large_blocks_are_given_back() -> None:
-    """In a process of its own, because the C library cannot be told to do as before."""
-    code = (
-        "from benchmarks.measure import keep_memory; from convmesh.batching.memory import returns_large_blocks as ask\n"
-        "before = ask(); keep_memory(); ask.cache_clear(); print(before, ask())"
-    )
+def test_the_c_library_keeps_what_is_freed() -> None:
+    """In a process of its own: another one has freed large blocks before."""
+    code = """
+import ctypes, torch, convmesh
+class Heap(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "parts", "small", "mapped", *"abcdef")]
+heap = ctypes.CDLL(None).mallinfo2
+heap.restype = Heap
+def mapped():
+    before = heap().mapped
+    block = torch.empty(16 * 2**20, dtype=torch.uint8)
+    return heap().mapped > before
+before = mapped()
+convmesh.enable()
+print(before, mapped())
+"""
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("True False\n", "")

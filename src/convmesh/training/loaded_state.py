@@ -1,0 +1,80 @@
+"""Plain state that is loaded into a distributed model or its optimizer, from a file that the first rank has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from .. import _torch
+from .checkpoint.values import dtype_called, dtype_name
+from .random_state import of_first_rank
+
+
+def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Plain tensors that are about to be loaded become what the module has, with the first rank's values.
+
+    Only the first rank has to have them: a rank that gives an empty dict gets the first one's. What others have and the
+    first one does not is left out, so that all ranks find the same keys missing, unexpected or of another shape.
+    """
+    found = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    own = {prefix + name: tensor for name, tensor in found}
+    placed = {key: tensor for key, tensor in own.items() if isinstance(tensor, DTensor)}
+    given = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+    plain = [key for key, value in given.items() if _is_plain(value) and (key in placed or key not in own)]
+    if not placed or (given and not plain):  # DTensors are loaded by each rank for itself
+        return
+    mesh = max((tensor.device_mesh for tensor in placed.values()), key=lambda mesh: mesh.size())
+    for key in _as_on_first_rank(state_dict, plain, prefix, mesh):
+        if key in placed and state_dict[key].shape == placed[key].shape:
+            value, like = state_dict[key], placed[key]
+            if like.device_mesh != mesh and mesh.get_coordinate() is not None:  # buffers beside FSDP's parameters
+                value = of_first_rank(value, mesh)
+            state_dict[key] = distributed_like(value, like)
+
+
+def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Plain state beside DTensors, such as another optimizer's that was loaded, becomes what the parameters are.
+
+    Not single numbers: a count of steps is plain in every optimizer.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(parameter, DTensor) and _is_plain(value) and value.dim():
+                state[name] = distributed_like(value, parameter)
+
+
+def distributed_like(tensor: torch.Tensor, like: DTensor) -> DTensor:
+    """On its device and mesh, sharded like it if it has the same shape, with the first rank's values."""
+    mesh = like.device_mesh
+    placements = like.placements if tensor.shape == like.shape else [Replicate()] * mesh.ndim
+    return distribute_tensor(tensor.detach().to(like.device), mesh, placements)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+
+
+def _as_on_first_rank(state: dict[str, Any], plain: Iterable[str], prefix: str, mesh: DeviceMesh) -> list[str]:
+    """Let this rank have a tensor wherever the first one has one, of that shape and dtype; their keys, in its order."""
+    if mesh.get_coordinate() is None or not _torch.has_values(mesh):
+        return list(plain)
+    mine = [(key.removeprefix(prefix), list(state[key].shape), dtype_name(state[key].dtype)) for key in plain]
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    length = of_first_rank(torch.tensor([len(text)]), mesh)
+    letters = text.new_zeros(int(length))
+    letters[: len(text)] = text[: len(letters)]
+    first = [(prefix + key, tuple(shape), dtype_called(dtype))
+             for key, shape, dtype in json.loads(bytes(of_first_rank(letters, mesh).tolist()))]  # fmt: skip
+    for key in set(plain) - {key for key, _, _ in first}:
+        del state[key]
+    for key, shape, dtype in first:
+        value: Any = state.get(key)
+        if not _is_plain(value) or tuple(value.shape) != shape or value.dtype != dtype:
+            state[key] = torch.empty(shape, dtype=dtype)
+    return [key for key, _, _ in first]
