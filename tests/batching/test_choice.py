@@ -81,7 +81,7 @@ def _nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         (task(nature=Nature.TRACED), "fold-groups"),
         (task(nature=Nature.OPAQUE), "fold-groups"),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_the_list(of: Task, name: str) -> None:
     decision = choice.choose(of)
