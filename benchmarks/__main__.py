@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import attention, batching, convolution, dry_runs, host, large_meshes, operators, privacy, training
+from benchmarks import attention, batching, convolution, dry_runs, host, large_meshes, operators, privacy, training, vae
 from tests.harness import Pool
 
 SUITES = {
@@ -19,6 +19,7 @@ SUITES = {
     "dry_runs": dry_runs.run,
     "host": host.run,
     "attention": attention.run,
+    "vae": vae.run,
 }
 
 
