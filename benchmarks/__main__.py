@@ -6,16 +6,33 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import batching, convolution, host, large_meshes, operators, training
+from benchmarks import (
+    attention,
+    batching,
+    compiled,
+    convolution,
+    dry_runs,
+    host,
+    large_meshes,
+    operators,
+    plan,
+    privacy,
+    training,
+)
 from tests.harness import Pool
 
 SUITES = {
     "convolution": convolution.run,
     "operators": operators.run,
     "batching": batching.run,
+    "privacy": privacy.run,
     "training": training.run,
     "large_meshes": large_meshes.run,
+    "dry_runs": dry_runs.run,
     "host": host.run,
+    "plan": plan.run,
+    "attention": attention.run,
+    "compiled": compiled.run,
 }
 
 

@@ -477,7 +477,7 @@ SHARED = {
         "registry._switches registry._undo registry._library registration._library view_writeback.watching_reads "
         "view_writeback._stop_watching view_writeback._noting",
     "not used by simulated ranks: their group compares, and compiled code is not theirs":
-        "agreement._timeout agreement._undo tracing._tag order._last order._exchanges",
+        "agreement._timeout agreement._undo tracing._tag order._last order._exchanges order._zeros",
 }  # fmt: skip
 
 

@@ -171,13 +171,15 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::PrivateUse1
   c10::Device getDevice() const override { return DEVICE; }
   c10::Stream getStream(c10::Device) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, DEVICE); }
   c10::Stream exchangeStream(c10::Stream) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, DEVICE); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { events.add("synchronize"); }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // A GPU's kernels take a number of the host's as an argument where they compute element by element.
 bool takes_numbers_of_host(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> more = {
-      "aten::fill_", "aten::masked_fill_", "aten::index_put_", "aten::_index_put_impl_", "aten::where"};
+      "aten::fill_", "aten::masked_fill_", "aten::index_put_", "aten::_index_put_impl_", "aten::where",
+      "aten::floor_divide"};
   return op.hasTag(at::Tag::pointwise) || more.count(op.schema().name());
 }
 

@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock
 from torch.utils import cpp_extension
 
-from convmesh.kernels import compiler
+from convmesh.kernels import batch_norm_fused, compiler
 from convmesh.user_cache import cache_directory, make_private, trusted
 
 NAME = "acc"
@@ -33,6 +33,7 @@ def install() -> None:
     from tests.accelerator import sync_norm  # whose kernels are for this device
 
     sync_norm.register()
+    batch_norm_fused.register(NAME)
 
 
 def host_alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -92,6 +92,11 @@ class Group(SimulatedGroup):
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
         return BACKEND
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Objects travel on the device, too."""
+        return [torch.device(DEVICE)]
+
     def _meet(self, call: Call) -> Any:
         takes = _flat(call.takes)
         gives = _flat(call.gives)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -199,6 +200,11 @@ def refuse_on_ranks(mesh: DeviceMesh) -> None:
         output = ghost(convmesh.shard(torch.randn(2, 2, 4, 4), mesh, h=2))
         with pytest.raises(convmesh.ShardingError, match="Scaled gradients of a rank's own part"):
             output.sum().backward()
+
+
+def test_the_example_of_the_loss() -> None:
+    (test,) = doctest.DocTestFinder(recurse=False).find(PerSampleLoss, "", globs={"torch": torch, "nn": nn})
+    assert doctest.DocTestRunner().run(test) == (0, 3)
 
 
 def train_on_ranks(mesh: DeviceMesh, kind: type[nn.Module]) -> None:

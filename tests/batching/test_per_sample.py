@@ -216,7 +216,7 @@ def test_what_a_layer_read_must_not_be_overwritten() -> None:
             x.add_(1)
             return (y + x).flatten(1)
 
-    with pytest.raises(RuntimeError, match="in-place"):
+    with pytest.raises(RuntimeError, match="overwritten in place"):
         batching.per_sample_norms(Overwriting().double(), F.cross_entropy, images(), torch.randint(0, 10, (B,)))
 
 

@@ -29,7 +29,7 @@ def terms(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> torch
 def reduce(mesh: DeviceMesh, case: tuple[str, tuple[int, ...], torch.dtype]) -> None:
     op, shape, dtype = case
     every = terms(mesh, shape, dtype)
-    expected = {"sum": every.sum, "max": every.amax, "min": every.amin}[op](0)
+    expected = every.sum(0, dtype=dtype) if op == "sum" else {"max": every.amax, "min": every.amin}[op](0)
     dims = tuple(range(mesh.ndim))
     own = every[mesh.get_rank()] if mesh.ndim == 1 else every[mesh.mesh.flatten().tolist().index(mesh.get_rank())]
     before = own.clone()
@@ -37,19 +37,20 @@ def reduce(mesh: DeviceMesh, case: tuple[str, tuple[int, ...], torch.dtype]) -> 
     assert torch.equal(own.nan_to_num(), before.nan_to_num()), "what was given is left as it was"
 
 
-def stack(mesh: DeviceMesh, shape: tuple[int, ...]) -> None:
-    every = terms(mesh, shape, torch.int64)
+def stack(mesh: DeviceMesh, case: tuple[tuple[int, ...], torch.dtype]) -> None:
+    every = terms(mesh, *case)
     own = every[mesh.mesh.flatten().tolist().index(mesh.get_rank())]
     assert torch.equal(all_gather_stacked(own, mesh, tuple(range(mesh.ndim))), every)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_all_ranks_have_the_sum_and_the_extremes_of_all(pool: Pool, mesh: tuple[int, ...]) -> None:
-    types = (torch.float64, torch.float32, torch.int64)
+    types = (torch.float64, torch.float32, torch.int64, torch.int16)
     cases = [(op, s, t) for op in ("sum", "max", "min") for s in (FEW, MANY) for t in types]
     pool.run_cases(reduce, cases + [("sum", s, torch.complex128) for s in (FEW, MANY)], mesh=mesh)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_what_each_has_stands_in_the_order_of_ranks(pool: Pool, mesh: tuple[int, ...]) -> None:
-    pool.run_cases(stack, [FEW, MANY, (0, 3), (1,)], mesh=mesh)
+    shapes, types = [FEW, MANY, (0, 3), (1,)], (torch.int64, torch.int16, torch.bool, torch.complex64)
+    pool.run_cases(stack, [(shape, dtype) for shape in shapes for dtype in types], mesh=mesh)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from socket import socket
 
 import pytest
 
@@ -44,3 +45,25 @@ def test_a_wrong_operator_is_found(tmp_path: Path) -> None:
     found = [line for line in (tmp_path / "report.txt").read_text().splitlines() if line.startswith("wrong")]
     assert {line.split()[1] for line in found} == {"avg_pool", "lp_pool"}, "which are made of it"
     assert "Something is wrong" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.long("new processes compare every family in two dtypes, and train")
+def test_on_an_accelerator(tmp_path: Path) -> None:
+    """Each rank is a host by itself, with one device."""
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
+        environment = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.selftest.on_accelerator", str(tmp_path)]
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks.append(subprocess.Popen(command, env=environment, **output))  # type: ignore[call-overload]
+    said = [rank.communicate(timeout=600)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    text = (tmp_path / "report.txt").read_text()
+    assert "2 ranks on 2 hosts, acc, accl" in text
+    assert "wrong" not in text
+    figures = json.loads((tmp_path / "device.json").read_text())
+    assert (figures["node_ranks"], figures["memory"]) == (1, 2**30)

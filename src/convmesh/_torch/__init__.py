@@ -21,6 +21,7 @@ from .dispatch import as_view as as_view
 from .dispatch import attach_hooks as attach_hooks
 from .dispatch import gradient_hooks as gradient_hooks
 from .dispatch import handlers as handlers
+from .dispatch import has_kernel as has_kernel
 from .dispatch import has_strategy as has_strategy
 from .dispatch import in_backward as in_backward
 from .dispatch import keeps_communication as keeps_communication
@@ -34,9 +35,11 @@ from .fake import on_one_device as on_one_device
 from .fake import suggested_format as suggested_format
 from .gloo_threads import keep_listeners_from_interrupting as keep_listeners_from_interrupting
 from .gloo_threads import listeners as listeners
+from .gloo_threads import workers_rest_before_exit as workers_rest_before_exit
 from .groups import group_called as group_called
 from .groups import inherit_timeout as inherit_timeout
 from .groups import inside_ddp as inside_ddp
+from .groups import is_fake as is_fake
 from .groups import is_gloo as is_gloo
 from .groups import messages_between as messages_between
 from .groups import store as store
@@ -75,11 +78,13 @@ from .operators import takes_tensors as takes_tensors
 from .operators import values_alone as values_alone
 from .operators import view_operators as view_operators
 from .operators import writing_operators as writing_operators
+from .order import after_the_last as after_the_last
 from .planning import DEVICE as DEVICE
+from .planning import SilentStore as SilentStore
+from .planning import fsdp_without_values as fsdp_without_values
 from .planning import has_values as has_values
 from .planning import running_node as running_node
 from .planning import silent_group as silent_group
-from .planning import silent_store as silent_store
 from .symbols import has_symbols as has_symbols
 from .symbols import known as known
 from .symbols import meta_tensors as meta_tensors

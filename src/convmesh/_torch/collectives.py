@@ -18,7 +18,12 @@ from .tracing import tracing
 
 # The operators themselves, where nothing is traced: what torch wraps around them takes longer than a small message.
 _operators = torch.ops._c10d_functional
+# Dtypes that every backend sends as they are. Others, which some have no name for, travel as bytes.
+SENT = frozenset({
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+})  # fmt: skip
 ALL_TO_ALL: Operator = _operators.all_to_all_single.default
+MOVING = (ALL_TO_ALL, _operators.all_gather_into_tensor.default)
 _WAIT: Operator = _operators.wait_tensor.default
 
 
@@ -61,6 +66,12 @@ def _pairs(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj())
 
 
+def _as_bytes(send: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Send what a backend may have no name for: [*] as [* bytes]."""
+    arriving = send(tensor.contiguous().unsqueeze(-1).view(torch.uint8))
+    return arriving.view(tensor.dtype).squeeze(-1)
+
+
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """The result of a collective, once it is there. What a compiler traces is awaited where it starts."""
     result: torch.Tensor = tensor if tracing() else _WAIT(tensor)
@@ -96,6 +107,8 @@ def intercept_collectives(
             first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
             if first.is_meta:
                 return operator.redispatch(keys & beyond, *args, **kwargs)
+            if operator in MOVING and first.dtype not in SENT:
+                return _as_bytes(lambda data: operator(data, *args[1:], **kwargs), first)
             if operator is ALL_TO_ALL and is_fake(group_called(args[-1])):
                 # torch's fake group sends nothing, leaves the result as memory happens to be, and is never done.
                 return around(operator, args, lambda: first.new_zeros((sum(args[1]), *first.shape[1:])))

@@ -154,3 +154,9 @@ def replicates_implicitly() -> bool:
 
 def replicate_implicitly(on: bool) -> None:
     DTensor._op_dispatcher._allow_implicit_replication = on
+
+
+def has_kernel(name: str, device: str) -> bool:
+    """Whether an operator has a kernel of its own for a type of device."""
+    key = torch._C._dispatch_key_for_device(device)
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -50,8 +51,10 @@ def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
     assert world is not None, "a group is part of an initialised world"
     wanted, found = timeout_of(world, device_type), timeout_of(group, device_type)
     if found in (default_pg_timeout, default_pg_nccl_timeout) and found != wanted:
-        # Newer releases of torch have a public function for it, and warn of the private one.
-        getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(wanted, group)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of backends other than gloo and NCCL, which keep their own
+            # Newer releases of torch have a public function for it, and warn of the private one.
+            getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(wanted, group)
 
 
 def messages_between(ranks: tuple[int, ...], purpose: str, timeout: timedelta) -> Any:

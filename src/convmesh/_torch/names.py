@@ -98,6 +98,8 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._C, "_get_dispatch_mode"),
     (torch._C._TorchDispatchModeKey, "PROXY"),
     (torch._C, "_dispatch_get_all_op_names"),
+    (torch._C, "_dispatch_key_for_device"),
+    (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
     (torch.utils._device, "DeviceContext"),
     (torch.overrides, "_get_current_function_mode_stack"),
     (torch._C._functorch, "maybe_current_level"),

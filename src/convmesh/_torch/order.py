@@ -14,11 +14,12 @@ import torch
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .tracing import tie
+from .tracing import never, tie, tracing
 
 # The tracer of the graph, and the result of the last communication in it: the token that orders them.
 _last: tuple[Any, torch.Tensor] | None = None
 _exchanges = 0  # of all graphs
+_zeros: dict[torch.dtype, torch.Tensor] = {}  # of that result, by type
 
 
 def in_order(
@@ -36,6 +37,7 @@ def in_order(
     with _in_its_pass():
         result = communicate(tensor)
     _last = None if tracer is None else (tracer, result)
+    _zeros.clear()
     return result
 
 
@@ -55,8 +57,15 @@ def exchanges() -> int:
 
 
 def after_the_last(tensor: torch.Tensor) -> torch.Tensor:
-    """Made to depend on the last communication."""
-    return tensor if _last is None else tie(tensor, tokens=[_last[1].reshape(-1)[:1]])
+    """Made to depend on the last communication, while a graph is traced."""
+    if _last is None or not tracing():
+        return tensor
+    zero = _zeros.get(tensor.dtype)
+    if zero is None:  # several depend on it, and a graph of a network has hundreds of these
+        result = _last[1]
+        token = (result if result.dim() == 1 else result.reshape(-1))[:1]
+        zero = _zeros[tensor.dtype] = never(token, tensor.dtype)
+    return tie(tensor, zeros=[zero])
 
 
 @contextmanager

@@ -137,17 +137,29 @@ def keep_whole(operator: Operator, made_of: Handler | None = None) -> Callable[[
     return undo
 
 
-def tie(result: torch.Tensor, *operands: torch.Tensor, tokens: Sequence[torch.Tensor | None] = ()) -> torch.Tensor:
+def tie(result: torch.Tensor, *operands: torch.Tensor, zeros: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """Make the compiler believe that `result` depends on its operands and on exchanges, on every rank.
 
     It drops or moves a collective of which a rank uses nothing, and then the other ranks wait for the wrong one.
-    A token is a number that came with an exchange.
+    `zeros` are in the type of the result, and came of an exchange (`never`).
     """
     if not tracing():
         return result
-    never = [operand.reshape(-1)[:0].any() for operand in operands if operand is not result]
-    never += [((token == token) & (token != token)).any() for token in tokens if token is not None]
-    if not never:
+    found = [*zeros, *(_of_nothing(operand, result.dtype) for operand in operands if operand is not result)]
+    if not found:
         return result
-    false = reduce(torch.logical_or, never)
-    return result | false if result.dtype == torch.bool else result + false.to(result.dtype)
+    join = torch.logical_or if result.dtype == torch.bool else torch.add
+    return join(result, reduce(join, found))
+
+
+def _of_nothing(operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zero, as a sum of none of an operand's numbers."""
+    none = operand[:0] if operand.dim() else operand.reshape(1)[:0]
+    if dtype == torch.bool or operand.is_complex():
+        return none.any().to(dtype)
+    return none.sum(dtype=dtype)
+
+
+def never(token: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zero, of a number that came with an exchange, of which a compiler cannot know that."""
+    return ((token == token) & (token != token)).any().to(dtype)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 # Their forward keeps no output for backward, so that a tap may sit right behind it.
 LAYERS = (_ConvNd, nn.Linear, nn.Embedding, nn.GroupNorm, nn.LayerNorm, _InstanceNorm, _BatchNorm)
 
+Use = tuple[nn.Module, str, Tensor, Tensor]  # layer, the parameter's name in it, what it read, gradient of the output
+
 
 @dataclass
 class Call:
@@ -26,52 +28,38 @@ class Call:
 
     layer: nn.Module
     read: Tensor
+    version: int
     grad: Tensor | None = None
-
-
-class Use(NamedTuple):
-    """A parameter's part in one call of a layer."""
-
-    layer: nn.Module
-    name: str  # in the layer
-    read: Tensor
-    grad: Tensor
-
-
-@dataclass(frozen=True)
-class Run:
-    """A forward and a backward pass: the loss of each sample, and all uses of each parameter that got a gradient."""
-
-    losses: Tensor
-    uses: dict[str, list[Use]]
 
 
 def run_by_layer(
     model: nn.Module, trainable: Mapping[str, Tensor], losses: Callable[[], Tensor], batch: int, keep_graph: bool
-) -> Run | None:
-    """Call `losses`, [B], which calls the model with the tensors of `trainable` in the place of its parameters.
+) -> tuple[Tensor, dict[str, list[Use]]] | None:
+    """The losses of the samples, [B], and all uses of each parameter that got a gradient from their sum.
 
-    None if anything but a layer that we know may use a parameter.
+    `losses` calls the model with the tensors of `trainable` in the place of its parameters. None if anything but a
+    layer that we know may use one of them, or a layer does not read the samples along dimension 0.
     """
     names = {id(value): name for name, value in model.named_parameters() if value.requires_grad}
     held = {layer: dict(layer.named_parameters(recurse=False)) for layer in model.modules()}
     owners = [layer for layer, own in held.items() if any(id(value) in names for value in own.values())]
-    if not all(is_known(layer) for layer in owners):
+    if not all(_is_known(layer) for layer in owners):
         return None
-    watch = _Watch(trainable.values())
-    calls: list[Call] = []
-    by_sample = _record(owners, watch, losses, calls, keep_graph)
-    if by_sample is None or any(not _reads_samples(call, batch) for call in calls):
+    watch = _Watch({id(value) for value in trainable.values()})
+    by_sample, calls = _record(owners, watch, losses, keep_graph)
+    if watch.escaped or any(_is_unbatched(call) or call.read.shape[:1] != (batch,) for call in calls):
         return None
     uses: dict[str, list[Use]] = {name: [] for name in trainable}
     for call in calls:
+        if call.read._version != call.version:
+            raise RuntimeError(f"what {call.layer} had read was overwritten in place, and its gradient cannot be told")
         for own, value in held[call.layer].items():
             if call.grad is not None and id(value) in names:
-                uses[names[id(value)]].append(Use(call.layer, own, call.read, call.grad))
-    return Run(by_sample, uses)
+                uses[names[id(value)]].append((call.layer, own, call.read, call.grad))
+    return by_sample, uses
 
 
-def is_known(layer: nn.Module) -> bool:
+def _is_known(layer: nn.Module) -> bool:
     """Classes derived from torch's own, and parametrized layers, may compute with another weight than they hold; some
     embeddings rescale theirs while reading."""
     if not isinstance(layer, LAYERS) or not type(layer).__module__.startswith("torch.nn.modules."):
@@ -83,10 +71,8 @@ def is_known(layer: nn.Module) -> bool:
     return not hasattr(layer, "parametrizations") and not sharded
 
 
-def _reads_samples(call: Call, batch: int) -> bool:
-    """Whether it read a batch: a convolution also takes one image, and a model may have put dimensions together."""
-    unbatched = isinstance(call.layer, _ConvNd) and call.read.ndim < call.layer.weight.ndim
-    return not unbatched and call.read.ndim > 0 and call.read.shape[0] == batch
+def _is_unbatched(call: Call) -> bool:
+    return isinstance(call.layer, _ConvNd) and call.read.ndim < call.layer.weight.ndim
 
 
 class _Tap(torch.autograd.Function):
@@ -107,25 +93,26 @@ class _Tap(torch.autograd.Function):
 class _Watch(TorchFunctionMode):
     """Notes whether a parameter is read outside of a layer's forward (`F.linear(x, self.embedding.weight)`)."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, watched: set[int]) -> None:
         super().__init__()
-        self.watched = {id(each) for each in parameters}
+        self.watched = watched
         self.in_layer = self.escaped = False
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if not self.in_layer and any(id(each) in self.watched for each in tree_leaves((args, kwargs))):
+        is_use = not self.in_layer and function is not Tensor.requires_grad_
+        if is_use and any(id(each) in self.watched for each in tree_leaves((args, kwargs))):
             self.escaped |= any(isinstance(each, Tensor) for each in tree_leaves(result))  # a shape is no escape
         return result
 
 
 def _record(
-    layers: list[nn.Module], watch: _Watch, losses: Callable[[], Tensor], calls: list[Call], keep_graph: bool
-) -> Tensor | None:
-    """The losses, and in `calls` those of the layers in order; None where a parameter was used beside them, too."""
-    versions: list[tuple[Tensor, int]] = []
+    layers: Sequence[nn.Module], watch: _Watch, losses: Callable[[], Tensor], keep_graph: bool
+) -> tuple[Tensor, list[Call]]:
+    """The losses, and the calls of the layers in their order."""
+    calls: list[Call] = []
     anchor = torch.zeros((), requires_grad=True)
 
     def before(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -133,10 +120,8 @@ def _record(
 
     def tap(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], written: Tensor) -> Tensor:
         watch.in_layer = False
-        read = args[0] if args else kwargs["input"]
-        versions.append((read, read._version))
-        # As autocast casts; a tensor of its own, so that no graph is kept by it.
-        calls.append(Call(layer, read.detach() if isinstance(layer, nn.Embedding) else read.detach().to(written.dtype)))
+        read = (args[0] if args else kwargs["input"]).detach()
+        calls.append(Call(layer, read, read._version))
         tapped: Tensor = _Tap.apply(written, anchor, calls[-1])
         return tapped
 
@@ -151,6 +136,4 @@ def _record(
     finally:
         for hook in hooks:
             hook.remove()
-    if any(read._version != version for read, version in versions):
-        raise RuntimeError("what a layer had read was modified by an in-place operation, so its gradient is lost")
-    return None if watch.escaped else by_sample
+    return by_sample, calls

@@ -20,6 +20,7 @@ Norm = nn.GroupNorm | nn.LayerNorm | _InstanceNorm | _BatchNorm
 
 def gradients_of(layer: nn.Module, name: str, read: Tensor, grad: Tensor) -> Tensor:
     """[B ...] of a parameter of this one layer."""
+    read = read if isinstance(layer, nn.Embedding) else read.to(grad.dtype)  # as autocast did
     if name == "bias":
         return _sum_to_parameter(layer, grad)
     if isinstance(layer, Norm):

@@ -38,10 +38,10 @@ def squared_norms_of(uses: Sequence[Use]) -> Tensor:
 
     def of_sum(*operands: Tensor) -> Tensor:
         pairs = zip(uses, operands[::2], operands[1::2], strict=True)
-        return squares_of(sum_of([gradients_of(use.layer, use.name, *pair) for use, *pair in pairs]))
+        return squares_of(sum_of([gradients_of(layer, name, *pair) for (layer, name, *_), *pair in pairs]))
 
-    size = uses[0].layer.get_parameter(uses[0].name).numel()
-    return _in_parts(of_sum, size, *(each for use in uses for each in (use.read, use.grad)))
+    (layer, name, *_), *_ = uses
+    return _in_parts(of_sum, layer.get_parameter(name).numel(), *(each for use in uses for each in use[2:]))
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -52,6 +52,7 @@ def squared_norms(layer: nn.Module, name: str, read: Tensor, grad: Tensor) -> Te
     """[B]: of the gradient that each sample gives a parameter of this one call of a layer."""
     if len(read) == 0:
         return grad.new_zeros(0)
+    read = read if isinstance(layer, nn.Embedding) else read.to(grad.dtype)  # as autocast did
     if isinstance(read, DTensor) and isinstance(grad, DTensor):
         return _of_sharded(layer, name, _settled(read), _settled(grad))
     if name == "weight" and isinstance(layer, nn.Embedding):

@@ -34,8 +34,6 @@ def norms_of_layer(
 ) -> dict[nn.Parameter, Tensor]:
     """[B] for each trainable parameter of the layer."""
     read = activations[0].tensor if isinstance(activations[0], _Kept) else activations[0]
-    if not isinstance(layer, nn.Embedding):
-        read = read.to(backprops.dtype)
     named = layer.named_parameters(recurse=False)
     return {each: squared_norms(layer, name, read, backprops).sqrt() for name, each in named if each.requires_grad}
 

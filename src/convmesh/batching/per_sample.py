@@ -18,22 +18,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.utils._pytree import tree_map_only
 
-from .layer_calls import Run, run_by_layer
+from . import samples
+from .layer_calls import Use, run_by_layer
 from .layer_gradients import gradients_of
 from .layer_norms import WORKSPACE, squared_norms_of, squares_of, sum_of
 from .machines import agreed_on
-from .samples import (
-    UnmappableError,
-    batch_size,
-    check_samples_are_independent,
-    local_parts,
-    losses_of,
-    mapped,
-    one_by_one,
-    parameters_of,
-    single_number,
-    tensors_of,
-)
+from .samples import UnmappableError, batch_size
 from .spread import Spread
 
 Loss = Callable[..., Tensor]
@@ -106,7 +96,7 @@ def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Any) -> Tensor:
     """
     step = _Step.of(model, loss_fn, batch)
     with step.choosing_alike():
-        norms = step.norms(step.run(step.trainable))
+        norms = step.norms(step.by_layer(step.trainable))
     return norms if step.own_samples is None else step.own_samples.by_sample(norms)
 
 
@@ -160,12 +150,12 @@ class _Step:
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: Loss, batch: tuple[Any, ...]) -> _Step:
-        check_samples_are_independent(model)
+        samples.check_independent(model)
         batch_size(batch)
-        trainable, fixed = parameters_of(model)
-        spread = Spread.of(tensors_of(batch))
+        trainable, fixed = samples.parameters_of(model)
+        spread = Spread.of(samples.tensors_of(batch))
         if spread is not None and spread.samples_are_local:
-            trainable, fixed, batch = spread.own(trainable), spread.own(fixed), local_parts(batch)
+            trainable, fixed, batch = spread.own(trainable), spread.own(fixed), samples.local_parts(batch)
         elif spread is not None:
             trainable = {name: spread.everywhere(value) for name, value in trainable.items()}
             fixed = {name: spread.everywhere(value) for name, value in fixed.items()}
@@ -180,19 +170,23 @@ class _Step:
         """Ranks that have the same samples get the same bits."""
         return nullcontext() if self.spread is None else agreed_on(self.spread.mesh, self.spread.placements)
 
-    def _output(self, trainable: Tensors, inputs: Any) -> Any:
+    def output(self, trainable: Tensors, inputs: Any) -> Any:
         kwargs = inputs if isinstance(inputs, dict) else {}
         args = inputs if isinstance(inputs, tuple) else () if kwargs else (inputs,)
         return functional_call(self.model, {**trainable, **self.fixed}, args, kwargs)
 
-    def _losses(self, trainable: Tensors) -> Tensor:
+    def losses(self, trainable: Tensors) -> Tensor:
         """[B]"""
-        return losses_of(self.loss_fn, self._output(trainable, self.batch[0]), *self.batch[1:])
+        return samples.losses_of(self.loss_fn, self.output(trainable, self.batch[0]), *self.batch[1:])
 
-    def _parts(self, at_once: int) -> Iterator[_Step]:
+    def by_layer(self, trainable: Tensors, keep_graph: bool = False) -> tuple[Tensor, dict[str, list[Use]]] | None:
+        size = batch_size(self.batch)
+        return run_by_layer(self.model, trainable, partial(self.losses, trainable), size, keep_graph) if size else None
+
+    def parts(self, at_once: int) -> Iterator[_Step]:
         for start in range(0, batch_size(self.batch), at_once):
-            own = slice(start, start + at_once)
-            yield replace(self, batch=tree_map_only(Tensor, itemgetter(own), self.batch))
+            own = itemgetter(slice(start, start + at_once))
+            yield replace(self, batch=tree_map_only(Tensor, own, self.batch))
 
     def gradients(self, chunk_size: int | None, randomness: str) -> Tensors:
         size = batch_size(self.batch)
@@ -201,53 +195,47 @@ class _Step:
         # torch's own rules for losses and norms under vmap write in place, which no DTensor can.
         if self.spread is None or self.own_samples is not None:
             with suppress(UnmappableError):
-                return self._mapped_gradients(mapped, chunk_size=chunk_size, randomness=randomness)
-        parts = [each._gradients_by_layer() for each in self._parts(chunk_size or size)]
+                return self.gradients_by(samples.mapped, chunk_size=chunk_size, randomness=randomness)
+        parts = [each.gradients_by_layer() for each in self.parts(chunk_size or size)]
         return {name: torch.cat([part[name] for part in parts]) for name in self.trainable}
 
-    def _gradients_by_layer(self) -> Tensors:
-        run = self.run(self.trainable)
-        if run is None:
-            return self._mapped_gradients(one_by_one)
-        found = {name: [gradients_of(*use) for use in uses] for name, uses in run.uses.items()}
-        shapes = {name: (batch_size(self.batch), *value.shape) for name, value in self.trainable.items()}
-        return {
-            name: sum_of(each) if each else self.trainable[name].new_zeros(shapes[name]) for name, each in found.items()
-        }
-
-    def run(self, trainable: Tensors, keep_graph: bool = False) -> Run | None:
-        if batch_size(self.batch) == 0:
-            return None
-        return run_by_layer(self.model, trainable, lambda: self._losses(trainable), batch_size(self.batch), keep_graph)
-
-    def _mapped_gradients(self, how: Callable[..., Any], **options: Any) -> Tensors:
-        def sample_loss(parameters: Tensors, *sample: Any) -> Tensor:
+    def gradients_by(self, way: Callable[..., Any], **options: Any) -> Tensors:
+        def loss(parameters: Tensors, *sample: Any) -> Tensor:
             inputs, *others = tree_map_only(Tensor, lambda each: each.unsqueeze(0), sample)
-            return single_number(self.loss_fn(self._output(parameters, inputs), *others))
+            return samples.single_number(self.loss_fn(self.output(parameters, inputs), *others))
 
-        gradients: Tensors = how(partial(grad(sample_loss), self.trainable), *self.batch, **options)
+        gradients: Tensors = way(partial(grad(loss), self.trainable), *self.batch, **options)
         return gradients
 
-    def norms(self, run: Run | None) -> Tensor:
+    def gradients_by_layer(self) -> Tensors:
+        run = self.by_layer(self.trainable)
+        if run is None:
+            return self.gradients_by(samples.one_by_one)
+        size, found = batch_size(self.batch), {}
+        for name, value in self.trainable.items():
+            each = [gradients_of(*use) for use in run[1][name]]
+            found[name] = sum_of(each) if each else value.new_zeros(size, *value.shape)
+        return found
+
+    def norms(self, run: tuple[Tensor, dict[str, list[Use]]] | None) -> Tensor:
         """[B]"""
-        if batch_size(self.batch) == 0:
-            return next(iter(self.trainable.values())).new_zeros(0)
         if run is not None:
-            squares = [squared_norms_of(each) for each in run.uses.values() if each]
-            return sum_of(squares).sqrt() if squares else run.losses.detach() * 0
+            squares = [squared_norms_of(uses) for uses in run[1].values() if uses]
+            return sum_of(squares).sqrt() if squares else run[0].detach() * 0
         at_once = max(1, WORKSPACE // sum(value.nbytes for value in self.trainable.values()))
-        parts = [part.gradients(None, "error").values() for part in self._parts(at_once)]
-        return torch.cat([sum_of([squares_of(each) for each in part]) for part in parts]).sqrt()
+        parts = [part.gradients(None, "error").values() for part in self.parts(at_once)]
+        norms = [sum_of([squares_of(each) for each in part]).sqrt() for part in parts]
+        return torch.cat(norms) if norms else next(iter(self.trainable.values())).new_zeros(0)
 
     def clipped(self, max_norm: float) -> Tensors:
         """Of one forward pass: another one might drop out something else."""
         if batch_size(self.batch) == 0:
             return {name: torch.zeros_like(value) for name, value in self.trainable.items()}
         leaves = {name: value.detach().requires_grad_() for name, value in self.trainable.items()}
-        run = self.run(leaves, keep_graph=True)
+        run = self.by_layer(leaves, keep_graph=True)
         norms = self.norms(run)
         scales = (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
         with torch.enable_grad():
-            scaled = ((self._losses(leaves) if run is None else run.losses) * scales).sum()
+            scaled = ((self.losses(leaves) if run is None else run[0]) * scales).sum()
         gradients = torch.autograd.grad(scaled, list(leaves.values()), materialize_grads=True)
         return dict(zip(leaves, gradients, strict=True))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from .spread import Spread, settled
 
 
-def check_samples_are_independent(model: nn.Module) -> None:
+def check_independent(model: nn.Module) -> None:
     """Refuse layers through which one sample's output depends on the others."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
@@ -94,9 +94,6 @@ def _over_tensors(function: Callable[..., Any], batch: tuple[Any, ...]) -> tuple
 
 def losses_of(loss_fn: Callable[..., Tensor], output: Any, *others: Any) -> Tensor:
     """[B], each from a batch of one."""
-    if batch_size((output, others)) == 0:
-        first = tensors_of(output)[0]
-        return first.sum(list(range(1, first.ndim)))
 
     def one(*sample: Any) -> Tensor:
         return single_number(loss_fn(*tree_map_only(Tensor, lambda each: each.unsqueeze(0), sample)))
@@ -107,7 +104,7 @@ def losses_of(loss_fn: Callable[..., Tensor], output: Any, *others: Any) -> Tens
     is_own = spread is not None and spread.samples_are_local
     batch = local_parts((output, *others)) if is_own else (output, *others)
     try:
-        losses: Tensor = mapped(one, *batch)
+        losses: Tensor = mapped(one, *batch) if batch_size(batch) else tensors_of(batch)[0].reshape(0, 1).sum(1)
     except UnmappableError:
         losses = one_by_one(one, *batch)
     if spread is None or not is_own:

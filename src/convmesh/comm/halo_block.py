@@ -16,7 +16,8 @@ import torch
 from .. import _torch
 from ..geometry import Box, Interval
 from ..strides import memory_format
-from .exchange import joined
+from .blocks import Held
+from .exchange import joined, start
 from .schedule import Schedule, Shaped
 from .wire import Wire
 
@@ -41,8 +42,11 @@ class Prepared(NamedTuple):
 class HaloStep:
     """From what a rank owns of one dimension to what it needs; along all others the tensor stays as it is."""
 
-    def __init__(self, schedule: Schedule, dims: tuple[int, ...], axis: int, owned: Interval, needed: Interval):
+    def __init__(self, schedule: Schedule, dims: tuple[int, ...], axis: int, box: Box, needed: Interval):
+        """`box` is what the tensor has of all sharded dimensions."""
+        owned = box[axis]
         own = owned & needed
+        self._box = box
         self._schedule, self._dims, self._axis, self._dim = schedule, dims, axis, dims[axis]
         self._kept = None if own == owned else (own.start - owned.start, own.size)
         self._needed, self._own = needed, own
@@ -62,6 +66,8 @@ class HaloStep:
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
         if self._schedule.silent:
             return local if self._kept is None else local.narrow(self._dim, *self._kept)
+        if type(local) is not torch.Tensor:
+            return self._traced(local)
         found = self._prepared.get(local.shape)
         if found is None:
             found = self._prepared[local.shape] = self._prepare(local.shape)
@@ -78,6 +84,16 @@ class HaloStep:
             found.shape, dtype=local.dtype, device=local.device, memory_format=memory_format(local)
         )  # fmt: skip
         return torch.cat(parts, self._dim, out=block)
+
+    def _traced(self, local: torch.Tensor) -> torch.Tensor:
+        """The same for a compiler, which orders exchanges by tokens that `start` sends."""
+        (blocks,) = start(self._schedule, [Held.own(local, self._dims, self._box)]).finish()
+        own = local if self._kept is None else local.narrow(self._dim, *self._kept)
+        if not blocks:
+            return own
+        sides = sorted([(self._own.start, own), *((block.box[self._axis].start, block.data) for block in blocks)],
+                       key=lambda side: side[0])  # fmt: skip
+        return torch.cat([data for _, data in sides], self._dim).contiguous(memory_format=memory_format(local))
 
     def _prepare(self, shape: torch.Size) -> Prepared:
         wire = self._schedule.wire((Shaped(self._dims, shape),), 0)
@@ -108,7 +124,8 @@ class HaloBlock:
         if any(side & Interval(0, size) != inside for side, size, inside in zip(box, sizes, needed, strict=True)):
             return None
         steps = tuple(
-            HaloStep(schedule, dims, axis, owned[axis], needed[axis]) for axis, schedule in enumerate(schedules)
+            HaloStep(schedule, dims, axis, (*needed[:axis], *owned[axis:]), needed[axis])
+            for axis, schedule in enumerate(schedules)
         )
         padding = [0] * (2 * ndim)
         for dim, side, inside in zip(dims, box, needed, strict=True):

@@ -6,7 +6,7 @@ Only what is left of a tensor after a local reduction comes here: numbers by cha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, nan
+from math import inf, nan, prod
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from .shared_memory.mailbox import mailbox_of
 # each is there in half the time, as long as it is latency that counts (measured with 2 and 4 ranks): up to so many
 # bytes from all of them together, and up to so many where they share memory.
 FEW_BYTES, FEW_SHARED_BYTES = 2**16, 2**20
+# Integers that backends do not reduce; sums that overflow wrap around when they are made short again.
+WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 COMBINE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "sum": torch.sum, "max": torch.amax, "min": torch.amin,
 }  # fmt: skip
@@ -53,8 +55,9 @@ def _start(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> Callable[
         return lambda: COMBINE[op](everybody(), 0)
     if op != "sum" and tensor.is_floating_point():
         return _start_extreme(tensor, group, op)
-    under_way = _torch.all_reduce(tensor.contiguous(), op, group)
-    return lambda: _torch.wait(under_way)
+    wider = WIDER.get(tensor.dtype, tensor.dtype)
+    under_way = _torch.all_reduce(tensor.to(wider).contiguous(), op, group)
+    return lambda: _torch.wait(under_way).to(tensor.dtype)
 
 
 def _start_extreme(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> Callable[[], torch.Tensor]:
@@ -118,3 +121,10 @@ def all_gather_rows(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, 
         else:
             result = result.repeat(group.size(), *[1] * (rows.dim() - 1))
     return result
+
+
+def are_few(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
+    """Whether it is latency that counts when every rank along `mesh_dims` gets such a tensor of every other: the same
+    on all of them. A compiler's symbols may be many."""
+    size = tensor.numel() * tensor.element_size() * prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims)
+    return isinstance(size, int) and size <= FEW_BYTES

@@ -6,6 +6,7 @@ anew, copy them together, or wait between them), and the passes over memory that
 """
 
 from . import batch_norm_cpu as batch_norm_cpu
+from . import batch_norm_fused as batch_norm_fused
 from . import normalization_cpu as normalization_cpu
 from .backend import COMPILED_FOR as COMPILED_FOR
 from .backend import synchronous as synchronous

@@ -8,6 +8,7 @@ does each step in one pass over memory and one call (`batch_norm_cpu.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import nan
 from typing import NamedTuple
 
 import torch
@@ -18,19 +19,22 @@ from .normalization import Pair, combined, moments_of_channels, sums_of_channels
 aten = torch.ops.aten
 
 Optional = torch.Tensor | None
+Numbers = Callable[[torch.device, torch.dtype], torch.Tensor]
 
 
 class Merge(NamedTuple):
     """How moments of all ranks are merged: the share of the values that each has, and how many there are."""
 
-    shares: Callable[[torch.device, torch.dtype], torch.Tensor]
+    shares: Numbers
     alike: bool  # all of them
     values: int
+    owned: Numbers  # how many values each rank has that has any
+    owners: Numbers | None = None  # these ranks, if not all have some
 
     @property
     def correction(self) -> float:
-        """Of a variance of all values, for one of a sample."""
-        return self.values / max(1, self.values - 1)
+        """Of a variance of all values, for one of a sample; one value has none, as torch has it."""
+        return nan if self.values == 1 else self.values / max(1, self.values - 1)
 
 
 class Running(NamedTuple):

@@ -37,8 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _start(options: argparse.Namespace) -> int:
     """Start ranks on this machine, as torchrun would."""
-    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    ranks = options.ranks or max(2, gpus)
+    ranks = options.ranks or max(2, torch.accelerator.device_count() if _accelerator() else 0)
     console = Console()
     console.print(f"Starting {ranks} ranks on this machine. On several machines, run this on each of them:")
     console.print("  torchrun --nnodes N --nproc-per-node R --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
@@ -50,19 +49,28 @@ def _start(options: argparse.Namespace) -> int:
     return int(subprocess.run([*torchrun, *selftest], env=environment, check=False).returncode != 0)
 
 
+def _accelerator() -> str | None:
+    """The type of devices beside the CPU that have a backend for their messages."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or dist.get_default_backend_for_device(found) == dist.get_default_backend_for_device("cpu"):
+        return None
+    return found.type
+
+
 def _device() -> torch.device:
     """One for each rank, if the machine has so many; the CPU otherwise."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
-        torch.cuda.set_device(local)
-        return torch.device("cuda", local)
-    return torch.device("cpu")
+    kind = _accelerator()
+    if kind is None or torch.accelerator.device_count() < ranks:
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local)
+    return torch.device(kind, local)
 
 
 def _as_rank(options: argparse.Namespace) -> int:
     began, device = time.perf_counter(), _device()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=TIMEOUT)
     console = Console(quiet=dist.get_rank() != 0)
     report = Report(Topology.of(_told(Place.here(device))))
     if dist.get_world_size() == 1:

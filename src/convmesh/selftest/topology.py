@@ -73,10 +73,9 @@ def _versions() -> dict[str, str]:
 
 
 def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
     if device.type != "cpu":
-        return device.type
+        named = getattr(torch.get_device_module(device), "get_device_name", None)
+        return device.type if named is None else str(named(device))
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -58,6 +58,10 @@ def test_every_other_rank_ends_and_names_the_group(how: str, compiled: bool) -> 
     # The rank that is in no group with the lost one is told of it, unless its own wait was over first.
     naming = [re.search(r"among ranks [12], 3 \(mesh dimension '[hw]'\)", outcome.message) for outcome in others]
     assert all(naming[0 if how != "stop" else 1 :])
+    # Who was waiting for it says so; another rank may have ended first, and then it is that one that others miss.
+    waiting = [outcome.message for outcome in others if re.search(r"among ranks [12], 3[^\n]* failed", outcome.message)]
+    assert waiting
+    assert all(f"no word from: rank {THE_LOST_ONE}\n" in message for message in waiting), waiting
 
 
 def timeouts(mesh: DeviceMesh) -> list[timedelta]:

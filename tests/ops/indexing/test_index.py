@@ -130,6 +130,9 @@ def numbers_among_lists(mesh: DeviceMesh, at: Any) -> None:
         lambda one, several, first, third, zeros: several.clone().scatter_add_(0, third, several[2:]),
         lambda one, several, first, third, zeros: one.clone().scatter_add_(0, zeros, several),
         lambda one, several, first, third, zeros: one.scatter_reduce(0, first, several, "amax"),
+        lambda one, several, first, third, zeros: several.take(third),
+        lambda one, several, first, third, zeros: one.take(zeros),
+        lambda one, several, first, third, zeros: one.take(first),
     ]
     with convmesh.enable():
         for function in functions:

@@ -35,6 +35,8 @@ FUNCTIONS: dict[str, Function] = {
     "index_add": lambda x, index: x.index_add(0, index[:, 5], x),
     "index_fill": lambda x, index: x.index_fill(0, index[:, 5], 1.0),
     "index": lambda x, index: x[index[:, 5]],
+    "index counted from the end": lambda x, index: x[-1 - index[:, 5] // 11],
+    "index_put counted from the end": lambda x, index: x.index_put((-1 - index[:, 5] // 11,), x),
     "index along two": lambda x, index: x[index[:, 5], index[:, 4]],
     "index_put": lambda x, index: x.index_put((index[:, 5],), x),
     "index_put that adds": lambda x, index: x.index_put((index[:, 5],), x, accumulate=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import convmesh
+from convmesh.comm import reduce
 from tests.cases import place
 from tests.compare import assert_close, same_on_all_ranks
 from tests.harness import Pool
@@ -133,10 +135,10 @@ def test_running_statistics_are_the_same_on_all_ranks(pool: Pool, momentum: floa
     same_on_all_ranks(pool.run(trains, momentum))
 
 
-def far_from_zero(mesh: DeviceMesh) -> None:
+def far_from_zero(mesh: DeviceMesh, few: int) -> None:
     """The mean is a million deviations: a difference of squares would have nothing left of the variance."""
     x = numbers(4, 6, 8, 8) + 1e6
-    with convmesh.enable():
+    with convmesh.enable(), patch.object(reduce, "FEW_BYTES", few):
         for at in ((0,), (2,)):
             placed = place(x, mesh, at)
             # Numbers of a million have lost six digits already, of which their squares get a part.
@@ -149,8 +151,21 @@ def far_from_zero(mesh: DeviceMesh) -> None:
                 assert_close(function(placed).full_tensor(), function(x), scale=1e4)
 
 
-def test_moments_are_merged_stably(pool: Pool) -> None:
-    pool.run(far_from_zero, mesh=(4,))
+def far_from_zero_in_float32(mesh: DeviceMesh, few: int) -> None:
+    """A thousand deviations, in which one device has lost three digits of six; a rank may have nothing."""
+    for rows in (8, 3):
+        x = (numbers(4, 6, rows, 8) + 1e3).float()
+        with convmesh.enable(), patch.object(reduce, "FEW_BYTES", few):
+            var, mean = torch.var_mean(place(x, mesh, (2,)), (0, 2, 3))
+        assert_close(mean.full_tensor(), x.double().mean((0, 2, 3)))
+        assert_close(var.full_tensor(), x.double().var((0, 2, 3)), scale=10)
+
+
+@pytest.mark.parametrize("few", [reduce.FEW_BYTES, 0])
+def test_moments_are_merged_stably(pool: Pool, few: int) -> None:
+    """Few are gathered, and many added up."""
+    pool.run(far_from_zero, few, mesh=(4,))
+    pool.run(far_from_zero_in_float32, few, mesh=(4,))
 
 
 HALF: dict[str, Callable[..., torch.Tensor]] = {

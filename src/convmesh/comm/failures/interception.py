@@ -46,6 +46,7 @@ class CommunicationError(RuntimeError):
 
 def keep_watch() -> Callable[[], None]:
     """Begin; returns what ends it."""
+    _torch.workers_rest_before_exit()
     end_watch = _torch.intercept_collectives(_start, _await)
 
     def end() -> None:
@@ -105,12 +106,15 @@ def _failure(collective: str, group: dist.ProcessGroup | None, error: RuntimeErr
     among = "a group of ranks" if group is None else describe(group)
     operator = running_operator()
     what = f"{collective} among {among}{f' in {operator}' if operator else ''}"
-    first = post(what)
+    first, silent = post(what, () if group is None else dist.get_process_group_ranks(group))
+    # Where all have noticed, it is one of another group that they were waiting for.
+    missing = f"  no word from: rank {', '.join(map(str, silent))}\n" if silent else ""
     return CommunicationError(
         f"{what} failed: a rank of this group, or one that a rank of it was waiting for, has ended, stopped or taken "
         f"longer than the time-out\n"
         f"  on rank {dist.get_rank()}, at {caller() or 'a place unknown'}\n"
         f"{f'  the first failure was that of {first}{chr(10)}' if first else ''}"
+        f"{missing}"
         f"  reason: {error}\n"
         f"  remedy: look for the first error in the other ranks' output, end all ranks, and start again from the last "
         f"checkpoint; if a rank was only slow, give init_process_group a longer timeout"

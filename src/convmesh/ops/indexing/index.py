@@ -42,10 +42,15 @@ def picks_of(shape: Sequence[int], indices: Sequence[torch.Tensor | None]) -> Pi
         if mask:
             refuse_compiled("index", (("mask", index),))
         for places in local.nonzero(as_tuple=True) if mask else (local,):
-            places = places.long()
-            found[dim] = torch.where(places < 0, places + shape[dim], places)
+            found[dim] = _from_the_start(places.long(), shape[dim])
             dim += 1
     return dict(zip(found, torch.broadcast_tensors(*found.values()), strict=True))
+
+
+def _from_the_start(places: torch.Tensor, size: int) -> torch.Tensor:
+    """Those that are counted from the end, as from the start. One beyond the start is beyond the end then: an operator
+    would count a negative one from the end once more."""
+    return torch.where(places < 0, torch.where(places < -size, size, places + size), places)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def without_others(values: torch.Tensor, mine: torch.Tensor | None, first: int) 
     if mine is None:
         return values
     behind = values.dim() - first - mine.dim()
-    return values.masked_fill(~mine.reshape(*mine.shape, *[1] * behind), 0)
+    return values.masked_fill(~mine.reshape((*mine.shape, *[1] * behind)), 0)
 
 
 def sole_mask(input: Any, indices: Sequence[Any]) -> DTensor | None:

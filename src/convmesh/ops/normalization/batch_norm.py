@@ -16,6 +16,7 @@ from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, made_of_others
+from .._core.cached_tensors import Numbers
 from ..reductions.plan import wide
 from .common import Spread, arrange, rows
 
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 # The module reads its count of batches as a number where it has no momentum.
 made_of_others(aten.batch_norm.default, aten.item.default, aten.is_nonzero.default)
 
-FORWARD = Behaviour("batch, channels, space", "training: all-gather of 2 C numbers a rank")
+FORWARD = Behaviour("batch, channels, space", "training: all-gather of 2 C numbers a rank; all-reduce if many")
 BACKWARD = Behaviour("batch, channels, space", "training: all-reduce of 2 C numbers")
 
 STATISTICS = ("running_mean", "running_var")
@@ -59,8 +60,15 @@ class Placed:
 
     @cached_property
     def merge(self) -> Merge:
-        shares = self.spread.shares
-        return Merge(self.spread.weights.on, len(set(shares)) <= 1, self.spread.count)
+        shares, counts = self.spread.shares, self.spread.counts
+        owners = Numbers([rank for rank, count in enumerate(counts) if count]).on if 0 in counts else None
+        owned = Numbers([count for count in counts if count]).on
+        return Merge(self.spread.weights.on, len(set(shares)) <= 1, self.spread.count, owned, owners)
+
+    @cached_property
+    def merged(self) -> Merge:
+        """That of moments which are those of all ranks together."""
+        return Merge(Numbers([1.0]).on, True, self.spread.count, Numbers([self.spread.count]).on)
 
 
 def check(named: dict[str, Any]) -> None:
@@ -132,7 +140,8 @@ class _Training:
     """By the moments of all ranks; running statistics are moved towards them at the placements of these."""
 
     def __init__(self, placed: Placed, running: tuple[Layout | None, ...], more: int, functional: bool):
-        self._placed, self._spread, self._merge = placed, placed.spread, placed.merge
+        self._placed, self._spread = placed, placed.spread
+        self._merge, self._merged, self._ranks = placed.merge, placed.merged, len(placed.spread.shares)
         self._dtype, self._functional, self._more = placed.statistics.dtype, functional, more
         self._fits = placed.compiled(*running)
         at = placed.statistics.placements
@@ -146,10 +155,11 @@ class _Training:
         x = x.contiguous() if compiled else x
         own = channel_moments(x, self._dtype, compiled=compiled)
         moved: Any = running if self._simple else [*map(self._moved, self._to, running)]
+        moments = self._spread.gather(own)
         y, mean, rstd = normalised_by_ranks(
             x,
-            self._spread.gather(own),
-            self._merge,
+            moments,
+            self._merge if len(moments) == self._ranks else self._merged,
             rest[-1],
             w,
             b,

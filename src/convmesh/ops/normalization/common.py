@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import kernels
-from ...comm import agreed, all_gather_rows, all_reduce, start_reducing
+from ...comm import agreed, all_gather_rows, all_reduce, are_few, start_reducing
 from ...kernels.normalization import Pair
 from ...sharding.layout import Layout
 from ...sharding.redistribute import place
@@ -38,12 +38,13 @@ class Spread:
     mesh_dims: tuple[int, ...]
     shares: tuple[Any, ...]  # by rank: a number, or one for every set
     count: int  # values of one set, on all ranks together
+    counts: tuple[int, ...] = ()  # by rank, where they are the same for every set
 
     @staticmethod
     def over(layout: Layout, dims: Sequence[int]) -> Spread:
         mesh_dims = layout.sharded_over(dims)
         found = counts(layout, dims, mesh_dims)
-        return Spread(layout.mesh, mesh_dims, tuple(n / max(1, sum(found)) for n in found), sum(found))
+        return Spread(layout.mesh, mesh_dims, tuple(n / max(1, sum(found)) for n in found), sum(found), found)
 
     def compiled(self) -> bool:
         """Whether every rank of the mesh has the compiled kernels: torch's differ from them in the last bits.
@@ -59,7 +60,9 @@ class Spread:
         return merge(mean, var, self.weights, self.mesh, self.mesh_dims)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """What each rank has, [1 ...] -> [rank ...]."""
+        """The moments of each rank, [1 2 C] -> [rank 2 C]; those of all together, [1 2 C], where they are many."""
+        if self.mesh_dims and not are_few(own, self.mesh, self.mesh_dims):
+            return torch.stack(self.merge(*own[0])).unsqueeze(0)
         return all_gather_rows(own, self.mesh, self.mesh_dims)
 
     @cached_property

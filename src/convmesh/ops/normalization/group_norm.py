@@ -116,9 +116,9 @@ def _spread_groups(placed: Layout, groups: int, per_group: int) -> Spread:
     mesh_dims = placed.sharded_over((1, *space))
     values = per_group * prod(placed.shape[2:])
     shares = []
-    for number, at in enumerate(product(*(range(placed.mesh.size(mesh_dim)) for mesh_dim in mesh_dims))):
+    places = product(*(range(placed.mesh.size(mesh_dim)) for mesh_dim in mesh_dims))
+    for at, around in zip(places, counts(placed, space, mesh_dims), strict=True):
         channels = placed.part_at(1, dict(zip(mesh_dims, at, strict=True)))
-        around = counts(placed, space, mesh_dims)[number]
         owned = (len(channels & Interval(g * per_group, (g + 1) * per_group)) for g in range(groups))
         shares.append(((tuple(n * around / max(1, values) for n in owned)),))
     return Spread(placed.mesh, mesh_dims, tuple(shares), values)

@@ -85,7 +85,7 @@ class _MaxPool:
 
     def __call__(self, x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         lowest = -inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-        if self._block is not None and type(x) is torch.Tensor:
+        if self._block is not None:
             return self._pooled(self._block(x, lowest))
         assert self._plan.tiling is not None
         fetch = self._plan.tiling.fetch_sources(x)

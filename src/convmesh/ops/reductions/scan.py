@@ -39,7 +39,7 @@ def running(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     everyone = all_gather_stacked(combined, plan.given.mesh, mesh_dims)
     before = everyone[: rank_line(plan.given.mesh, mesh_dims).rank]
     own = own + before.sum(0) if adds else own * before.prod(0)
-    own = _torch.tie(own, tokens=[everyone.reshape(-1)[:1]])  # of which the first rank uses nothing
+    own = _torch.after_the_last(own)  # of which the first rank uses nothing
     return _torch.wrap(own.contiguous(), plan.given.typed(own.dtype).dense.spec)
 
 

@@ -1,7 +1,8 @@
 """Mean and variance over sharded dimensions.
 
-Each rank has the mean of its own values and their variance about it. Means and variances of all ranks are
-all-gathered and merged on every rank, about the common mean: nothing large is ever subtracted from something large.
+Each rank has the mean of its own values and their variance about it. Few of them are all-gathered, and merged on every
+rank about the common mean: nothing large is ever subtracted from something large. Many are added up over the ranks, so
+that no message is longer than they are, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import _torch
-from ...comm import all_gather_stacked
+from ...comm import all_gather_stacked, all_reduce, are_few, rank_line
 from ...sharding.call import Call
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
@@ -25,7 +26,7 @@ from .plan import Reduction, wide
 
 aten = torch.ops.aten
 
-MOMENTS = Behaviour(STAYS, "all-reduce of mean and variance of every rank")
+MOMENTS = Behaviour(STAYS, "all-reduce of mean and variance")
 
 made_of_others(
     *(
@@ -43,12 +44,33 @@ def merge(
 
     `shares` says for every rank which part of the values is its own: a number, or one for every result.
     """
-    parts = all_gather_stacked(torch.stack([mean, var]), mesh, mesh_dims)
+    both = torch.stack([mean, var])
+    if not are_few(both, mesh, mesh_dims):
+        own = shares.on(mean.device, torch.float64)[rank_line(mesh, mesh_dims).rank]
+        return added_up(mean, var, own, mesh, mesh_dims)
+    parts = all_gather_stacked(both, mesh, mesh_dims)
     means, variances = parts[:, 0], parts[:, 1]
     weights = shares.on(mean.device, mean.dtype)
     weights = weights.view(*weights.shape, *[1] * (means.dim() - 1)) if weights.dim() == 1 else weights
     common = (weights * means).sum(0)
     return common, (weights * (variances + (means - common).square())).sum(0)
+
+
+def added_up(
+    mean: torch.Tensor, var: torch.Tensor, share: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of all values from sums over all ranks, to which this one adds its `share`.
+
+    Where means are float32, one sum in float64 is enough: what is lost when the square of the common mean is subtracted
+    is less than what a mean has lost by being float32. Those of float64 are added up first, and then squares about it.
+    """
+    if mean.dtype == torch.float64:
+        common = all_reduce(mean * share, mesh, mesh_dims)
+        return common, all_reduce((var + (mean - common).square()).mul_(share), mesh, mesh_dims)
+    exact = mean.double()
+    sums = torch.stack([exact, exact.square().add_(var)]).mul_(share)
+    common, squares = all_reduce(sums, mesh, mesh_dims)
+    return common.to(mean.dtype), (squares - common.square()).clamp_min_(0).to(mean.dtype)
 
 
 def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,140 @@
+"""A step of DP-SGD by Opacus' hooks, by its ghost clipping as it is and with convmesh's norms, and by convmesh alone.
+
+Every candidate has a network of its own, and does all of a step: forward, clipping, noise, update. They take turns;
+times are medians. Memory is the peak of a step above what was held before it. Opacus must be installed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks.mapped import resnet
+from benchmarks.measure import interleave, timed
+from convmesh import batching
+from convmesh.process_memory import peak_memory
+from tests.harness import Pool
+
+Step = Callable[[], object]
+MAX_NORM = 1.0
+
+
+class UNet(nn.Module):
+    """Four levels, two convolutions on either way of each, group norm."""
+
+    def __init__(self, classes: int = 4, widths: tuple[int, ...] = (16, 32, 64, 128)) -> None:
+        super().__init__()
+        pairs = list(pairwise(widths))
+        self.entry = self.convs(1, widths[0])
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 2, stride=2) for a, b in pairs)
+        self.before = nn.ModuleList(self.convs(b, b) for _, b in pairs)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in pairs)
+        self.after = nn.ModuleList(self.convs(2 * a, a) for a, _ in pairs)
+        self.head = nn.Conv2d(widths[0], classes, 1)
+
+    @staticmethod
+    def convs(a: int, b: int) -> nn.Sequential:
+        first, second = nn.Conv2d(a, b, 3, padding=1), nn.Conv2d(b, b, 3, padding=1)
+        return nn.Sequential(first, nn.GroupNorm(8, b), nn.ReLU(), second, nn.GroupNorm(8, b), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [self.entry(x)]
+        for down, convs in zip(self.down, self.before, strict=True):
+            kept.append(convs(down(kept[-1])))
+        y = kept.pop()
+        for up, convs in zip(reversed(self.up), reversed(self.after), strict=True):
+            y = convs(torch.cat([kept.pop(), up(y)], 1))
+        return self.head(y)
+
+
+@dataclass(frozen=True)
+class Network:
+    name: str
+    make: Callable[[], nn.Module]
+    x: Tensor
+    y: Tensor
+
+
+def networks() -> list[Network]:
+    torch.manual_seed(0)
+    return [
+        Network("ResNet-18-like, (16, 3, 32, 32)", resnet, torch.randn(16, 3, 32, 32), torch.randint(10, (16,))),
+        Network("ResNet-18-like, (8, 3, 64, 64)", resnet, torch.randn(8, 3, 64, 64), torch.randint(10, (8,))),
+        Network("U-Net, (8, 1, 64, 64)", UNet, torch.randn(8, 1, 64, 64), torch.randint(4, (8, 64, 64))),
+        Network("U-Net, (4, 1, 128, 128)", UNet, torch.randn(4, 1, 128, 128), torch.randint(4, (4, 128, 128))),
+    ]
+
+
+def steps(network: Network) -> dict[str, Step]:
+    from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    from convmesh.opacus import PerSampleLoss
+
+    x, y = network.x, network.y
+    options = {"noise_multiplier": 1.0, "max_grad_norm": MAX_NORM, "expected_batch_size": len(x)}
+
+    def by(wrap: Callable[..., nn.Module], optimizer: type[Any], **how: Any) -> Step:
+        module = wrap(network.make(), **how)
+        update = optimizer(torch.optim.SGD(module.parameters(), lr=0.01), **options)
+        criterion: Any = PerSampleLoss(nn.CrossEntropyLoss()) if y.ndim > 1 else nn.CrossEntropyLoss()
+        if optimizer is DPOptimizerFastGradientClipping:
+            criterion = DPLossFastGradientClipping(module, update, criterion)
+
+        def step() -> None:
+            criterion(module(x), y).backward()
+            update.step()
+            update.zero_grad(set_to_none=True)  # here, so that each step begins with nothing
+
+        return step
+
+    def alone() -> Step:
+        model = network.make()
+        update = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step() -> None:
+            total = batching.clipped_gradient(model, F.cross_entropy, x, y, max_norm=MAX_NORM)
+            for name, parameter in model.named_parameters():
+                parameter.grad = (total[name] + MAX_NORM * torch.randn_like(parameter)) / len(x)
+            update.step()
+            update.zero_grad()
+
+        return step
+
+    ghost = GradSampleModuleFastGradientClipping, DPOptimizerFastGradientClipping
+    return {
+        "Opacus, hooks": by(GradSampleModule, DPOptimizer),
+        "Opacus, ghost clipping": by(*ghost, max_grad_norm=MAX_NORM, use_ghost_clipping=False),
+        "with convmesh.opacus": by(*ghost, max_grad_norm=MAX_NORM),
+        "clipped_gradient": alone(),
+    }
+
+
+def run(pool: Pool, console: Console, rounds: int) -> None:
+    """In this process: no rank takes part."""
+    pool.kill()
+    warnings.simplefilter("ignore")  # Opacus' hooks also fire for inputs without a gradient
+    table = Table("", title=f"a step of DP-SGD: milliseconds (peak MB), torch {torch.__version__}")
+    for network in networks():
+        made = steps(network)
+        if not table.rows:
+            for name in made:
+                table.add_column(name, justify="right")
+        batching.install()
+        for step in made.values():
+            step()
+        seconds = interleave({name: lambda step=step: timed(step) for name, step in made.items()}, rounds)
+        memory = {name: peak_memory(step) / 1e6 for name, step in made.items()}
+        batching.uninstall()
+        table.add_row(network.name, *(f"{seconds[name] * 1e3:.0f} ({memory[name]:.0f})" for name in made))
+    console.print(table)
