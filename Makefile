@@ -9,7 +9,11 @@ READY  := $(VENV)/.ready-$(TORCH)
 # Two runs of tests share the work, each with four ranks of its own: ranks mostly wait for each other, and leave room.
 PARALLEL := -n 2 --dist worksteal --durations=15
 
-.PHONY: help demo check test lint unit docs fuzz conformance hosts bench compat clean
+# What the extra `zoo` names beside the networks that are there for tests, without its dependencies: see pyproject.toml.
+ZOO := timm segmentation_models_pytorch kornia kornia_rs neuraloperator tensorly tensorly-torch opt_einsum zencfg \
+       configmypy ruamel.yaml h5py einops
+
+.PHONY: help demo check test lint unit docs fuzz conformance zoo hosts bench compat clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -49,6 +53,10 @@ conformance: $(READY)  ## all of PyTorch's own operator samples, sharded along e
 	$(BIN)/python -m tests.conformance
 	$(BIN)/python -m tests.conformance --mesh 2x2x2 --most 3
 	@for mesh in 4x4x4 1x8x8 64; do $(BIN)/python -m tests.conformance --mesh $$mesh --most 1 || exit 1; done
+
+zoo: $(READY)  ## networks of seven packages on simulated ranks against one process, and docs/networks.md of them
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(ZOO)
+	$(BIN)/python -m tests.zoo --json .zoo.json --page docs/networks.md
 
 hosts: $(READY)  ## trainings on 2 and 4 hosts, made of namespaces, some of which are lost on the way; root on Linux
 	$(BIN)/python -m tests.hosts

@@ -6,7 +6,19 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import batching, compiled, convolution, dry_runs, host, large_meshes, operators, privacy, training
+from benchmarks import (
+    attention,
+    batching,
+    compiled,
+    convolution,
+    dry_runs,
+    host,
+    large_meshes,
+    operators,
+    plan,
+    privacy,
+    training,
+)
 from tests.harness import Pool
 
 SUITES = {
@@ -18,6 +30,8 @@ SUITES = {
     "large_meshes": large_meshes.run,
     "dry_runs": dry_runs.run,
     "host": host.run,
+    "plan": plan.run,
+    "attention": attention.run,
     "compiled": compiled.run,
 }
 

@@ -68,6 +68,18 @@ def test_huge_image_inference(tmp_path: Path) -> None:
     assert float(difference) < 1e-5
 
 
+@pytest.mark.slow  # which needs other people's packages
+@pytest.mark.parametrize(
+    ("kind", "size", "pixels"), [("image", "1,4,21,30", 42 * 60), ("video", "1,4,2,8,10", 5 * 32 * 40)]
+)
+def test_vae_decode(tmp_path: Path, kind: str, size: str, pixels: int) -> None:
+    output = tmp_path / "output.npy"
+    printed = run("vae_decode", "2x1", "--kind", kind, "--size", size, "--output", str(output), "--check")
+    assert output.stat().st_size > 3 * pixels * 4
+    (difference,) = re.findall(r"greatest difference: (\S+)", printed)
+    assert float(difference) < 1e-4
+
+
 def test_dp_sgd_on_ranks_is_that_of_one_process() -> None:
     many, one = (losses(run("dp_sgd", mesh, "--steps", "11", "--seed", "0")) for mesh in ("2", "1"))
     assert many[10] < 0.8 * many[0], many

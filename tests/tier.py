@@ -34,6 +34,7 @@ TIER: dict[str, tuple[str, ...]] = {
         "ops/resampling/test_shuffle_and_grid.py", "ops/shape/test_pad.py", "ops/shape/test_permute.py",
     ),
     "planner": ("planner/test_plan.py",),
+    "report": ("report",),
     "selftest": ("selftest/test_report.py",),
     "sharding": ("sharding/test_fallback.py", "sharding/test_partial.py", "sharding/test_redistribute.py"),
     "simulation": (

@@ -67,18 +67,21 @@ def _nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         (task(Role.RESPONSE, taps=1), "direct"),
         (task(Role.RESPONSE, channels=(3, 64), taps=7, mapped=KERNELS), "fold-o"),
         (task(Role.IMAGE, channels=(3, 64), taps=7, mapped=KERNELS), "fold-c"),
+        (task(Role.RESPONSE, size=32, taps=5, N=4, mapped=KERNELS), "fold-o"),
+        (task(Role.RESPONSE, size=8, taps=5, mapped=KERNELS), "direct"),
+        (task(Role.RESPONSE, size=32, mapped=KERNELS), "winograd"),
         (task(Role.IMAGE, channels=(64, 3), taps=7, mapped=KERNELS), "direct"),
         (task(channels=(96, 96), taps=7, groups=96), "direct"),
         (task(Role.RESPONSE, channels=(96, 96), taps=7, groups=96), "fold-groups"),
         (task(Role.RESPONSE, channels=(96, 96), taps=7, groups=96, mapped=KERNELS), "direct"),
-        (task(channels=(64, 64), groups=8), "fold-groups"),
+        (task(channels=(64, 64), groups=8), "direct"),
         (task(channels=(64, 64), groups=16), "direct"),
         (task(batch=1), "fold-groups"),
         (task(batch=0), "fold-groups"),
         (task(nature=Nature.TRACED), "fold-groups"),
         (task(nature=Nature.OPAQUE), "fold-groups"),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_the_list(of: Task, name: str) -> None:
     decision = choice.choose(of)

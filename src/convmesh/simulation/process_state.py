@@ -15,6 +15,7 @@ from .. import _torch
 from ..batching import choice, machines
 from ..comm import agreed_facts, traffic
 from ..comm.failures import first_failure, interception
+from ..ops.shape import merged_dims
 from ..training import idle_optimizers
 from ..training.checkpoint import pending
 
@@ -33,6 +34,7 @@ OWN: tuple[tuple[Any, str], ...] = (
     (choice, "_settings"),
     (choice, "listeners"),
     (machines, "_agreed_for_plain"),
+    (merged_dims, "_seen"),
     (idle_optimizers, "_distributed"),
     (pending, "_last"),
 )

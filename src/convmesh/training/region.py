@@ -32,14 +32,15 @@ def shard(array: ArrayLike, mesh: DeviceMesh, **dims: int) -> DTensor:
             a file, a rank reads only its slice.
         mesh: A mesh whose dimensions have names.
         **dims: `mesh dimension = tensor dimension`. `shard(image, mesh, h=2, w=3)` shards dimension 2 over the mesh
-            dimension "h" and dimension 3 over "w". The tensor is replicated over mesh dimensions that are not named.
+            dimension "h" and dimension 3 over "w". Two mesh dimensions may shard one tensor dimension, the first one of
+            the mesh outermost. The tensor is replicated over mesh dimensions that are not named.
 
     Returns:
         A DTensor on the mesh's device. It is a new leaf for autograd, and requires a gradient if `array` does.
 
     Raises:
-        ShardingError: `array` is a DTensor, a name is not a mesh dimension, a dimension does not exist or is named
-            twice, or the ranks give arrays of different shapes, dtypes or (compared in the first calls) values.
+        ShardingError: `array` is a DTensor, a name is not a mesh dimension, a dimension does not exist, or the ranks
+            give arrays of different shapes, dtypes or (compared in the first calls) values.
 
     Examples:
         >>> x = convmesh.shard(torch.zeros(4, 3, 8, 6), mesh, data=0, h=2)
@@ -197,11 +198,6 @@ def placements(ndim: int, mesh: DeviceMesh, dims: Mapping[str, int]) -> tuple[Pl
                 f"shard: {name}={dim!r} is no dimension of a tensor with {ndim} of them, {-ndim} to {ndim - 1}\n"
                 f"  remedy: {allowed}"
             )
-        if dim % ndim in at.values():
-            raise ShardingError(
-                f"shard: dimension {dim % ndim} is sharded twice, by {_words(dims)}\n"
-                f"  remedy: {allowed}; DTensor.from_local takes two Shard placements of one dimension"
-            )
         at[name] = dim % ndim
     return tuple(Shard(at[name]) if name in at else Replicate() for name in names or (None,) * mesh.ndim)
 
@@ -229,7 +225,8 @@ def _region(layout: Layout) -> Region:
 
 def _wrap(part: torch.Tensor, layout: Layout) -> DTensor:
     # Views of a DTensor are made by its global strides, so the local ones must agree with them.
-    part = part.to(layout.mesh.device_type, non_blocking=part.is_pinned())  # from pinned memory the program goes on
+    pinned = not torch.compiler.is_compiling() and part.is_pinned()  # from there the copy need not be waited for
+    part = part.to(layout.mesh.device_type, non_blocking=pinned)
     part = part.contiguous(memory_format=layout.memory_format)
     return DTensor.from_local(
         part, layout.mesh, layout.placements, run_check=False, shape=torch.Size(layout.shape), stride=layout.stride

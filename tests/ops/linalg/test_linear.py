@@ -121,29 +121,3 @@ def test_a_view_that_had_to_move_lies_as_its_strides_say(pool: Pool) -> None:
     """Views of it are made by these, and random numbers drawn; they are those of one device."""
     places = ((2, 2), (0, 2), (3, 3), (2, 3), (0, 3))
     pool.run_cases(check_dense, [(last, at) for last in (False, True) for at in places], mesh=(2, 2))
-
-
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-def attentions(queries: tuple[Any, ...], keys: tuple[Any, ...]) -> list[Sharded]:
-    """Keys and values are gathered."""
-    tensors = (((2, 4, 7, 3), queries), ((2, 4, 5, 3), keys), ((2, 4, 5, 3), keys))
-    return [Sharded(attention, tensors, (causal,), gathers=True) for causal in (False, True)]
-
-
-def attention_across(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The numbers of a token are far from each other in memory."""
-    return F.scaled_dot_product_attention(*(t.transpose(2, 3) for t in (q, k, v)))
-
-
-def test_attention_over_tokens_that_are_innermost_in_memory(pool: Pool) -> None:
-    tensors = (((2, 4, 3, 7), (3,)), ((2, 4, 3, 5), (3,)), ((2, 4, 3, 5), (3,)))
-    pool.run_cases(check, [Sharded(attention_across, tensors, gathers=True)], mesh=(2,))
-
-
-def test_attention_over_sharded_tokens(pool: Pool) -> None:
-    pool.run_cases(check, attentions((2,), (2,)) + attentions((2,), ("R",)) + attentions((1,), (1,)), mesh=(2,))
-    placements = pool.run_cases(check, attentions((0, 2), (0, 2)) + attentions((1, 2), (1, 2)), mesh=(2, 2))
-    assert all(outputs[0][0].endswith("Shard(dim=2))") for outputs in placements), placements

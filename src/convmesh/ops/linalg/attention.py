@@ -1,80 +1,169 @@
-"""Attention over tokens that are sharded, such as the pixels of a feature map.
+"""Attention, whichever of batch, heads and tokens are sharded.
 
-Queries stay where they are. Every query reads all keys and values, so these are gathered.
+Queries stay where they are. Of keys and values whose tokens are sharded, few are gathered, and many go round: no rank
+ever has all of them. It is one operator of its own for all devices, between torch's `scaled_dot_product_attention`,
+which is made of it, and the kernels, which know no DTensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import sqrt
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import empty as empty_dtensor
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ... import _torch
-from ...kernels.attention import cpu_kernel_takes, has_gradient_on_dtensors
+from ...kernels.attention import has_rules_of_torch, sums_in
 from ...sharding.registry import Behaviour, composite, while_installed
+from ...sharding.sharding_table import R
+from .attention_blocks import TOKENS
 
 aten = torch.ops.aten
+Tensor = torch.Tensor
 
-ATTENTION = Behaviour("batch, heads, tokens of the queries", "keys and values, gathered along sharded tokens")
+# Keys and values of so many bytes together, of the batch and heads that a rank has, are gathered: to send them in
+# pieces would take longer.
+GATHERED_BYTES = 2**20
+
+ATTENTION = Behaviour(
+    "batch, heads, tokens",
+    "keys and values whose tokens are sharded: gathered up to 1 MiB, beyond that they go round in pieces, of which a "
+    "rank holds two at a time; of few queries all ranks' results are put together instead; a mask that needs a "
+    "gradient: keys and values, gathered",
+)  # fmt: skip
 
 
 @composite("scaled_dot_product_attention", ATTENTION)
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """[... T d] [... S d] [... S e] -> [... T e]; torch's own where it has rules for what is sharded."""
     tokens = query.dim() - 2
     sharded = any(_sharded(tensor, tokens) for tensor in (query, key, value))
-    own = isinstance(query, DTensor) and not has_gradient_on_dtensors(query.device)
-    if not sharded and not own:
+    if not sharded and has_rules_of_torch(query.device):
         operator = aten.scaled_dot_product_attention.default
         given = (query, key, value, attn_mask, dropout_p, is_causal)
-        result: torch.Tensor = _torch.composite(operator, given, {"scale": scale, "enable_gqa": enable_gqa})
+        result: Tensor = _torch.composite(operator, given, {"scale": scale, "enable_gqa": enable_gqa})
         return result
-    key, value = _gathered(key, tokens), _gathered(value, tokens)
-    if enable_gqa:  # heads of queries, in groups that share one head of keys and values
-        heads = query.shape[-3]
-        key, value = (t.repeat_interleave(heads // t.shape[-3], -3) for t in (key, value))
-    if attn_mask is None and not dropout_p and not is_causal and _fused(query, key, value):
-        fused: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value, scale=scale)[
-            0
-        ]
-        return fused
-    scores = (query * (1 / sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
-    if is_causal:
-        attn_mask = _causal(query, key, tokens)
-    if attn_mask is not None:
-        hides = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if hides else scores + attn_mask
-    weights = scores.softmax(-1)
-    return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("scaled_dot_product_attention: a mask and is_causal exclude each other")
+    scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
+    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        return _with_scores(query, key, value, attn_mask, dropout_p, scale)
+    query, key, value, attn_mask, shape = _as_four(query, key, value, attn_mask)
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise RuntimeError(f"{query.shape[1]} heads of queries and {key.shape[1]} of keys: only with enable_gqa=True")
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # kernels take keys and values of one size
+        value = F.pad(value, (0, query.shape[-1] - width))
+    elif width > query.shape[-1]:
+        query, key = (F.pad(one, (0, width - query.shape[-1])) for one in (query, key))
+    kept = _kept(query, key, value, dropout_p) if dropout_p else None
+    made: Tensor = torch.ops.convmesh.attention(query, key, value, attn_mask, kept, dropout_p, is_causal, scale)[0]
+    return made[..., :width].reshape(shape) if made.shape[-1] != width else made.reshape(shape)
 
 
-def _fused(*tensors: torch.Tensor) -> bool:
-    return all(isinstance(tensor, DTensor) for tensor in tensors) and cpu_kernel_takes(*tensors)
-
-
-def _sharded(tensor: torch.Tensor, dim: int) -> bool:
+def _sharded(tensor: Tensor, dim: int) -> bool:
     return isinstance(tensor, DTensor) and any(getattr(p, "dim", None) == dim for p in tensor.placements)
 
 
-def _gathered(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    if not isinstance(tensor, DTensor) or not _sharded(tensor, dim):
-        return tensor
-    return tensor.redistribute(placements=[Replicate() if p == Shard(dim) else p for p in tensor.placements])
+def _as_four(*given: Tensor | None) -> tuple[Any, ...]:
+    """Batch, heads, tokens and features of all, and the shape of the result."""
+    query, _, value = given[:3]
+    assert query is not None
+    assert value is not None
+    outer = torch.broadcast_shapes(*(one.shape[:-3] for one in given[:3] if one is not None))
+    shape = (*outer, *query.shape[max(0, query.dim() - 3) : -1], value.shape[-1])
+
+    def four(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or (tensor.dim() == 4 and (tensor.shape[:1] == outer or tensor.shape[0] == 1)):
+            return tensor
+        if query.dim() == 3 and tensor.dim() == 3:
+            return tensor.unsqueeze(1)
+        while tensor.dim() < 4:
+            tensor = tensor.unsqueeze(0)
+        return tensor.expand(*outer, *tensor.shape[-3:]).flatten(0, -4) if tensor.dim() > 4 else tensor
+
+    made = [four(one) for one in given]
+    batch = max(one.shape[0] for one in made[:3] if one is not None)
+    made[:3] = [one if one is None or one.shape[0] == batch else one.expand(batch, -1, -1, -1) for one in made[:3]]
+    return (*made, shape)
 
 
-def _causal(query: torch.Tensor, key: torch.Tensor, tokens: int) -> torch.Tensor:
-    """True where a query may look, sharded as the queries are."""
-    assert isinstance(query, DTensor)
-    mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=_torch.local_of(query).device).tril()
-    placements: list[Placement] = [Shard(0) if p == Shard(tokens) else Replicate() for p in query.placements]
-    return distribute_tensor(mask, query.device_mesh, placements, src_data_rank=None)
+def _with_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, scale: float) -> Tensor:
+    """A mask that has a gradient has as many numbers as there are scores."""
+    scores = (query * scale) @ key.transpose(-2, -1)
+    weights = (scores + mask).softmax(-1)
+    return (F.dropout(weights, dropout) if dropout else weights) @ value
+
+
+def _kept(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """What dropout keeps of the weights: drawn as one device does it, a byte each, of a rank's own queries."""
+    first = next(one for one in (query, key, value) if isinstance(one, DTensor))
+    placements: Sequence[Placement] = query.placements if isinstance(query, DTensor) else (R,) * first.device_mesh.ndim
+    at = [p if isinstance(p, Shard) and p.dim <= TOKENS else R for p in placements]
+    weights = empty_dtensor(
+        *query.shape[:3], key.shape[2], dtype=torch.bool, device_mesh=first.device_mesh, placements=at
+    )
+    return weights.bernoulli_(1 - dropout)
+
+
+_library = torch.library.Library("convmesh", "FRAGMENT")
+_library.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? kept, float dropout, bool causal, "
+    "float scale) -> (Tensor, Tensor)"
+)
+_library.define(
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor total, Tensor? mask, "
+    "Tensor? kept, float dropout, bool causal, float scale) -> (Tensor, Tensor, Tensor)"
+)
+forward_operator = torch.ops.convmesh.attention.default
+backward_operator = torch.ops.convmesh.attention_backward.default
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: Tensor | None, *_: Any) -> Any:
+    """torch's fused kernels have the heads of a token beside each other in memory; where it takes none they do not."""
+    total = query.new_empty(query.shape[:3], dtype=sums_in(query.dtype))
+    if kept is not None or query.shape[1] != key.shape[1]:
+        return query.new_empty(query.shape), total
+    return _token_by_token(query), total
+
+
+def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
+    return tuple(map(_token_by_token, (query, key, value)))
+
+
+def _token_by_token(like: Tensor) -> Tensor:
+    batch, heads, tokens, width = like.shape
+    return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, mask, kept, *ctx.numbers = inputs
+    ctx.save_for_backward(query, key, value, *output, mask, kept)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, gradient: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if gradient is None:
+        return (None,) * 8
+    return (*backward_operator(gradient, *ctx.saved_tensors, *ctx.numbers), *(None,) * 5)
+
+
+def _no_gradients(ctx: Any, *_: Any) -> Any:
+    raise RuntimeError("derivative for scaled_dot_product_attention's backward pass is not implemented")
+
+
+torch.library.register_fake("convmesh::attention", _fake, lib=_library)
+torch.library.register_fake("convmesh::attention_backward", _fake_backward, lib=_library)
+torch.library.register_autograd("convmesh::attention", _gradients, setup_context=_save, lib=_library)
+torch.library.register_autograd("convmesh::attention_backward", _no_gradients, lib=_library)
 
 
 def _step_by_step() -> Callable[[], None]:

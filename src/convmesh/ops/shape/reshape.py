@@ -3,7 +3,8 @@
 A flattened dimension is sharded only where the outermost of its dimensions was. Where another one is sharded, or
 the parts come out differently, the tensor is sharded along another dimension first: an all-to-all. Where
 that is none to go on with, the flattened elements themselves are resharded.
-The gradient goes back to where the tensor was. What torch can do as a view stays one.
+The gradient goes back to where the tensor was, and so do dimensions that were merged once they are split again. What
+torch can do as a view stays one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ...sharding.layout import Layout, dense_stride, reduced
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
+from . import merged_dims
 from .flat_reshard import Flow, flow_of
 
 aten = torch.ops.aten
@@ -185,6 +187,10 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
             return _torch.stock(operator, args, kwargs)
         return _as_it_is(operator, args, kwargs, output)
     back = _came_from.recall((input.device_mesh, before, shape, input.placements))
+    if len(shape) < len(before):
+        merged_dims.remember(_torch.spec_of(input), shape)
+    elif back is None and len(shape) > len(before) and prod(shape) == prod(before):
+        back = merged_dims.recall(_torch.spec_of(input), shape)
     plan = plan_view(_torch.spec_of(input), shape, back)
     if plan is None:
         output = plan_parts_view(_torch.spec_of(input), shape)

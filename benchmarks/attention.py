@@ -1,0 +1,99 @@
+"""Attention over sharded tokens: peak memory of a rank against one process, and the time of keys that go round against
+the bare local part plus the bare exchange."""
+
+from __future__ import annotations
+
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import convmesh
+from benchmarks.measure import interleave, timed
+from benchmarks.training import returning_memory
+from convmesh.comm import Held, rank_line, start
+from convmesh.geometry import Interval, Shards
+from convmesh.kernels.attention import attend, attend_backward
+from convmesh.ops.linalg.attention_blocks import TOKENS, Blocks
+from convmesh.process_memory import peak_memory
+from tests.harness import Pool
+
+HEADS, WIDTH, RANKS = 8, 64, 4
+# What takes memory grows with the tokens, and time with their square.
+REMEMBERED, TIMED = 65_536, 8_192
+
+
+def step(tokens: int, mesh: DeviceMesh | None) -> None:
+    """Forward and backward of tensors that are made here."""
+    ranks = 1 if mesh is None else mesh.size()
+    given = [torch.randn(1, HEADS, tokens // ranks, WIDTH) for _ in range(4)]
+    if mesh is not None:
+        given = [DTensor.from_local(one, mesh, [Shard(TOKENS)], run_check=False) for one in given]
+    *inputs, gradient = given
+    F.scaled_dot_product_attention(*(one.requires_grad_() for one in inputs)).backward(gradient)
+
+
+def memory(mesh: DeviceMesh, tokens: int, alone: bool) -> int:
+    convmesh.enable()
+    step(512, None if alone else mesh)
+    return peak_memory(lambda: step(tokens, None if alone else mesh))
+
+
+def times(mesh: DeviceMesh, tokens: int, rounds: int) -> dict[str, float]:
+    """Of the whole, of a rank's queries with all keys at once, and of all exchanges without anything else."""
+    convmesh.enable()
+    torch.set_num_threads(1)
+    own = tokens // mesh.size()
+    query, gradient = (torch.randn(1, HEADS, own, WIDTH) for _ in range(2))
+    key, value = (torch.randn(1, HEADS, tokens, WIDTH) for _ in range(2))
+
+    def local() -> None:
+        out, total = attend(query, key, value, None, None, False, 0.1)
+        attend_backward(gradient, query, key, value, out, total, None, None, False, 0.1)
+
+    shards = Shards(tokens, (mesh.size(),))
+    queries = tuple(shards[rank] for rank in range(mesh.size()))
+    mine = shards[mesh.get_local_rank(0)]
+    blocks = Blocks(queries, shards, mine, Interval(0, tokens), False, rank_line(mesh, (0,)))
+    part = torch.randn(1, HEADS, own, WIDTH)
+
+    def exchange() -> None:
+        """Keys and values forward, and in backward both, and their gradients."""
+        held = [Held.own(part, (TOKENS,), (mine,))] * 2
+        schedules = [one.schedule for one in blocks.steps if one.schedule is not None]
+        for schedule in schedules:
+            start(schedule, held).finish()
+        for schedule in schedules:
+            arrived = start(schedule, held).finish()
+            start(schedule.transposed(), [Held((TOKENS,), tuple(got)) for got in arrived]).finish(accumulate=held)
+
+    def alike(work: object) -> float:
+        dist.barrier()
+        return timed(work)  # type: ignore[arg-type]
+
+    candidates = {"whole": partial(step, tokens, mesh), "local": local, "exchange": exchange}
+    for work in candidates.values():
+        work()
+    return interleave({name: partial(alike, work) for name, work in candidates.items()}, rounds)
+
+
+def run(pool: Pool, console: Console, rounds: int, tokens: int = REMEMBERED) -> None:
+    with returning_memory() as other:
+        (alone,) = other.run(memory, tokens, True, mesh=(1,), timeout=3600)
+        ranks = other.run(memory, tokens, False, mesh=(RANKS,), timeout=3600)
+    table = Table("", "figure", title="attention, forward and backward")
+    table.add_row(f"{tokens} tokens: peak memory of one process", f"{alone / 2**20:.0f} MiB")
+    table.add_row(f"of a rank of {RANKS}, relative", f"{max(ranks) / alone:.2f}")
+    for count in (2, RANKS):
+        found = pool.run(times, TIMED, max(3, rounds), mesh=(count,), timeout=3600)
+        seconds = {name: median(one[name] for one in found) for name in found[0]}
+        bare = seconds["local"] + seconds["exchange"]
+        figures = "{:.2f}: {whole:.2f} s; {local:.2f} and {exchange:.2f}".format(seconds["whole"] / bare, **seconds)
+        table.add_row(f"{TIMED} tokens on {count} ranks: time, relative to local part and exchange", figures)
+    console.print(table)

@@ -1,0 +1,72 @@
+"""Where dimensions were sharded before they were merged, for when they are split again.
+
+A feature map that becomes tokens, and then a feature map again, is sharded as it was, and as what lies beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from ... import _torch
+from ...geometry import groups, where_sharded
+from ...sharding.gradient_placements import LARGEST, Placements
+from ...sharding.layout import Layout, reduced
+from ...sharding.plan_cache import planned
+
+Within = tuple[tuple[int, int], ...]
+"""By mesh dimension, which of the merged dimensions is sharded over it."""
+
+_seen: dict[Hashable, Within] = {}
+
+
+def remember(spec: _torch.Spec, shape: tuple[int, ...]) -> None:
+    """Of a tensor that is reshaped in the forward pass: those of the last one of these sizes count."""
+    if _torch.in_backward():
+        return
+    if len(_seen) >= LARGEST:
+        _seen.clear()
+    _seen.update(_merged(spec, shape))
+
+
+@planned
+def _merged(spec: _torch.Spec, shape: tuple[int, ...]) -> tuple[tuple[Hashable, Within], ...]:
+    layout = Layout.of(spec)
+    found = []
+    for group in groups(layout.shape, shape):
+        dims = [dim for dim in group.before if layout.shape[dim] > 1]
+        if len(dims) > 1 and sum(shape[dim] > 1 for dim in group.after) == 1:
+            at = tuple((m, dims.index(p.dim)) for m, p in enumerate(spec.placements)
+                       if isinstance(p, Shard) and p.dim in dims)  # fmt: skip
+            found.append(((spec.mesh, tuple(layout.shape[dim] for dim in dims)), at))
+    return tuple(found)
+
+
+def recall(spec: _torch.Spec, shape: tuple[int, ...]) -> Placements | None:
+    """Where a tensor should go whose dimensions are split: None where that is not known, or it is in backward, which
+    has ways of its own to know it."""
+    if _torch.in_backward():
+        return None
+    layout = Layout.of(spec)
+    placements: list[Placement] = [reduced(p, "sum") for p in layout.placements]
+    known = False
+    for group in groups(layout.shape, shape):
+        over = [m for m, p in enumerate(layout.placements) if isinstance(p, Shard) and p.dim in group.before]
+        dims = [dim for dim in group.after if shape[dim] > 1]
+        split = sum(layout.shape[dim] > 1 for dim in group.before) == 1 and len(dims) > 1
+        within = _seen.get((layout.mesh, tuple(shape[dim] for dim in dims))) if split and over else None
+        if within is not None and [m for m, _ in within] == over:
+            known = True
+            for mesh_dim, place in within:
+                placements[mesh_dim] = Shard(dims[place])
+            continue
+        for mesh_dim in over:
+            placement = layout.placements[mesh_dim]
+            assert isinstance(placement, Shard)
+            sizes = tuple(layout.mesh.size(m) for m in layout.sharded_dims[placement.dim])
+            new = where_sharded(placement.dim, layout.shape, shape, sizes)
+            if new is None:
+                return None
+            placements[mesh_dim] = Shard(new)
+    return tuple(placements) if known else None

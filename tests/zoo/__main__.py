@@ -1,0 +1,53 @@
+"""`make zoo`: all networks, or those whose names contain one of the words given, and a page about them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+
+from tests.zoo.page import page
+from tests.zoo.registry import FAMILIES, networks, run_named
+from tests.zoo.run import Found
+
+
+def line(found: Found) -> str:
+    state = "sharded" if found.sharded else "right" if found.right else "REFUSED" if found.refused else "WRONG"
+    where = f"{found.package} {found.name} {found.mesh} {found.dims}"
+    if found.refused:
+        return f"{state:8} {where}: {found.refused[:300]}"
+    return (f"{state:8} {where}: error {found.error:.1e}, largest {found.largest:.2f} ({found.maker[:80]}), "
+            f"received {found.received:.2f}, {found.placed}, {found.seconds:.1f} s")  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="only networks with one of these in package and name")
+    parser.add_argument("--family", action="append", choices=FAMILIES, help="only these files of networks")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, help="where to keep what was found, beside what was found before")
+    parser.add_argument("--page", type=Path, help="the page that is written of all of it")
+    options = parser.parse_args()
+    before = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    results = {(one["package"], one["name"], tuple(one["mesh"]), tuple(one["dims"])): Found(**one) for one in before}
+    chosen = networks(options.words, options.family)
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), max_tasks_per_child=8) as pool:
+        jobs = [pool.submit(run_named, one.package, one.name) for one in chosen]
+        for job in as_completed(jobs):
+            for found in job.result():
+                results[found.package, found.name, tuple(found.mesh), tuple(found.dims)] = found
+                print(line(found), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps([asdict(one) for one in results.values()], indent=1))
+    if options.page:
+        options.page.write_text(page(list(results.values())))
+    wrong = [one for one in results.values() if not one.right]
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,80 @@
+"""docs/networks.md: what the zoo has found, as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+
+from tests.zoo.run import Found
+
+PACKAGES = {
+    "diffusers": "diffusers", "MONAI": "monai", "transformers": "transformers", "timm": "timm",
+    "segmentation_models_pytorch": "segmentation_models_pytorch", "kornia": "kornia",
+    "neuraloperator": "neuraloperator",
+}  # fmt: skip
+
+ABOUT = """# Networks
+
+`make zoo` runs networks of other packages, unmodified, in small configurations with random parameters, in float64, on
+two layouts each: a forward pass, and a backward pass of a loss of all results. It compares results and all gradients
+with one process, and measures what ranks make and receive. This page is made by it.
+"""
+BEHIND = """
+`largest` is the largest tensor that any rank makes, and `received` the most that reaches a rank at once, both relative
+to the largest activation of one process; parameters and their gradients do not count. A network is *sharded* if no rank
+makes a tensor as large as that, nor receives 0.75 of one at once. Keys and values of attention would be
+[gathered](operators.md) in configurations this small; for this page they go round. Ranks are [simulated](simulate.md).
+These are one step each: the page says nothing about long trainings. `make test` trains some of these networks on real
+processes (`tests/test_networks.py`).
+
+`convmesh.models` has ConvNeXt, ResNet and U-Net in plain PyTorch. They are tested on meshes in `tests/models`.
+
+## Methods that are not `forward`
+
+After `distribute` every way into a model works: `vae.encode(x)`, `vae.decode(z)`, `model.generate(...)`, a submodule
+called by itself, `torch.func.functional_call`. Gradients are summed, and constants are allowed, as in `forward`. So it
+is in methods of an object that the model returns: `vae.encode(x).latent_dist.sample()` draws the numbers of one
+device.
+
+Code around a network that mixes plain tensors and DTensors, such as MONAI's
+`sliding_window_inference`, runs within [`implicit_replication(mesh)`](api.md#convmesh.implicit_replication).
+"""
+
+
+def page(results: Sequence[Found]) -> str:
+    return "\n".join([ABOUT, *_summary(results), *_tables(results), BEHIND.strip(), ""])
+
+
+def _summary(results: Sequence[Found]) -> Iterator[str]:
+    names = {(one.package, one.name) for one in results}
+    right, sharded = sum(one.right for one in results), sum(one.sharded for one in results)
+    yield f"{len(names)} networks, {len(results)} runs: {right} right, {sharded} of these sharded throughout.\n"
+    yield "| package | version | networks |"
+    yield "|---|---|---|"
+    for package, distribution in PACKAGES.items():
+        if count := len({name for of, name in names if of == package}):
+            yield f"| {package} | {version(distribution)} | {count} |"
+    yield ""
+
+
+def _tables(results: Sequence[Found]) -> Iterator[str]:
+    for package in PACKAGES:
+        if rows := sorted((one for one in results if one.package == package), key=lambda one: one.name):
+            yield f"## {package}\n"
+            yield "| network | mesh, dimensions | | greatest difference | largest | received |"
+            yield "|---|---|---|---|---|---|"
+            yield from map(_row, rows)
+            yield ""
+
+
+def _row(one: Found) -> str:
+    where = f"{' x '.join(map(str, one.mesh))}, {', '.join(map(str, one.dims))}"
+    if one.refused:
+        return f"| `{one.name}` | {where} | refused | {_words(one.refused)} | | |"
+    state = "sharded" if one.sharded else "right" if one.right else "**wrong**"
+    return f"| `{one.name}` | {where} | {state} | {one.error:.0e} | {one.largest:.2f} | {one.received:.2f} |"
+
+
+def _words(text: str) -> str:
+    """On one line, without what a table would take for its own."""
+    return " ".join(text.split())[:120].replace("|", "/").replace("<", "(").replace(">", ")")
