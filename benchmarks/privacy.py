@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+import convmesh
 from benchmarks.mapped import resnet
 from benchmarks.measure import interleave, timed
 from benchmarks.turns import Contenders
@@ -108,7 +109,7 @@ def steps(network: Network) -> dict[str, Callable[[], Step]]:
         update = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def step() -> None:
-            total = batching.clipped_gradient(model, F.cross_entropy, x, y, max_norm=MAX_NORM)
+            total = convmesh.clipped_gradient(model, F.cross_entropy, x, y, max_norm=MAX_NORM)
             for name, parameter in model.named_parameters():
                 parameter.grad = (total[name] + MAX_NORM * torch.randn_like(parameter)) / len(x)
             update.step()

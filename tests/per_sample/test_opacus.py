@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import convmesh
-from convmesh.batching import layer_norms
 from convmesh.opacus import PerSampleLoss
+from convmesh.per_sample import layer_norms
 from tests.batching.oracle import assert_same
 from tests.compare import assert_close
 from tests.harness import Pool
