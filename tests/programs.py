@@ -319,7 +319,8 @@ def mapping(w: Writer) -> str:
     x, tensor = w.any(2)
     dim = w.dim(tensor)
     function = w.random.choice([
-        "t.relu() * t.mean()", "t.sum(0)", "t.softmax(-1)", "t.flip(0) + t", "F.normalize(t, dim=0, eps=0.1)", "t.cumsum(0)",
+        "t.relu() * t.mean()", "t.sum(0)", "t.softmax(-1)", "t.flip(0) + t", "F.normalize(t, dim=0, eps=0.1)",
+        "t.cumsum(0)",
     ])  # fmt: skip
     return f"torch.func.vmap(lambda t: {function}, in_dims={dim}, out_dims={w.random.choice([0, dim])})({x})"
 
@@ -352,7 +353,11 @@ def check(mesh: DeviceMesh, case: tuple[Program, str]) -> None:
     function = program.function(mode)
     dense = [leaf.values().requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
     expected = function(*dense)
-    wanted = gradients(expected, dense, mode == "twice")
+    try:
+        wanted = gradients(expected, dense, mode == "twice")
+    except RuntimeError:  # not every operator can be derived twice, on one device either
+        mode = "eager"
+        wanted = gradients(expected, dense)
     with convmesh.enable():
         placed = [place(leaf.values(), mesh, leaf.at).requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
         with torch.inference_mode(mode == "inference"):

@@ -48,7 +48,7 @@ EMPTY_PARTS = {
 @pytest.mark.parametrize("mesh", MESHES)
 def test_random_programs(pool: Pool, mesh: tuple[int, ...]) -> None:
     programs = [program for program in map(random_program, SEEDS) if program.mesh == mesh]
-    modes = [("eager", "eager", "inference")[number % 3] for number in range(len(programs))]
+    modes = [("eager", "twice", "inference")[number % 3] for number in range(len(programs))]
     pool.run_cases(check, list(zip(programs, modes, strict=True)), mesh=mesh)
 
 
