@@ -38,7 +38,9 @@ BACKWARD = Behaviour("batch, channels, groups, space, Partial(sum)", "halo of in
 @plan_rule(aten.convolution.default, behaviour=FORWARD)
 def convolution(operator: _torch.Operator, input: Layout, weight: Layout, bias: Layout | None, *geometry: Any) -> Call:
     plan = plan_forward(input, weight, bias, *geometry)
-    return Call(plan.operands, plan.output, lambda x, w, b, *_: _forward(plan.local, x, w, b))
+    # A Partial(sum) adds up what all ranks have, so one rank only may add the bias; yet all take part in moving it.
+    adds = plan.output.adds_once
+    return Call(plan.operands, plan.output, lambda x, w, b, *_: _forward(plan.local, x, w, b if adds else None))
 
 
 def _forward(local: LocalConvolution | None, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
