@@ -319,8 +319,8 @@ def mapping(w: Writer) -> str:
     x, tensor = w.any(2)
     dim = w.dim(tensor)
     function = w.random.choice([
-        "t.relu() * t.mean()", "t.sum(0)", "t.softmax(-1)", "t.flip(0) + t", "F.normalize(t, dim=0, eps=0.1)",
-        "t.cumsum(0)",
+        "t.relu() * t.mean()", "t.sum(0)", "t.softmax(-1)", "t.flip(0) + t", "t.cumsum(0)",
+        "F.normalize(t, dim=0, eps=0.1)",
     ])  # fmt: skip
     return f"torch.func.vmap(lambda t: {function}, in_dims={dim}, out_dims={w.random.choice([0, dim])})({x})"
 
