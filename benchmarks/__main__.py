@@ -6,7 +6,20 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import attention, batching, convolution, dry_runs, host, large_meshes, operators, privacy, training, vae
+from benchmarks import (
+    attention,
+    batching,
+    compiled,
+    convolution,
+    dry_runs,
+    host,
+    large_meshes,
+    operators,
+    plan,
+    privacy,
+    training,
+    vae,
+)
 from tests.harness import Pool
 
 SUITES = {
@@ -18,7 +31,9 @@ SUITES = {
     "large_meshes": large_meshes.run,
     "dry_runs": dry_runs.run,
     "host": host.run,
+    "plan": plan.run,
     "attention": attention.run,
+    "compiled": compiled.run,
     "vae": vae.run,
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from convmesh.models import UNet, resnet50
+from convmesh.models import ConvNeXt, UNet, resnet50
 
 
 @dataclass(frozen=True)
@@ -133,5 +133,12 @@ class Network:
 NETWORKS = (
     Network("ResNet-50", lambda: resnet50(num_classes=4, width=8), (1, 3, 64, 64), False),
     Network("U-Net 3-d", lambda: UNet(3, 1, 2, (8, 8, 8), (2, 2)), (1, 1, 16, 8, 8), True),
+)
+# Steps of these are compiled: the four networks of the training benchmarks, narrow, of which a compiler takes no less.
+COMPILED = (
+    Network("ConvNeXt-T", lambda: ConvNeXt((3, 3, 9, 3), (8, 8, 8, 8), num_classes=4), (1, 3, 128, 64), False),
+    Network("ResNet-50", lambda: resnet50(num_classes=4, width=8), (2, 3, 64, 64), False),
+    Network("U-Net 2-d", lambda: UNet(2, 3, 2, (8, 8, 8, 8), (2, 2, 2)), (1, 3, 64, 64), True),
+    Network("U-Net 3-d", lambda: UNet(3, 1, 2, (8, 8, 8), (2, 2)), (1, 1, 32, 8, 8), True),
 )
 STEP_LIMIT, OPERATOR_LIMIT, VIEW_LIMIT = 4.0, 1.5, 3.0

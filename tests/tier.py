@@ -33,7 +33,9 @@ TIER: dict[str, tuple[str, ...]] = {
         "ops/pooling/test_max_unpool.py", "ops/random/test_partitioned_draw.py",
         "ops/resampling/test_shuffle_and_grid.py", "ops/shape/test_pad.py", "ops/shape/test_permute.py",
     ),
+    "per_sample": ("per_sample/test_functions.py",),
     "planner": ("planner/test_plan.py",),
+    "report": ("report",),
     "selftest": ("selftest/test_report.py",),
     "sharding": ("sharding/test_fallback.py", "sharding/test_partial.py", "sharding/test_redistribute.py"),
     "simulation": (

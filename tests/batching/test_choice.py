@@ -33,11 +33,13 @@ def task(
     groups: int = 1,
     mapped: tuple[bool, bool] = BOTH,
     N: int = 1,
+    dims: int = 2,
     **others: object,
 ) -> Task:
-    geometry = Convolution((stride,) * 2, (taps // 2,) * 2, (1, 1), False, (0, 0), groups)
+    geometry = Convolution((stride,) * dims, (taps // 2,) * dims, (1,) * dims, False, (0,) * dims, groups)
     C, O = channels  # noqa: E741
-    shapes = (N, C, size, size), (O, C // groups, taps, taps), (N, O, *geometry.output_size((size,) * 2, (taps,) * 2))
+    sizes, kernel = (size,) * dims, (taps,) * dims
+    shapes = (N, C, *sizes), (O, C // groups, *kernel), (N, O, *geometry.output_size(sizes, kernel))
     made = Task(Contraction(wanted, geometry, *shapes), 16, mapped, Nature.PLAIN, "float32", 4, "cpu", 1, OWN)
     return replace(made, **others)
 
@@ -58,6 +60,9 @@ def _nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         (task(), "winograd"),
         (task(Role.IMAGE, mapped=IMAGES), "winograd"),
         (task(taps=5), "direct"),
+        (task(channels=(8, 8)), "direct"),
+        (task(channels=(8, 8), dims=3), "winograd"),
+        (task(Role.IMAGE, channels=(8, 8), dims=3), "direct"),
         (task(stride=2), "direct"),
         (task(channels=(3, 64)), "direct"),
         (task(channels=(512, 512), size=4), "direct"),  # few places
@@ -67,18 +72,21 @@ def _nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         (task(Role.RESPONSE, taps=1), "direct"),
         (task(Role.RESPONSE, channels=(3, 64), taps=7, mapped=KERNELS), "fold-o"),
         (task(Role.IMAGE, channels=(3, 64), taps=7, mapped=KERNELS), "fold-c"),
+        (task(Role.RESPONSE, size=32, taps=5, N=4, mapped=KERNELS), "fold-o"),
+        (task(Role.RESPONSE, size=8, taps=5, mapped=KERNELS), "direct"),
+        (task(Role.RESPONSE, size=32, mapped=KERNELS), "winograd"),
         (task(Role.IMAGE, channels=(64, 3), taps=7, mapped=KERNELS), "direct"),
         (task(channels=(96, 96), taps=7, groups=96), "direct"),
         (task(Role.RESPONSE, channels=(96, 96), taps=7, groups=96), "fold-groups"),
         (task(Role.RESPONSE, channels=(96, 96), taps=7, groups=96, mapped=KERNELS), "direct"),
-        (task(channels=(64, 64), groups=8), "fold-groups"),
+        (task(channels=(64, 64), groups=8), "direct"),
         (task(channels=(64, 64), groups=16), "direct"),
         (task(batch=1), "fold-groups"),
         (task(batch=0), "fold-groups"),
         (task(nature=Nature.TRACED), "fold-groups"),
         (task(nature=Nature.OPAQUE), "fold-groups"),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_the_list(of: Task, name: str) -> None:
     decision = choice.choose(of)

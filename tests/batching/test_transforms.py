@@ -214,6 +214,7 @@ def test_compiled_with_symbolic_sizes() -> None:
 
 def test_dispatch_modes_see_what_runs() -> None:
     x, w = operands()
+    vmap(plain)(x, w)
     with FlopCounterMode(display=False) as counter:
         vmap(plain)(x, w)
     with FlopCounterMode(display=False) as looped:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -88,3 +91,23 @@ def test_tensors_are_what_torch_would_make(
     assert torch.equal(memory.contiguous(turned), turned)
     assert memory.contiguous(turned).is_contiguous()
     assert memory.contiguous(zeros) is zeros
+
+
+def test_the_c_library_keeps_what_is_freed() -> None:
+    """In a process of its own: another one has freed large blocks before."""
+    code = """
+import ctypes, torch, convmesh
+class Heap(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "parts", "small", "mapped", *"abcdef")]
+heap = ctypes.CDLL(None).mallinfo2
+heap.restype = Heap
+def mapped():
+    before = heap().mapped
+    block = torch.empty(16 * 2**20, dtype=torch.uint8)
+    return heap().mapped > before
+before = mapped()
+convmesh.enable()
+print(before, mapped())
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("True False\n", "")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
+from convmesh.planner.devices import Link as PlanLink
+from convmesh.planner.devices import device
 from convmesh.selftest.exactness import Exactness
 from convmesh.selftest.links import Link, Overlap, neighbours
 from convmesh.selftest.page import page
@@ -67,11 +71,16 @@ def test_what_is_slow(report: Report) -> None:
     assert not report.wrong, "who is slow is not wrong"
 
 
-def test_figures_for_plans(report: Report) -> None:
+def test_figures_for_plans(report: Report, tmp_path: Path) -> None:
     figures = json.loads(report.device_figures())
     assert figures["node"] == {"latency": 1e-5, "bandwidth": 3e11}
     assert figures["network"] == {"latency": 3e-5, "bandwidth": 5e10}
     assert figures["node_ranks"] == 2
+    file = tmp_path / "device.json"
+    file.write_text(report.device_figures())
+    read = device(str(file))
+    assert (read.node, read.network) == (PlanLink(1e-5, 3e11), PlanLink(3e-5, 5e10))
+    assert read.rate(torch.float32) == 1e13
 
 
 def test_neighbours_between_hosts_are_among_the_measured() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,16 @@ class Autoencoder(nn.Module):
         decoded: torch.Tensor = self.decoder(z + shifts if shift else z)
         return decoded
 
+    def steps(self, z: torch.Tensor, value: int) -> Generator[torch.Tensor, float | None, int]:
+        """With constants in every step, and numbers that its user sends."""
+        for number in range(value):
+            try:
+                factor = yield self.decode(z) * torch.full((3, 1, 1), number + 1.0, dtype=z.dtype)
+            except KeyError:
+                factor = 3.0
+            z = z * (factor or 1.0)
+        return value
+
     @torch.no_grad()
     def generate(self, count: int) -> torch.Tensor:
         z = torch.randn(count, 4, 4, 3, dtype=torch.float64)
@@ -95,6 +105,18 @@ def by_sampling(model: Any, place: Any) -> torch.Tensor:
     torch.manual_seed(5)
     encoded = model.encode(place(picture()))
     return model.decode(encoded.latents.sample() + encoded.again.rsample())
+
+
+def by_a_generator(model: Any, place: Any) -> torch.Tensor:
+    steps = model.steps(place(latents()), value=3)
+    made = [next(steps), steps.send(0.5), steps.throw(KeyError("stop"))]
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert end.value.value == 3
+    for first in model.steps(place(latents()), value=2):
+        made.append(first)
+        break  # and it is closed
+    return sum(made)
 
 
 def by_a_submodule(model: Any, place: Any) -> torch.Tensor:
@@ -140,8 +162,8 @@ def functional_leaves(model: Any, place: Any) -> torch.Tensor:
 
 WAYS: dict[str, Way] = {
     way.__name__: way
-    for way in (by_a_method, by_sampling, by_a_submodule, by_a_layer, converted, unfrozen, generated_then_decoded,
-                functional, functional_leaves)
+    for way in (by_a_method, by_sampling, by_a_generator, by_a_submodule, by_a_layer, converted, unfrozen,
+                generated_then_decoded, functional, functional_leaves)
 }  # fmt: skip
 
 

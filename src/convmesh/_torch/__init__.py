@@ -35,6 +35,7 @@ from .fake import on_one_device as on_one_device
 from .fake import suggested_format as suggested_format
 from .gloo_threads import keep_listeners_from_interrupting as keep_listeners_from_interrupting
 from .gloo_threads import listeners as listeners
+from .gloo_threads import workers_rest_before_exit as workers_rest_before_exit
 from .groups import group_called as group_called
 from .groups import inherit_timeout as inherit_timeout
 from .groups import inside_ddp as inside_ddp
@@ -79,10 +80,11 @@ from .operators import view_operators as view_operators
 from .operators import writing_operators as writing_operators
 from .order import after_the_last as after_the_last
 from .planning import DEVICE as DEVICE
+from .planning import SilentStore as SilentStore
+from .planning import fsdp_without_values as fsdp_without_values
 from .planning import has_values as has_values
 from .planning import running_node as running_node
 from .planning import silent_group as silent_group
-from .planning import silent_store as silent_store
 from .symbols import has_symbols as has_symbols
 from .symbols import known as known
 from .symbols import meta_tensors as meta_tensors

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed import fake_pg
 
 from .names import Store
@@ -25,10 +28,47 @@ def silent_group(options: Any) -> dist.ProcessGroup:
     return made  # type: ignore[no-any-return]
 
 
-def silent_store() -> Store:
-    """A store for a rank that never asks it for anything."""
-    made: Store = fake_pg.FakeStore()
-    return made
+class SilentStore(Store):
+    """A store for a rank alone: what the others would say is what it says itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said = b""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._said = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str) -> bytes:
+        return self._said
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        pass
+
+    def add(self, key: str, value: int) -> int:
+        return value
+
+
+class _Streams:
+    """What FSDP2 asks of the module of a device, which torch has for all but this one: streams in name only."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def current_device(self) -> int:
+        return 0
+
+
+@contextmanager
+def fsdp_without_values() -> Iterator[None]:
+    """Within it, `fully_shard` takes such a mesh, and parameters that never get values."""
+    check = FSDPParamGroup._validate_no_meta_params
+    setattr(torch, DEVICE, _Streams())
+    FSDPParamGroup._validate_no_meta_params = lambda group: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        delattr(torch, DEVICE)
+        FSDPParamGroup._validate_no_meta_params = check  # type: ignore[method-assign]
 
 
 def running_node() -> Any:

@@ -25,6 +25,7 @@ PRIVATE_NAMES = (
     "torch._C._functorch.is_gradtrackingtensor",
     "torch._C._functorch.get_unwrapped",
     "torch._C._ExcludeDispatchKeyGuard",
+    "torch._C._len_torch_dispatch_stack",
     "torch._C.DispatchKeySet",
     "torch._C.DispatchKey.FuncTorchBatched",
     "torch._C.DispatchKey.FuncTorchDynamicLayerBackMode",
@@ -97,12 +98,17 @@ def below_vmap(nature: Nature) -> AbstractContextManager[None]:
     )
 
 
+def is_watched() -> bool:
+    """Whether somebody looks at what operators run, such as a counter of their arithmetic."""
+    return bool(torch._C._len_torch_dispatch_stack() > 0)
+
+
 def plain(*operands: tuple[Tensor, int | None] | None) -> Hashable:
     """How plain tensors lie and which of their dimensions are mapped, by the quickest test.
 
-    None if some are not plain; it may also be None for plain ones.
+    None if some are not plain, or somebody watches; it may also be None for plain ones.
     """
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 or is_watched():
         return None
     parts: list[Hashable] = []
     for operand in operands:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..geometry import Convolution, Shape
 from . import choice
-from ._functorch import Nature, nature_of
+from ._functorch import Nature, is_watched, nature_of
 from .algorithms import Machine, Task
 from .contraction import FACTORS, Contraction, Role
 from .folding import Mapped, Operand
-from .machines import of_plain_tensors
+from .machines import OWN, of_plain_tensors
 
 # Stride, padding, dilation, transposed, output padding and groups, as an operator gets them.
 Arguments = tuple[Shape, Shape, Shape, bool, Shape, int]
@@ -32,6 +32,9 @@ class Circumstances(NamedTuple):
 
 def circumstances_of(nature: Nature, value: Tensor, machine: Machine | None = None) -> Circumstances:
     by = machine or of_plain_tensors()
+    # What watches operators does not see kernels of our own. But ranks that are not alone choose alike, watched or not.
+    if nature is Nature.PLAIN and by is OWN and is_watched():
+        nature = Nature.TRACED
     return Circumstances(nature, value.dtype, value.device, torch.get_num_threads(), by, choice.settings().is_exact)
 
 

@@ -42,6 +42,7 @@ def install() -> None:
             library._destroy()
             raise
         _library = library
+        memory.teach_c_library()
 
 
 def uninstall() -> None:

@@ -27,6 +27,19 @@ BLOCK = 2 * 2**20
 HAS_LARGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 
 
+# What glibc learns to keep at most.
+MOST_KEPT = 32 * 2**20 - 2**14
+
+
+def teach_c_library() -> None:
+    """Have the C library keep blocks of up to 32 MB that are freed, as it does in any process that has freed one.
+
+    Until then it maps memory of its own for each block and gives it back at once: results of torch's operators would be
+    fresh memory, page by page, at every call, since the large blocks that it learns from are on the shelf.
+    """
+    torch.empty(MOST_KEPT, dtype=torch.uint8, device="cpu")
+
+
 class Shelf:
     """Blocks that no tensor uses any more, the oldest first."""
 

@@ -62,7 +62,7 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
 
 def _nodes(plan: Plan) -> Iterator[str]:
     """The last mesh dimensions are within nodes, so the busiest one should be last."""
-    along = {name: sent for name, sent in plan.largest.bytes_along.items() if plan.mesh[name] > 1}
+    along = {name: sent for name, sent in plan.busiest.bytes_along.items() if plan.mesh[name] > 1}
     apart = [name for name in along if crosses_nodes(name, plan.mesh, plan.device.node_ranks)]
     inside = [name for name in along if name not in apart]
     if not apart:
@@ -89,7 +89,7 @@ def _waiting(plan: Plan) -> Iterator[str]:
 
 
 def _gathers(plan: Plan) -> Iterator[str]:
-    for one in plan.largest.gathers:
+    for one in plan.busiest.gathers:
         where = f" (at {one.where})" if one.where else ""
         yield f"{one.layer} gathers {size(one.bytes)} of each rank{where}: {one.remedy}."
 

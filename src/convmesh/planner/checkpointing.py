@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from .memory import first_backward, kinds_of
@@ -71,17 +72,18 @@ class _Curve:
 
     def peak(self, names: tuple[str, ...]) -> int:
         """In the pause between, a block's activations are not there; all of them come back before its backward pass."""
-        changes: dict[int, int] = {}
+        changes: Counter[tuple[int, int]] = Counter()  # by event; what comes before what goes
 
         def lives(block: Block, born: int, died: int | None) -> None:
-            changes[born] = changes.get(born, 0) + block.size
+            changes[born, 0] += block.size
             if died is not None:
-                changes[died] = changes.get(died, 0) - block.size
+                changes[died, 1] -= block.size
 
         pauses = {id(block): self._times[name] for name in names for block in self.within(name)}
         for block in self._trace.blocks:
-            begin = max(block.born, self._trace.begins)
-            died = None if block.died is None else max(block.died, self._trace.begins)
+            begin, died = max(block.born, self._trace.begins), block.died
+            if died is not None and died <= self._trace.begins:
+                continue
             if id(block) not in pauses:
                 lives(block, begin, died)
                 continue
@@ -96,7 +98,7 @@ class _Curve:
         return sum(seconds(event) for event in mine if event.phase is Phase.FORWARD)
 
 
-def _running(changes: dict[int, int]) -> Iterator[int]:
+def _running(changes: Mapping[tuple[int, int], int]) -> Iterator[int]:
     total = 0
     for at in sorted(changes):
         total += changes[at]

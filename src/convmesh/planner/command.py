@@ -32,23 +32,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0, or 2 with one line that says what is wrong."""
+    """0 if it fits, 1 if not, or 2 with one line that says what is wrong with what was asked for."""
     try:
         mesh = None if options.mesh is None else _mesh(options.mesh)
         found = plan(
             _model(options.model, options.arguments), {_INPUT: _sizes(options.input)}, mesh, ranks=options.ranks,
             device=options.device, optimizer=options.optimizer, precision=options.precision, progress=_progress,
         )  # fmt: skip
+        _progress("")
         for path in filter(None, (options.html, options.json)):
             found.save(path)
     except (PlanError, ShardingError) as error:
         print(f"convmesh plan: {_in_one_line(error)}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"convmesh plan: {options.json} cannot be written ({error.strerror}): choose another", file=sys.stderr)
+        print(f"convmesh plan: {error.filename} cannot be written ({error.strerror}): choose another", file=sys.stderr)
         return 2
     print(found, end="")
-    return 0
+    print(f"\nThe page is {options.html}.")
+    return 0 if found.fits else 1
 
 
 _INPUT = "input"

@@ -29,7 +29,8 @@ def silent_world() -> Iterator[None]:
         raise PlanError("a plan is made outside of convmesh.simulate: call it before, or afterwards")
     on = registry.installed(), batching.installed()
     try:
-        with _torch.threads_as_ranks(_torch.silent_group), torch.random.fork_rng(devices=[]):
+        ranks = _torch.threads_as_ranks(_torch.silent_group)
+        with ranks, _torch.fsdp_without_values(), torch.random.fork_rng(devices=[]):
             yield
     finally:
         if (registry.installed(), batching.installed()) != on:
@@ -42,7 +43,7 @@ def dry_run(problem: Problem, mesh: Mesh, rank: int, limit: int | None = None) -
 
 
 def _run(problem: Problem, mesh: Mesh, rank: int, limit: int | None) -> Trace:
-    world = _torch.rank_of_threads(rank, ranks_of(mesh), _torch.silent_store())
+    world = _torch.rank_of_threads(rank, ranks_of(mesh), _torch.SilentStore())
     with world, torch.device(_torch.DEVICE), Autocast():
         return traced(problem, init_device_mesh(_torch.DEVICE, tuple(mesh.values()), mesh_dim_names=tuple(mesh)), limit)
 

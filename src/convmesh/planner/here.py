@@ -1,76 +1,120 @@
-"""This machine as a device: what it reaches, measured in a few seconds."""
+"""This machine as a device: what it reaches, and how long a rank's own work of a step takes here."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from statistics import median
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from .. import _torch
 from .devices import Device, Link
-from .timing import roofline
-from .trace import Compute
+from .dry_run import in_thread
+from .problem import Mesh, Problem, ranks_of
+from .trace import Compute, Trace
 
-LARGEST = 5 * 10**10  # floating point operations of an operator that is run to be timed
+SOURCE = "measured now"
+LARGEST = 10**13  # floating point operations of a step that is run: minutes of a core
 _ROUNDS = 3
 
 
 @cache
 def this_machine() -> Device:
-    """One thread of a CPU, as a rank has it under torchrun. Links are copies of memory between processes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        flops = {name: _convolution(getattr(torch, name)) for name in ("float32", "float64", "bfloat16")}
-        source = torch.ones(2**24)
-        target = torch.empty_like(source)
-        bandwidth = 2 * source.nbytes / _timed(lambda: target.copy_(source))
-        small = torch.ones(1)
-        overhead = _timed(lambda: [small.add(1) for _ in range(1000)]) / 1000
-    finally:
-        torch.set_num_threads(threads)
+    """One thread of a CPU, as a rank has it under torchrun, while all cores are busy. Links are copies of memory
+    between processes."""
+    cores = len(os.sched_getaffinity(0))
+    flops = {name: _one_thread(partial(_convolution, getattr(torch, name))) for name in _DTYPES}
+    bandwidth = min(_at_once(_copies, cores))
+    small = torch.ones(1)
+    overhead = _one_thread(lambda: _timed(lambda: [small.add(1) for _ in range(1000)]) / 1000)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     between = Link(2e-4, bandwidth / 4)  # written into shared memory and read from there
-    return Device("this machine, a thread of its CPU", memory, flops, bandwidth, between, between, os.cpu_count() or 1,
-                  overhead, 1.0, 1.0, "measured now")  # fmt: skip
+    return Device("this machine, a thread of its CPU", memory, flops, bandwidth, between, between, 1024,
+                  overhead, 1.0, 1.0, SOURCE, cores)  # fmt: skip
 
 
-def measured(device: Device) -> Callable[[Compute], float]:
-    """Seconds of operators here: those with floating point operations are run once with numbers, if they are not too
-    large, and others by the roofline."""
-    known: dict[tuple[object, ...], float] = {}
-
-    def seconds(operator: Compute) -> float:
-        if not operator.signature or operator.flops > LARGEST:
-            return roofline(operator, device)
-        if operator.signature not in known:
-            known[operator.signature] = _run(operator.signature)
-        return known[operator.signature]
-
-    return seconds
+def step_seconds(problem: Problem, mesh: Mesh, rank: int, trace: Trace, memory: int) -> float | None:
+    """A rank's own work of a step, run here with numbers and without other ranks: what it would receive is whatever is
+    in memory. None where the step is too large for that. `trace` is of the same rank."""
+    if sum(event.flops for event in trace.step if isinstance(event, Compute)) > LARGEST:
+        return None
+    if _most_held(trace) > memory // 3:
+        return None
+    return in_thread(lambda: _one_thread(lambda: _step_seconds(problem, mesh, rank)))
 
 
-def _run(signature: tuple[Any, ...]) -> float:
-    operator, arguments = signature
-    made = [_made(argument) for argument in arguments]
+def _most_held(trace: Trace) -> int:
+    """About: all that is made in a step at once."""
+    return sum(block.size for block in trace.blocks if block.died is None or block.died >= trace.begins)
+
+
+class _Alone(_torch.TorchDispatchMode):
+    """Collectives return at once what has the right shape."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+            return NotImplemented
+        namespace, name = func._schema.name.split("::")
+        return _received(name, *args) if namespace == "_c10d_functional" else func(*args, **(kwargs or {}))
+
+
+def _received(name: str, given: Any, *args: Any) -> Any:
+    if isinstance(given, list):
+        return [_received(name.removesuffix("_coalesced"), one, *args) for one in given]
+    rows = given.shape[0] if given.dim() else 1
+    lengths: dict[str, Callable[[], int]] = {
+        "all_to_all_single": lambda: sum(args[0]),
+        "all_gather_into_tensor": lambda: rows * int(args[0]),
+        "reduce_scatter_tensor": lambda: rows // int(args[1]),
+    }
+    return given.new_zeros((lengths[name](), *given.shape[1:])) if name in lengths else given
+
+
+def _step_seconds(problem: Problem, mesh: Mesh, rank: int) -> float:
+    with _torch.rank_of_threads(rank, ranks_of(mesh), _torch.SilentStore()), _Alone():
+        on = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        step, inputs = problem.build(on), problem.tensors(on)
+        step(**inputs)
+        return _timed(lambda: step(**inputs))
+
+
+def _one_thread(work: Callable[[], float]) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _timed(lambda: operator(*made))
+        return work()
     finally:
         torch.set_num_threads(threads)
 
 
-def _made(described: Any) -> Any:
-    if isinstance(described, tuple) and len(described) == 3 and isinstance(described[2], torch.dtype):
-        shape, stride, dtype = described
-        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu").fill_(0.5)
-    return [_made(one) for one in described] if isinstance(described, tuple) else described
+def _at_once(work: Callable[[], float], count: int) -> list[float]:
+    """What each of several threads measures while the others are at it."""
+    found: list[float] = []
+    threads = [Thread(target=lambda: found.append(_one_thread(work))) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+_DTYPES = ("float32", "float64", "bfloat16")
+
+
+def _copies() -> float:
+    """Bytes a second, read and written."""
+    source = torch.ones(2**24)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _timed(lambda: target.copy_(source))
 
 
 def _convolution(dtype: torch.dtype) -> float:

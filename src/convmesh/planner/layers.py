@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
@@ -78,9 +79,11 @@ class Layers:
         if self._names[module] not in self._lines:
             self._lines[self._names[module]] = caller()
 
-    def line(self, name: str) -> str | None:
-        """Where in the user's code a module is called, or else what is at work now."""
-        return self._lines.get(name) or caller()
+    def line(self) -> str | None:
+        """Where in the user's code the operator at work is called; in a backward pass, its module."""
+        name, phase = self.at_work()
+        found = caller() if phase is Phase.FORWARD else self._lines.get(name)
+        return None if found is None or found.startswith(threading.__file__) else found
 
     def _name(self, root: nn.Module) -> None:
         """The first one that is called is the model; others, such as losses, go by the names of their classes."""

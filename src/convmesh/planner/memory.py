@@ -40,7 +40,7 @@ def memory_of(trace: Trace) -> Memory:
     for block, kind in zip(trace.blocks, kinds, strict=True):
         if kind is Kind.ACTIVATIONS and block.born >= trace.begins:
             saved[block.layer] += block.size
-    moments = list(_moments(trace, kinds))
+    moments = list(_moments(trace, kinds)) or [Moment("", Phase.FORWARD, dict.fromkeys(Kind, 0))]
     return Memory(max(moments, key=lambda moment: moment.total), _thinned(moments), dict(saved))
 
 
@@ -66,21 +66,26 @@ def _kind(block: Block, turn: int) -> Kind:
 
 
 def _moments(trace: Trace, kinds: list[Kind]) -> Iterator[Moment]:
-    """One for each event of the step at which memory changes."""
-    changes: dict[int, Counter[Kind]] = {}
-    for block, kind in zip(trace.blocks, kinds, strict=True):
-        changes.setdefault(max(block.born, trace.begins), Counter())[kind] += block.size
-        if block.died is not None:
-            changes.setdefault(max(block.died, trace.begins), Counter())[kind] -= block.size
+    """For each event of the step at which memory changes, where it is largest: an operator's results come before what
+    it was given goes."""
     held: Counter[Kind] = Counter()
+    total, number, most, parts = 0, trace.begins, -1, dict(held)
     layer, phase = "", Phase.FORWARD
-    names = {number: event for number, event in enumerate(trace.events) if isinstance(event, Compute | Send)}
-    for number in sorted(changes):
-        held.update(changes[number])
-        event = names.get(number - 1) or names.get(number)
-        if event is not None and number > trace.begins:
-            layer, phase = event.layer, event.phase
-        yield Moment(layer, phase, {kind: held[kind] for kind in Kind})
+    for at, block, sign in (*trace.changes, (len(trace.events) + 1, None, 0)):
+        if at > number:
+            if most >= 0:
+                event = trace.events[number - 1] if trace.begins < number <= len(trace.events) else None
+                if isinstance(event, Compute | Send):
+                    layer, phase = event.layer, event.phase
+                yield Moment(layer, phase, {kind: parts.get(kind, 0) for kind in Kind})
+            number, most = at, -1
+        if block is None:
+            return
+        size = sign * trace.blocks[block].size
+        held[kinds[block]] += size
+        total += size
+        if at >= trace.begins and total > most:
+            most, parts = total, dict(held)
 
 
 def _thinned(moments: list[Moment]) -> list[Moment]:

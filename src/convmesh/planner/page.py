@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 COLORS = {kind: f"var(--k{number})" for number, kind in enumerate(Kind, 1)}
-BOUNDS = {
-    Bound.ARITHMETIC: "var(--two)", Bound.MEMORY: "var(--k7)", Bound.OVERHEAD: "var(--one)",
-    Bound.MEASURED: "var(--two)",
-}  # fmt: skip
+BOUNDS = {Bound.ARITHMETIC: "var(--two)", Bound.MEMORY: "var(--k7)", Bound.OVERHEAD: "var(--one)"}
 LOUPE = 24  # the side of a loupe's square, in indices of the input
 LOUPES, LAYERS, MESHES = 8, 16, 12  # how many are shown at once
 
@@ -35,7 +32,8 @@ LOUPES, LAYERS, MESHES = 8, 16, 12  # how many are shown at once
 def page(plan: Plan) -> str:
     return render(
         __package__, "plan.html", plan=plan, name=words(plan.mesh), cards=_cards(plan), volume=_volume(plan),
-        loupes=_loupes(plan), memory=_memory(plan), kinds=_kinds(plan), time=_time(plan), layers=_layers(plan),
+        loupes=_loupes(plan), loupe_keys=_keys(), memory=_memory(plan), kinds=_kinds(plan), time=_time(plan),
+        layers=_layers(plan),
         scaling=_scaling(plan), meshes=tables.meshes(plan.meshes), shown=(LAYERS, MESHES), ranks=tables.ranks(plan),
         neighbours=tables.neighbours(plan), saved=tables.saved(plan), along=tables.along(plan),
         headings=tables.layers(plan).headings, checkpoints=tables.checkpoints(plan),
@@ -43,14 +41,14 @@ def page(plan: Plan) -> str:
 
 
 def _cards(plan: Plan) -> list[tuple[str, str]]:
-    halos = sum(layer.halo_bytes for layer in plan.largest.layers)
+    halos = sum(layer.halo_bytes for layer in plan.busiest.layers)
     return [
         (size(plan.peak), f"at the peak, of {size(plan.device.memory)} that a {plan.device.name} has"),
         (
             duration(plan.seconds),
             f"for a training step, an estimate; {duration(plan.largest.time.waiting)} of it waiting",
         ),
-        (size(plan.largest.bytes_sent), f"sent by a rank in a step, {size(halos)} of it halos"),
+        (size(plan.busiest.bytes_sent), f"sent by a rank in a step, {size(halos)} of it halos"),
         (str(plan.smallest or DASH), "ranks are the fewest that fit, of those that were tried"),
     ]
 
@@ -89,8 +87,7 @@ def _volume(plan: Plan) -> Markup:
 def _busiest_reads(plan: Plan) -> Need | None:
     """Of the first layer at the resolution of the input."""
     sizes = _sharded(plan).sizes
-    busiest = max(plan.ranks, key=lambda rank: len(rank.neighbours))
-    fitting = (need for need in busiest.reads if tuple(side.size for side in need.sides) == sizes)
+    fitting = (need for need in plan.busiest.reads if tuple(side.size for side in need.sides) == sizes)
     return next((need for need in fitting if any(side.read != side.owned for side in need.sides)), None)
 
 
@@ -105,20 +102,27 @@ def _loupes(plan: Plan) -> list[dict[str, Any]]:
     low, high = _across(plan, axes)
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for first, second in zip_longest(low, high):
-        one = first or second
-        if one is None or len(one.sides) != len(sizes) or all(part.read == part.owned for part in one.sides):
+        pair = [need for need in (first, second) if need is not None and len(need.sides) == len(sizes)]
+        if not any(part.read != part.owned for need in pair for part in need.sides):
             continue
+        one = pair[0]
         scale = sizes[axes[0]] / one.sides[axes[0]].size
         ranks = [
             (number, tuple(need.sides[axis].owned for axis in axes), tuple(need.sides[axis].read for axis in axes))
-            for number, need in enumerate((first, second)) if need is not None
+            for number, need in enumerate(pair)
         ]  # fmt: skip
-        widths = tuple((p.owned.start - p.read.start, p.read.stop - p.owned.stop) for p in one.sides)
+        widths = tuple((p.owned.start - p.read.start, p.read.stop - p.owned.stop) for n in pair for p in n.sides)
         found.setdefault((scale, widths), {
             "layer": one.layer, "sizes": f" {TIMES} ".join(str(part.size) for part in one.sides),
             "drawing": shards.loupe(ranks, corner, side, scale),
         })  # fmt: skip
     return list(found.values())[:LOUPES]
+
+
+def _keys() -> Markup:
+    pairs = [(shards.color(number), f"{which} rank") for number, which in enumerate(("one", "another"))]
+    looks = [("owns", "box"), ("reads", "box dashed")]
+    return legend([(f"{who} {what}", color, look) for color, who in pairs for what, look in looks])
 
 
 def _across(plan: Plan, axes: list[int]) -> tuple[list[Need], list[Need]]:
@@ -187,7 +191,7 @@ def _time(plan: Plan) -> dict[str, Any]:
 
 
 def _layers(plan: Plan) -> list[dict[str, Any]]:
-    rows = sorted(plan.largest.layers, key=lambda layer: -layer.bytes)
+    rows = sorted(plan.busiest.layers, key=lambda layer: -layer.bytes)
     longest = max([row.bytes for row in rows] + [1])
     return [
         {"cells": cells, "bars": [(row.halo_bytes / longest, "var(--four)"),

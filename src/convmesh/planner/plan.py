@@ -13,7 +13,7 @@ from torch import nn
 from . import devices
 from .devices import Device
 from .dry_run import silent_world
-from .problem import Build, Input, Mesh, PlanError, check_mesh, problem
+from .problem import Build, Input, Mesh, PlanError, check_mesh, problem, ranks_of, words
 from .runs import MeshRow, Progress, RankPlan, Runs
 from .search import classes
 
@@ -47,6 +47,11 @@ class Plan:
     @property
     def largest(self) -> RankPlan:
         return self.ranks[0]
+
+    @property
+    def busiest(self) -> RankPlan:
+        """The class of ranks that sends most."""
+        return max(self.ranks, key=lambda rank: rank.bytes_sent)
 
     @property
     def peak(self) -> int:
@@ -145,11 +150,13 @@ def plan(
         (True, True)
     """
     asked, on = problem(step, inputs, dims, optimizer, precision), devices.device(device)
-    if (mesh is None) == (ranks is None):
-        raise PlanError("give either a mesh, such as {'d': 4, 'h': 2}, or a number of ranks")
+    if mesh is None and ranks is None:
+        raise PlanError("give a mesh, such as {'d': 4, 'h': 2}, or a number of ranks")
+    if mesh is not None and ranks not in (None, ranks_of(mesh)):
+        raise PlanError(f"a mesh of {words(mesh)} is not {ranks}: give sizes whose product is {ranks}")
     runs = Runs(asked, on, progress)
     with silent_world():
-        tried = runs.search(ranks) if ranks is not None else []
+        tried = runs.search(ranks) if mesh is None and ranks is not None else []
         chosen = dict(mesh) if mesh is not None else tried[0].mesh
         check_mesh(asked, chosen)
         found = [runs.rank(chosen, name, rank) for name, rank in classes(asked, chosen).items()]

@@ -45,6 +45,9 @@ class PlanError(ValueError):
 class Input:
     """A tensor that a step is given: its global shape and its type.
 
+    `over` are the mesh dimensions that it is distributed over, if not all: with FSDP2 over "data", for which each rank
+    has samples of its own, it is `over=("d", "h")` and the shape has the samples of one.
+
     Examples:
         >>> convmesh.Input((1, 512, 512, 512), torch.int64).shape
         (1, 512, 512, 512)
@@ -52,6 +55,7 @@ class Input:
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    over: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,20 @@ class Problem:
     build: Build
     inputs: Mapping[str, Input]
     dims: Mapping[str, int]
+    own: bool = False  # a step of the user's own, which may ask for mesh dimensions by their names
 
     @property
     def first(self) -> Input:
         return next(iter(self.inputs.values()))
+
+    def mesh(self, sizes: Mesh) -> dict[str, int]:
+        """Without mesh dimensions of one rank, unless somebody asks for them."""
+        return dict(sizes) if self.own else {name: size for name, size in sizes.items() if size > 1} or dict(sizes)
+
+    def extent(self, name: str) -> int | None:
+        """How many indices of the first input a mesh dimension shares out; None where it shards nothing of it."""
+        over = self.first.over
+        return None if over is not None and name not in over else self.first.shape[self.dims[name]]
 
     def sharded(self, given: Input, names: Mesh | tuple[str, ...]) -> dict[str, int]:
         """`mesh dimension = tensor dimension` of an input."""
@@ -81,9 +95,10 @@ class Problem:
     def tensors(self, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
         made: dict[str, torch.Tensor] = {}
         for name, given in self.inputs.items():
-            dims = self.sharded(given, tuple(mesh.mesh_dim_names or ()))
-            own = [part.stop - part.start for part in region(given.shape, mesh, **dims)]
-            made[name] = from_region(torch.empty(own, dtype=given.dtype), given.shape, mesh, **dims)
+            part = mesh if given.over is None else mesh[given.over]
+            dims = self.sharded(given, tuple(part.mesh_dim_names or ()))
+            own = [one.stop - one.start for one in region(given.shape, part, **dims)]
+            made[name] = from_region(torch.zeros(own, dtype=given.dtype), given.shape, part, **dims)
         return made
 
 
@@ -101,7 +116,7 @@ def problem(
         raise PlanError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}, or give a step")
     if precision not in PRECISIONS:
         raise PlanError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}, or give a step")
-    return Problem(build, given, known)
+    return Problem(build, given, known, not isinstance(step, nn.Module))
 
 
 def check_mesh(asked: Problem, mesh: Mesh) -> None:
@@ -114,8 +129,8 @@ def check_mesh(asked: Problem, mesh: Mesh) -> None:
             )
         if size < 1:
             raise PlanError(f"{name}={size} is no number of ranks: take 1 or more")
-        extent = shape[asked.dims[name]]
-        if size > extent:
+        extent = asked.extent(name)
+        if extent is not None and size > extent:
             raise PlanError(f"{name}={size} is more ranks than the {extent} indices that they would share: take fewer")
 
 
@@ -125,7 +140,8 @@ def ranks_of(mesh: Mesh) -> int:
 
 def words(mesh: Mesh) -> str:
     ranks = ranks_of(mesh)
-    return " x ".join(f"{name} {size}" for name, size in mesh.items()) + f" ({ranks} rank{'s' * (ranks > 1)})"
+    named = " x ".join(f"{name} {size}" for name, size in mesh.items() if size > 1)
+    return f"{named} ({ranks} ranks)" if named else "1 rank"
 
 
 def _usual_dims(ndim: int) -> dict[str, int]:
@@ -151,7 +167,7 @@ def _input(name: str, value: Any) -> Input:
 
 def _training(model: nn.Module, optimizer: str, precision: str, mesh: DeviceMesh) -> Step:
     """A training step of a model, whose loss is the mean of all that it returns."""
-    placed = distribute(model if _torch.has_values(mesh) else without_values(model), mesh)
+    placed = distribute((with_values if _torch.has_values(mesh) else without_values)(model), mesh)
     trained = [parameter for parameter in placed.parameters() if parameter.requires_grad]
     made = OPTIMIZERS[optimizer](trained, lr=1e-3, foreach=True) if trained else None  # type: ignore[call-arg]
     dtype = PRECISIONS[precision]
@@ -173,6 +189,17 @@ def _training(model: nn.Module, optimizer: str, precision: str, mesh: DeviceMesh
 def _floating(output: Any) -> list[torch.Tensor]:
     leaves = tree_iter(dict(output) if isinstance(output, Mapping) else output)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def with_values(model: nn.Module) -> nn.Module:
+    """A copy of a module; where its parameters have no values, they get some."""
+    with _torch.no_modes():  # it is nothing that the step needs
+        made = copy.deepcopy(model)
+    if any(tensor.is_meta for tensor in (*made.parameters(), *made.buffers())):
+        made = made.to_empty(device="cpu")
+        for tensor in (*made.parameters(), *made.buffers()):
+            tensor.detach().fill_(0.01 if tensor.is_floating_point() else 0)
+    return made
 
 
 def without_values(model: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
@@ -22,7 +23,7 @@ from .refusals import refusal, replicated
 from .trace import WEIGHTS, Block, Compute, Event, Kind, Phase, Send, Trace, Use, Wait
 
 aten = torch.ops.aten
-_FUNCTIONAL = "_c10d_functional::"
+_FUNCTIONAL, _IN_PLACE = "_c10d_functional::", "c10d::"
 # Results of operators that have no kernel for tensors without values.
 _RESULTS: dict[Any, Callable[..., Any]] = {
     aten.batch_norm_update_stats.default: lambda x, *_: tuple(x.new_empty(x.shape[1], dtype=_wide(x)) for _ in "mv"),
@@ -47,7 +48,7 @@ class Recorder(_torch.TorchDispatchMode):
         self._sent = 0
         self._groups = Groups(trace.mesh)
         self._within = False  # an operator on DTensors
-        self._operator = ""  # the latest of them
+        self._operator = ""  # its name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
@@ -80,10 +81,10 @@ class Recorder(_torch.TorchDispatchMode):
                 return func(*args, **kwargs)
         except ShardingError as error:
             result = replicated(func, args, kwargs, error)
-            self.trace.refusals.append(refusal(error, layer, self._layers.line(layer)))
+            self.trace.refusals.append(refusal(error, layer, self._layers.line()))
             return result
         finally:
-            self._within = False
+            self._within, self._operator = False, ""
 
     def _events(
         self, func: Any, args: Any, kwargs: Any, result: Any, given: list[torch.Tensor], made: list[torch.Tensor],
@@ -96,14 +97,15 @@ class Recorder(_torch.TorchDispatchMode):
                 return () if number is None else (Wait(number),)
             if _torch.name_of(func) in _torch.COLLECTIVES:
                 return (self._send(name.removeprefix(_FUNCTIONAL), args, given, made, layer, phase),)
+        if name.startswith(_IN_PLACE):
+            return self._in_place(name.removeprefix(_IN_PLACE), args, layer, phase)
         if _torch.is_view_operator(func) or (not made and not given):
             return ()
         packet = func.overloadpacket
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
         moved = sum(_size(tensor) for tensor in (*given, *made))
         dtype = (given or made)[0].dtype
-        signature = _signature(func, args) if flops else ()
-        return (Compute(name, layer, phase, flops, moved, dtype, signature),)
+        return (Compute(name, layer, phase, flops, moved, dtype),)
 
     def _send(
         self, name: str, args: Any, given: list[torch.Tensor], made: list[torch.Tensor], layer: str, phase: Phase
@@ -120,9 +122,20 @@ class Recorder(_torch.TorchDispatchMode):
         along, peers = self._groups.along(args[-1])
         if to:
             along = self._groups.between(to)
-        where = self._layers.line(layer) if use is Use.GATHER else None
+        where = (self._layers.line() or layer) if use is Use.GATHER else None
         name = self._operator if use is Use.GATHER else name
         return Send(name, layer, phase, use, size, along, peers, self._sent, where, to)
+
+    def _in_place(self, name: str, args: Any, layer: str, phase: Phase) -> Iterable[Event]:
+        """Collectives that FSDP2 and users call: nobody can see when they are waited for."""
+        groups = [dist.ProcessGroup.unbox(one) for one in args if "ProcessGroup" in str(one)]
+        if not groups:
+            return ()
+        self._sent += 1
+        given = list(_tensors(args[1:2] if "base" in name else args[:1]))
+        use = Use.GATHER if "gather" in name else Use.REDUCTION
+        along, peers = self._groups.along(groups[0])
+        return (Send(name, layer, phase, use, sum(map(_size, given)), along, peers, self._sent),)
 
     def _keep(self, tensor: torch.Tensor, layer: str, phase: Phase) -> None:
         storage = tensor.untyped_storage()
@@ -133,7 +146,9 @@ class Recorder(_torch.TorchDispatchMode):
         if self._under_way.get(key) is not None:
             sent = self.trace.events[-1]
             block.kind = Kind.HALOS if isinstance(sent, Send) and sent.use is Use.HALO else Kind.BUCKETS
+        block.number = len(self.trace.blocks)
         self.trace.blocks.append(block)
+        self.trace.changes.append((block.born, block.number, 1))
         self._live[key] = block, ref(storage, partial(self._free, key))
         self._total += size
         if self._limit is not None and self._total > self._limit:
@@ -143,6 +158,7 @@ class Recorder(_torch.TorchDispatchMode):
     def _free(self, key: int, _: Any) -> None:
         block, _ = self._live.pop(key)
         block.died = len(self.trace.events)
+        self.trace.changes.append((block.died, block.number, -1))
         self._total -= block.size
 
     def _returned(self, tensor: torch.Tensor, module: str) -> None:
@@ -208,14 +224,3 @@ def _size(tensor: torch.Tensor) -> int:
 
 def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-
-
-def _signature(func: Any, args: tuple[Any, ...]) -> tuple[object, ...]:
-    """The operator, and its arguments with the layout of tensors in their place: the same for calls that cost alike."""
-    return func, tuple(_described(argument) for argument in args)
-
-
-def _described(value: Any) -> object:
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), tuple(value.stride()), value.dtype)
-    return tuple(map(_described, value)) if isinstance(value, list | tuple) else value

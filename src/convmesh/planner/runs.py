@@ -10,12 +10,12 @@ from ..sharding.errors import ShardingError
 from .checkpointing import Checkpoint, checkpoints
 from .devices import Device
 from .dry_run import dry_run
-from .here import measured
+from .here import SOURCE, step_seconds
 from .memory import Memory, memory_of
 from .needs import Need
 from .problem import Mesh, PlanError, Problem, ranks_of, words
 from .search import fewer, halved, largest_class, meshes
-from .timing import Seconds, Time, roofline, time_of
+from .timing import Time, roofline, time_of
 from .trace import Phase, Refusal, Trace
 from .traffic import Gather, LayerTraffic, Neighbour, by_layer, by_mesh_dim, gathers, neighbours
 
@@ -71,26 +71,33 @@ class Runs:
     def __init__(self, problem: Problem, device: Device, progress: Progress | None) -> None:
         self.problem, self.device = problem, device
         self._say = progress or (lambda what: None)
-        self._seconds: Seconds | None = measured(device) if device.source == "measured now" else None
+
+    def _time(self, mesh: Mesh, rank: int, trace: Trace) -> Time:
+        """On this machine, from how long the rank's own work takes here."""
+        here = self.device.source == SOURCE
+        measured = step_seconds(self.problem, mesh, rank, trace, self.device.memory) if here else None
+        return time_of(trace, self.device, measured)
 
     def rank(self, mesh: Mesh, name: str, rank: int) -> RankPlan:
         self._say(f"{words(mesh)}: {name}")
         trace = self._traced(mesh, rank)
-        cost = self._seconds or (lambda operator: roofline(operator, self.device))
+        reads = [need for need in trace.needs if need.phase is Phase.FORWARD]
+        blocks = checkpoints(trace, lambda operator: roofline(operator, self.device))
         return RankPlan(
-            name, rank, memory_of(trace), time_of(trace, self.device, self._seconds), by_layer(trace),
-            by_mesh_dim(trace), neighbours(trace), gathers(trace), list(dict.fromkeys(trace.refusals)),
-            checkpoints(trace, cost), [need for need in trace.needs if need.phase is Phase.FORWARD],
+            name, rank, memory_of(trace), self._time(mesh, rank, trace), by_layer(trace), by_mesh_dim(trace),
+            neighbours(trace), gathers(trace), list(dict.fromkeys(trace.refusals)), blocks, reads,
         )  # fmt: skip
 
     def row(self, mesh: Mesh) -> MeshRow:
         """Of its largest rank, up to where that does not fit."""
         self._say(words(mesh))
-        trace, mesh = self._traced(mesh, largest_class(self.problem, mesh), self.device.memory), dict(mesh)
+        mesh = self.problem.mesh(mesh)
+        rank = largest_class(self.problem, mesh)
+        trace = self._traced(mesh, rank, self.device.memory)
         if trace.exceeded is not None:
             return MeshRow(mesh, False, trace.exceeded, None, None, len(set(trace.refusals)))
         sent = sum(layer.bytes for layer in by_layer(trace))
-        seconds = time_of(trace, self.device, self._seconds).step
+        seconds = self._time(mesh, rank, trace).step
         return MeshRow(mesh, True, memory_of(trace).peak.total, seconds, sent, len(set(trace.refusals)))
 
     def search(self, ranks: int) -> list[MeshRow]:

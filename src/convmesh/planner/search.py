@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import product
 from math import prod
@@ -14,7 +15,7 @@ _WHERE = ("interior", "face", "edge", "corner")
 
 def classes(problem: Problem, mesh: Mesh) -> dict[str, int]:
     """A rank of every class: where it is, and its number. Ranks of a class have as many neighbours, and as much."""
-    places = [_places(problem.first.shape[problem.dims[name]], size) for name, size in mesh.items()]
+    places = [_places(problem.extent(name), size) for name, size in mesh.items()]
     sizes = list(mesh.values())
     found: dict[str, int] = {}
     for place in product(*places):
@@ -27,15 +28,17 @@ def largest_class(problem: Problem, mesh: Mesh) -> int:
     """A rank that owns most, and has neighbours on as many sides as a rank can that does."""
     sizes, rank = list(mesh.values()), 0
     for number, (name, size) in enumerate(mesh.items()):
-        owned = [len(own) for own in shards(problem.first.shape[problem.dims[name]], (size,))]
+        owned = [len(own) for own in shards(problem.extent(name) or size, (size,))]
         full = [at for at in range(size) if owned[at] == max(owned)]
         at = next((one for one in full if 0 < one < size - 1), full[0])
         rank += at * prod(sizes[number + 1 :])
     return rank
 
 
-def _places(extent: int, size: int) -> list[int]:
+def _places(extent: int | None, size: int) -> list[int]:
     """The first, the last, and of those between them one for each number of indices that they own."""
+    if extent is None:
+        return [0]
     owned = [len(own) for own in shards(extent, (size,))]
     between: dict[int, int] = {}
     for at in range(1, size - 1):
@@ -54,10 +57,10 @@ def _words(mesh: Mesh, place: tuple[int, ...]) -> str:
 
 
 def meshes(problem: Problem, ranks: int) -> Iterator[dict[str, int]]:
-    """Every way to share out so many ranks over the batch and the spatial dimensions. Dimensions of one rank are left
-    out, and none gets more ranks than half of its indices, but for the batch: such halos are as large as the shards."""
-    names = [name for name in problem.dims if problem.first.shape[problem.dims[name]] > 1]
-    most = [problem.first.shape[problem.dims[name]] // (1 if name == DATA else 2) for name in names]
+    """Every way to share out so many ranks over the batch and the spatial dimensions. None but the batch gets more
+    ranks than half of its indices: such halos are as large as the shards."""
+    names = [name for name in problem.dims if problem.own or problem.first.shape[problem.dims[name]] > 1]
+    most = [_most(problem, name) for name in names]
 
     def share(number: int, left: int) -> Iterator[tuple[int, ...]]:
         if number == len(names):
@@ -69,7 +72,12 @@ def meshes(problem: Problem, ranks: int) -> Iterator[dict[str, int]]:
                 yield (size, *others)
 
     for sizes in share(0, ranks):
-        yield {name: size for name, size in zip(names, sizes, strict=True) if size > 1} or {names[-1]: 1}
+        yield dict(zip(names, sizes, strict=True))
+
+
+def _most(problem: Problem, name: str) -> int:
+    extent = problem.extent(name)
+    return sys.maxsize if extent is None else max(1, extent if name == DATA else extent // 2)
 
 
 def fewer(ranks: int) -> list[int]:
@@ -83,4 +91,4 @@ def halved(mesh: Mesh) -> list[dict[str, int]]:
     while max(found[-1].values()) > 1:
         longest = max(found[-1], key=lambda name: found[-1][name])
         found.append(found[-1] | {longest: -(-found[-1][longest] // 2)})
-    return [{name: size for name, size in one.items() if size > 1} or {next(iter(mesh)): 1} for one in found]
+    return found

@@ -33,7 +33,7 @@ def layers(plan: Plan) -> Table:
     return Table(("layer", "forward", "backward", "halos", "the least", "sums and others", "messages"), [
         (row.layer, cell(row.forward_bytes), cell(row.backward_bytes), cell(row.halo_bytes), cell(row.least),
          cell(row.reduction_bytes + row.gather_bytes), str(row.messages))
-        for row in sorted(plan.largest.layers, key=lambda layer: -layer.bytes)
+        for row in sorted(plan.busiest.layers, key=lambda layer: -layer.bytes)
     ])  # fmt: skip
 
 
@@ -51,18 +51,16 @@ def checkpoints(plan: Plan) -> Table:
 
 
 def along(plan: Plan) -> Table:
-    sent = plan.largest.bytes_along
+    sent = plan.busiest.bytes_along
     return Table(("mesh dimension", "ranks", "a rank sends"), [
         (name, str(plan.mesh[name]), size(sent[name])) for name in sent
     ])  # fmt: skip
 
 
 def neighbours(plan: Plan) -> Table:
-    """Of the rank that has most."""
-    busiest = max(plan.ranks, key=lambda rank: len(rank.neighbours))
     return Table(("neighbour", "halos in a step"), [
         (", ".join(f"{name} {'+' if step > 0 else MINUS}{abs(step)}" for name, step in one.steps.items()),
-         size(one.bytes)) for one in busiest.neighbours
+         size(one.bytes)) for one in plan.busiest.neighbours
     ])  # fmt: skip
 
 

@@ -21,17 +21,17 @@ def essence(plan: Plan) -> str:
     largest = plan.largest
     peak, time = largest.memory.peak, largest.time
     parts = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
-    halos = sum(layer.halo_bytes for layer in largest.layers)
+    halos = sum(layer.halo_bytes for layer in plan.busiest.layers)
     verdict = "fits" if plan.fits else "IS REFUSED" if largest.refusals else "DOES NOT FIT"
     return "\n".join([
         f"{words(plan.mesh)} of {plan.device.name}: {verdict}",
         f"memory: {size(plan.peak)} of {size(plan.device.memory)} on the {largest.name} rank, "
         f"at {peak.layer} ({peak.phase}): " + ", ".join(f"{kind} {size(held)}" for kind, held in parts if held),
-        f"sent by a rank: halos {size(halos)}, sums and others {size(largest.bytes_sent - halos)}; "
-        + ", ".join(f"along {name} {size(sent)}" for name, sent in largest.bytes_along.items()),
+        f"sent by a rank: halos {size(halos)}, sums and others {size(plan.busiest.bytes_sent - halos)}; "
+        + ", ".join(f"along {name} {size(sent)}" for name, sent in plan.busiest.bytes_along.items()),
         f"time (an estimate): {duration(plan.seconds)}, compute {duration(time.compute)}, communication "
         f"{duration(time.communication)}, of which {duration(time.waiting)} is waited for",
-        f"gathers: {len(largest.gathers) or 'none'}; refused: {len(largest.refusals) or 'nothing'}",
+        f"gathers: {len(plan.busiest.gathers) or 'none'}; refused: {len(largest.refusals) or 'nothing'}",
     ])  # fmt: skip
 
 

@@ -18,7 +18,6 @@ class Bound(StrEnum):
     ARITHMETIC = "arithmetic"
     MEMORY = "memory traffic"
     OVERHEAD = "starting operators"
-    MEASURED = "measured operators"
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,17 @@ class Time:
 Seconds = Callable[[Compute], float]
 
 
-def time_of(trace: Trace, device: Device, seconds: Seconds | None = None) -> Time:
-    """By the roofline of a device, or by `seconds` of every operator that it knows."""
+def time_of(trace: Trace, device: Device, measured: float | None = None) -> Time:
+    """By the roofline of a device. Where all local operators together were `measured`, each has its share of that."""
     clock = communication = waiting = free = 0.0
     bounds: Counter[Bound] = Counter()
     arrives: dict[int, float] = {}
     slower = device.sharing(prod(trace.mesh.values()))
+    if measured is not None:
+        slower *= measured / sum(roofline(event, device) for event in trace.step if isinstance(event, Compute))
     for event in trace.step:
         if isinstance(event, Compute):
-            taken, bound = _cost(event, device, seconds)
+            taken, bound = _cost(event, device)
             bounds[bound] += taken * slower  # type: ignore[assignment]
             clock += taken * slower
         elif isinstance(event, Send):
@@ -58,9 +59,7 @@ def time_of(trace: Trace, device: Device, seconds: Seconds | None = None) -> Tim
     return Time(clock, sum(bounds.values()), communication, waiting, dict(bounds))
 
 
-def _cost(operator: Compute, device: Device, seconds: Seconds | None) -> tuple[float, Bound]:
-    if seconds is not None and operator.signature:
-        return seconds(operator), Bound.MEASURED
+def _cost(operator: Compute, device: Device) -> tuple[float, Bound]:
     limits = {
         Bound.ARITHMETIC: operator.flops / device.rate(operator.dtype),
         Bound.MEMORY: operator.bytes / (device.bandwidth * device.memory_share),
@@ -71,7 +70,7 @@ def _cost(operator: Compute, device: Device, seconds: Seconds | None) -> tuple[f
 
 
 def roofline(operator: Compute, device: Device) -> float:
-    return _cost(operator, device, None)[0]
+    return _cost(operator, device)[0]
 
 
 def sending(event: Send, mesh: Mapping[str, int], device: Device) -> float:

@@ -53,7 +53,6 @@ class Compute(NamedTuple):
     flops: int
     bytes: int
     dtype: torch.dtype
-    signature: tuple[object, ...] = ()  # of operators with floating point operations to speak of: their arguments
 
 
 class Send(NamedTuple):
@@ -91,6 +90,7 @@ class Block:
     died: int | None = None
     kind: Kind | None = None  # where it is known by whom it belongs to
     leaves: str | None = None  # the outermost module that returns it
+    number: int = 0  # among the blocks of its trace
 
 
 class Refusal(NamedTuple):
@@ -110,6 +110,7 @@ class Trace:
     mesh: Mapping[str, int] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    changes: list[tuple[int, int, int]] = field(default_factory=list)  # (event, number of a block, 1 born or -1 died)
     needs: list[Need] = field(default_factory=list)  # of the step that is looked at
     refusals: list[Refusal] = field(default_factory=list)
     begins: int = 0

@@ -113,7 +113,7 @@ def gathers(trace: Trace) -> list[Gather]:
     rules = {_torch.name_of(operator): behaviour for operator, behaviour in declared().items()}
     found: Counter[tuple[str, str | None, str]] = Counter()
     for event in sends(trace):
-        if event.use is Use.GATHER:
+        if event.use is Use.GATHER and event.where is not None:  # FSDP2 gathers parameters, which is its work
             found[event.layer, event.where, event.operator] += event.bytes
     return [
         Gather(layer, where, operator, size, _remedy(operator, rules.get(operator)))
@@ -123,6 +123,6 @@ def gathers(trace: Trace) -> list[Gather]:
 
 def _remedy(operator: str, rule: object) -> str:
     stays = getattr(rule, "stays", "")
-    if stays:
+    if stays and operator:
         return f"{operator} does not gather where what is sharded is: {stays}"
     return f"shard another dimension before {operator or 'it'}, or call it on something smaller"

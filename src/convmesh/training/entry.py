@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from functools import cache, wraps
@@ -172,10 +172,9 @@ def _entering(kind: type) -> type:
     names = (name for name in dir(kind) if not name.startswith("_") and not hasattr(nn.Module, name))
     found = {name: inspect.getattr_static(kind, name) for name in names}
     methods = {
-        name: _entering_method(method)
+        name: (_entering_generator if inspect.isgeneratorfunction(method) else _entering_method)(method)
         for name, method in found.items()
-        if isinstance(method, FunctionType)
-        and not (inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method))
+        if isinstance(method, FunctionType) and not inspect.iscoroutinefunction(method)
     }
     if not methods:
         return kind
@@ -205,6 +204,31 @@ def _entering_method(method: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             entry.leave(self, args, result)
         return result
+
+    return run
+
+
+def _entering_generator(method: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Generator[Any, Any, Any]]:
+    """It is in the model while it runs, and its user is not."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        generator = method(self, *args, **kwargs)
+        go: Callable[[Any], Any] = generator.send
+        value: Any = None
+        step = _entering_method(lambda *_, **__: go(value))
+        while True:
+            try:
+                made = step(self, *args, **kwargs)
+            except StopIteration as end:
+                return end.value
+            try:
+                go, value = generator.send, (yield made)
+            except GeneratorExit:
+                generator.close()
+                raise
+            except BaseException as error:
+                go, value = generator.throw, error
 
     return run
 

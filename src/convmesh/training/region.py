@@ -225,7 +225,8 @@ def _region(layout: Layout) -> Region:
 
 def _wrap(part: torch.Tensor, layout: Layout) -> DTensor:
     # Views of a DTensor are made by its global strides, so the local ones must agree with them.
-    part = part.to(layout.mesh.device_type, non_blocking=part.is_pinned())  # from pinned memory the program goes on
+    pinned = not torch.compiler.is_compiling() and part.is_pinned()  # from there the copy need not be waited for
+    part = part.to(layout.mesh.device_type, non_blocking=pinned)
     part = part.contiguous(memory_format=layout.memory_format)
     return DTensor.from_local(
         part, layout.mesh, layout.placements, run_check=False, shape=torch.Size(layout.shape), stride=layout.stride

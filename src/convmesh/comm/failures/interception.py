@@ -46,6 +46,7 @@ class CommunicationError(RuntimeError):
 
 def keep_watch() -> Callable[[], None]:
     """Begin; returns what ends it."""
+    _torch.workers_rest_before_exit()
     end_watch = _torch.intercept_collectives(_start, _await)
 
     def end() -> None:

@@ -102,7 +102,8 @@ class _Watch(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if not self.in_layer and any(id(each) in self.watched for each in tree_leaves((args, kwargs))):
+        is_use = not self.in_layer and function is not Tensor.requires_grad_
+        if is_use and any(id(each) in self.watched for each in tree_leaves((args, kwargs))):
             self.escaped |= any(isinstance(each, Tensor) for each in tree_leaves(result))  # a shape is no escape
         return result
 
