@@ -18,6 +18,7 @@ from benchmarks import (
     plan,
     privacy,
     training,
+    vae,
 )
 from tests.harness import Pool
 
@@ -33,6 +34,7 @@ SUITES = {
     "plan": plan.run,
     "attention": attention.run,
     "compiled": compiled.run,
+    "vae": vae.run,
 }
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+import convmesh
 from benchmarks.layers import LAYERS, OTHER_LAYERS, Layer
 from convmesh import batching
 
@@ -136,7 +137,7 @@ def network() -> Comparison:
 
     return Comparison(
         lambda: (
-            batching.per_sample_gradients(model, F.cross_entropy, x, y)
+            convmesh.per_sample_gradients(model, F.cross_entropy, x, y)
             if batching.installed()
             else vmap(grad(loss), (None, 0, 0))(parameters, x, y)
         ),

@@ -1,7 +1,7 @@
 """A step of DP-SGD by Opacus' hooks, by its ghost clipping as it is and with convmesh's norms, and by convmesh alone.
 
-Every candidate has a network of its own, and does all of a step: forward, clipping, noise, update. They take turns;
-times are medians. Memory is the peak of a step above what was held before it. Opacus must be installed.
+Every candidate has a process of its own, and does all of a step: forward, clipping, noise, update. They take turns;
+times are medians. Memory is the peak of the first step above what was held before it. Opacus must be installed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,8 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+import convmesh
 from benchmarks.mapped import resnet
 from benchmarks.measure import interleave, timed
+from benchmarks.turns import Contenders
 from convmesh import batching
 from convmesh.process_memory import peak_memory
 from tests.harness import Pool
@@ -74,7 +77,10 @@ def networks() -> list[Network]:
     ]
 
 
-def steps(network: Network) -> dict[str, Step]:
+WAYS = ("Opacus, hooks", "Opacus, ghost clipping", "with convmesh.opacus", "clipped_gradient")
+
+
+def steps(network: Network) -> dict[str, Callable[[], Step]]:
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -103,7 +109,7 @@ def steps(network: Network) -> dict[str, Step]:
         update = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def step() -> None:
-            total = batching.clipped_gradient(model, F.cross_entropy, x, y, max_norm=MAX_NORM)
+            total = convmesh.clipped_gradient(model, F.cross_entropy, x, y, max_norm=MAX_NORM)
             for name, parameter in model.named_parameters():
                 parameter.grad = (total[name] + MAX_NORM * torch.randn_like(parameter)) / len(x)
             update.step()
@@ -112,29 +118,40 @@ def steps(network: Network) -> dict[str, Step]:
         return step
 
     ghost = GradSampleModuleFastGradientClipping, DPOptimizerFastGradientClipping
-    return {
-        "Opacus, hooks": by(GradSampleModule, DPOptimizer),
-        "Opacus, ghost clipping": by(*ghost, max_grad_norm=MAX_NORM, use_ghost_clipping=False),
-        "with convmesh.opacus": by(*ghost, max_grad_norm=MAX_NORM),
-        "clipped_gradient": alone(),
-    }
+    makers = (
+        partial(by, GradSampleModule, DPOptimizer),
+        partial(by, *ghost, max_grad_norm=MAX_NORM, use_ghost_clipping=False),
+        partial(by, *ghost, max_grad_norm=MAX_NORM),
+        alone,
+    )
+    return dict(zip(WAYS, makers, strict=True))
 
 
-def run(pool: Pool, console: Console, rounds: int) -> None:
-    """In this process: no rank takes part."""
-    pool.kill()
-    warnings.simplefilter("ignore")  # Opacus' hooks also fire for inputs without a gradient
-    table = Table("", title=f"a step of DP-SGD: milliseconds (peak MB), torch {torch.__version__}")
-    for network in networks():
-        made = steps(network)
-        if not table.rows:
-            for name in made:
-                table.add_column(name, justify="right")
+class Way:
+    """One of `WAYS`, at one network, in a process of its own."""
+
+    def __init__(self, way: str, number: int, threads: int) -> None:
+        warnings.simplefilter("ignore")  # Opacus' hooks also fire for inputs without a gradient
+        torch.set_num_threads(threads)
         batching.install()
-        for step in made.values():
-            step()
-        seconds = interleave({name: lambda step=step: timed(step) for name, step in made.items()}, rounds)
-        memory = {name: peak_memory(step) / 1e6 for name, step in made.items()}
-        batching.uninstall()
-        table.add_row(network.name, *(f"{seconds[name] * 1e3:.0f} ({memory[name]:.0f})" for name in made))
+        self.step = steps(networks()[number])[way]()
+
+    def memory(self) -> float:
+        """Megabytes."""
+        return peak_memory(self.step) / 1e6
+
+    def turn(self) -> float:
+        return timed(self.step)
+
+
+def run(pool: Pool, console: Console, rounds: int, threads: int = 2) -> None:
+    """No rank takes part."""
+    pool.kill()
+    table = Table("", *WAYS, title=f"a step of DP-SGD: milliseconds (peak MB), torch {torch.__version__}")
+    for number, network in enumerate(networks()):
+        with Contenders({way: (Way, way, number, threads) for way in WAYS}) as ways:
+            memory = ways.ask_all("memory")
+            turns = {way: lambda each=each: each.ask("turn") for way, each in ways.all.items()}
+            seconds = interleave(turns, rounds)
+        table.add_row(network.name, *(f"{seconds[way] * 1e3:.0f} ({memory[way]:.0f})" for way in WAYS))
     console.print(table)

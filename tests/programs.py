@@ -291,10 +291,44 @@ def drawing(w: Writer) -> str:
     return f"(torch.manual_seed({w.random.randrange(99)}), {drawn})[1]"
 
 
+def into_out(w: Writer) -> str:
+    """Results that are written into a part of a tensor, or of a turned one. torch has no gradients of that."""
+    x, tensor = w.any()
+    part, dim = "".join(seen(w, tensor) for _ in range(w.random.randint(0, 1))), w.dim(tensor)
+    computed = w.random.choice([
+        f"torch.add(y{part}, 1, out=@{part})", f"torch.mul(y{part}, y{part}, out=@{part})",
+        f"torch.cumsum(y, {dim}, out=@)", "torch.cat([y[1:], y[:1]], out=@)", "torch.sort(y, out=(@, y.long()))",
+        f"torch.sub(@{part}, y{part}, out=@{part})", f"torch.amax(y, {dim}, True, out=@.narrow({dim}, 0, 1))",
+        f"torch.where(y{part} > 0, y{part}, -y{part}, out=@{part})", f"torch.sum(y, {dim}, out=@.select({dim}, 0))",
+    ])  # fmt: skip
+    return f"@ = torch.zeros_like({x}); y = {x}.detach(); {computed}"
+
+
+def promoting(w: Writer) -> str:
+    """Numbers of several kinds beside each other."""
+    x, y = w.any()[0], w.any()[0]
+    return w.random.choice([
+        f"({x} > 0) * {y}", f"({x} * 4).long() + {y}", f"(({x} * 4).int() // 3).to(torch.float64) * {y}",
+        f"(({x} > 0) + ({y} > 0.3)).double()", f"torch.complex({x}, {x} + 1).abs()", f"({x} > 0).sum(0) * 0.5",
+        f"torch.where({x} > 0, 1, {y})", f"({x} + 1j * {x}).real", f"({x} * 4).round().long().clamp(0, 3).double()",
+    ])  # fmt: skip
+
+
+def mapping(w: Writer) -> str:
+    """`vmap` over a dimension, sharded or not."""
+    x, tensor = w.any(2)
+    dim = w.dim(tensor)
+    function = w.random.choice([
+        "t.relu() * t.mean()", "t.sum(0)", "t.softmax(-1)", "t.flip(0) + t", "t.cumsum(0)",
+        "F.normalize(t, dim=0, eps=0.1)",
+    ])  # fmt: skip
+    return f"torch.func.vmap(lambda t: {function}, in_dims={dim}, out_dims={w.random.choice([0, dim])})({x})"
+
+
 OPERATORS: list[Callable[[Writer], str]] = [
     convolution, convolution, pooling, normalisation, resampling, padding, part, joining, turning, viewing, viewing,
     product, elementwise, elementwise, reduction, reduction, loss, indexing, writing, aliasing, aliasing, reading,
-    reading, drawing, drawing,
+    reading, drawing, drawing, into_out, promoting, mapping,
 ]  # fmt: skip
 
 
@@ -303,19 +337,23 @@ def random_program(seed: int, length: int = 6) -> Program:
     return Program(writer.mesh, tuple(writer.leaves), tuple(writer.lines))
 
 
-def gradients(outputs: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+def gradients(outputs: list[torch.Tensor], leaves: list[torch.Tensor], twice: bool = False) -> list[Any]:
+    """With those of their squares, if `twice`."""
     heads = [output.sin().sum() for output in outputs if output.requires_grad]
     asked = [leaf for leaf in leaves if leaf.requires_grad]
-    return list(torch.autograd.grad(heads, asked, allow_unused=True)) if heads else []
+    found = list(torch.autograd.grad(heads, asked, allow_unused=True, create_graph=twice)) if heads else []
+    squares = [one.square().sum() for one in found if one is not None and one.requires_grad] if twice else []
+    return [*found, *torch.autograd.grad(squares, asked, allow_unused=True)] if squares else found
 
 
 def check(mesh: DeviceMesh, case: tuple[Program, str]) -> None:
-    """The program on the mesh, eager, compiled or in inference mode, against one process: all values and gradients."""
+    """The program on the mesh, eager, compiled or in inference mode, against one process: all values and gradients,
+    those of gradients too if `twice`."""
     program, mode = case
     function = program.function(mode)
     dense = [leaf.values().requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
     expected = function(*dense)
-    wanted = gradients(expected, dense)
+    wanted = gradients(expected, dense, mode == "twice")
     with convmesh.enable():
         placed = [place(leaf.values(), mesh, leaf.at).requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
         with torch.inference_mode(mode == "inference"):
@@ -323,7 +361,7 @@ def check(mesh: DeviceMesh, case: tuple[Program, str]) -> None:
             if mode == "compiled":
                 function = torch.compile(function, fullgraph=True, backend="aot_eager")
             actual = function(*placed)
-        found = gradients(actual, placed) if mode != "inference" else wanted
+        found = gradients(actual, placed, mode == "twice") if mode != "inference" else wanted
         for line, one, other in zip(program.lines, actual, expected, strict=True):
             assert Lies.of(one) == Lies.of(other), f"strides {one.stride()}, on one device {other.stride()}: {line}"
         for one, other in zip([*actual, *found], [*expected, *wanted], strict=True):

@@ -33,6 +33,7 @@ TIER: dict[str, tuple[str, ...]] = {
         "ops/pooling/test_max_unpool.py", "ops/random/test_partitioned_draw.py",
         "ops/resampling/test_shuffle_and_grid.py", "ops/shape/test_pad.py", "ops/shape/test_permute.py",
     ),
+    "per_sample": ("per_sample/test_functions.py",),
     "planner": ("planner/test_plan.py",),
     "report": ("report",),
     "selftest": ("selftest/test_report.py",),

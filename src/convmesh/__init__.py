@@ -4,12 +4,12 @@ from . import geometry as geometry
 from ._torch import VERSION
 from .api import disable as disable
 from .api import enable as enable
-from .batching import clipped_gradient as clipped_gradient
 from .batching import explain as explain
-from .batching import per_sample_gradients as per_sample_gradients
-from .batching import per_sample_norms as per_sample_norms
 from .comm import CommunicationError as CommunicationError
 from .comm import count_traffic as count_traffic
+from .per_sample import clipped_gradient as clipped_gradient
+from .per_sample import per_sample_gradients as per_sample_gradients
+from .per_sample import per_sample_norms as per_sample_norms
 from .planner import Device as Device
 from .planner import Input as Input
 from .planner import Plan as Plan

@@ -1,3 +1,3 @@
 """Ghost clipping of Opacus for convolutional networks. Importing this module switches it on."""
 
-from .batching.opacus import PerSampleLoss as PerSampleLoss
+from .per_sample.opacus import PerSampleLoss as PerSampleLoss

@@ -16,9 +16,9 @@ import convmesh
 from tests.accelerator.device import take_events
 from tests.accelerator.ranks import results
 from tests.accelerator.training import NETWORKS, Training
-from tests.batching.test_per_sample_sharded import network as samples_network
 from tests.cases import place
 from tests.compare import assert_close
+from tests.per_sample.test_sharded import network as samples_network
 
 WARM_UP = 2
 MESHES = [(2,), (2, 2)]

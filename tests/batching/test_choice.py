@@ -33,11 +33,13 @@ def task(
     groups: int = 1,
     mapped: tuple[bool, bool] = BOTH,
     N: int = 1,
+    dims: int = 2,
     **others: object,
 ) -> Task:
-    geometry = Convolution((stride,) * 2, (taps // 2,) * 2, (1, 1), False, (0, 0), groups)
+    geometry = Convolution((stride,) * dims, (taps // 2,) * dims, (1,) * dims, False, (0,) * dims, groups)
     C, O = channels  # noqa: E741
-    shapes = (N, C, size, size), (O, C // groups, taps, taps), (N, O, *geometry.output_size((size,) * 2, (taps,) * 2))
+    sizes, kernel = (size,) * dims, (taps,) * dims
+    shapes = (N, C, *sizes), (O, C // groups, *kernel), (N, O, *geometry.output_size(sizes, kernel))
     made = Task(Contraction(wanted, geometry, *shapes), 16, mapped, Nature.PLAIN, "float32", 4, "cpu", 1, OWN)
     return replace(made, **others)
 
@@ -58,6 +60,9 @@ def _nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         (task(), "winograd"),
         (task(Role.IMAGE, mapped=IMAGES), "winograd"),
         (task(taps=5), "direct"),
+        (task(channels=(8, 8)), "direct"),
+        (task(channels=(8, 8), dims=3), "winograd"),
+        (task(Role.IMAGE, channels=(8, 8), dims=3), "direct"),
         (task(stride=2), "direct"),
         (task(channels=(3, 64)), "direct"),
         (task(channels=(512, 512), size=4), "direct"),  # few places

@@ -128,9 +128,10 @@ def sampled(name: str, *grid: int) -> Case:
 
 # What is gathered by decision, by the operator in whose row of the table it is said, and a call that does it.
 DECIDED = {
-    "scaled_dot_product_attention": Case(
-        "attention", lambda x: F.scaled_dot_product_attention(x, x, x), (1, 1, 32, 128), dim=2
-    ),
+    **{
+        name: Case("few keys", lambda x: F.scaled_dot_product_attention(x, x, x), (1, 1, tokens, 128), dim=2)
+        for tokens, name in ((32, "scaled_dot_product_attention"), (36, "attention"), (40, "attention_backward"))
+    },
     "_fft_c2c": Case("fft", lambda x: torch.fft.fft(torch.complex(x, x)).real, ROW),
     "_fft_r2c": Case("rfft", lambda x: torch.fft.rfft(x).real, ROW),
     "_fft_c2r": Case("irfft", lambda x: torch.fft.irfft(torch.complex(x, x)), ROW),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.zoo.autoencoder_networks import make
-from tests.zoo.network import IMAGE, SIGNAL, TOKENS, VIDEO, Network
+from tests.zoo.network import IMAGE, SIGNAL, TOKENS, VIDEO, Network, beside
 
 TIME = torch.tensor([7])
 BLOCKS: dict[str, Any] = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
@@ -23,7 +23,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def at_time(model: Any, x: torch.Tensor, **more: Any) -> Any:
-    return model(x, timestep=TIME.expand(x.shape[0]), **more)
+    return model(x, **beside(x, {"timestep": TIME.expand(x.shape[0]), **more}))
 
 
 def with_text(model: Any, x: torch.Tensor, **more: Any) -> Any:

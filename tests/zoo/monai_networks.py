@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.zoo.network import IMAGE, VOLUME, Network
+from tests.zoo.network import IMAGE, VOLUME, Network, beside
 
 VOLUMES = (1, 1, 16, 16, 24)
 THREE: dict[str, Any] = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
@@ -45,7 +45,7 @@ def senet(**options: Any) -> Any:
 
 
 def at_time(model: Any, x: torch.Tensor) -> Any:
-    return model(x, timesteps=torch.tensor([3]))
+    return model(x, timesteps=beside(x, torch.tensor([3])))
 
 
 def entry(

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+import convmesh
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape of a mesh, and the dimension of the input that is sharded over each of its dimensions."""
@@ -53,6 +57,13 @@ class Network:
                 if not parameter.any():
                     parameter.normal_(std=0.1)
         return made
+
+
+def beside(x: torch.Tensor, given: Any) -> Any:
+    """What a network gets beside its input: replicated, where that is sharded."""
+    if not isinstance(x, DTensor):
+        return given
+    return tree_map_only(torch.Tensor, lambda one: convmesh.replicate(one, x.device_mesh), given)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,15 @@ class Found:
         return self.right and self.largest < 1 and self.received < MOST
 
 
+def _shapes(parameter: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    """In which a parameter, or its gradient, may be: itself, as a list, or as a matrix where it is one."""
+    yield tuple(parameter.shape)
+    yield (parameter.numel(),)
+    matrix = tuple(size for size in parameter.shape if size > 1)
+    yield matrix
+    yield matrix[::-1]
+
+
 class Activations(Sizes):
     """Sizes of all but parameters, which are replicated, and their gradients."""
 
@@ -51,7 +60,7 @@ class Activations(Sizes):
         super().__init__()
         given = [*model.parameters(), *model.buffers()]
         self.parameters = {p.numel() * p.element_size() for p in given}
-        self.shapes = {str(shape) for p in given for shape in (tuple(p.shape), (p.numel(),))}
+        self.shapes = {str(shape) for p in given for shape in _shapes(p)}
 
     def _note(self, size: int, maker: str) -> None:
         if maker.rpartition(" of shape ")[2] not in self.shapes:
@@ -111,10 +120,9 @@ def difference(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> fl
         return float("inf")
     if not expected.numel():
         return 0.0
-    if not torch.equal(actual.isnan(), expected.isnan()):
+    if actual.isnan().any():
         return float("inf")
-    largest = max(expected.nan_to_num(0).abs().max().item(), scale)
-    return (actual - expected).nan_to_num(0).abs().max().item() / largest
+    return (actual - expected).abs().max().item() / max(expected.abs().max().item(), scale)
 
 
 def compare(network: Network, layout: Layout, expected: tuple[list[torch.Tensor], Activations]) -> Found:
@@ -150,4 +158,6 @@ def run(network: Network) -> list[Found]:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         expected = on_one(network)
+        if any(one.isnan().any() for one in expected[0]):
+            raise ValueError("not a number: there is nothing to compare")
         return [compare(network, layout, expected) for layout in network.layouts]

@@ -1,4 +1,4 @@
-"""vmap over convolutions: the rules, the choice of an algorithm, and gradients per sample."""
+"""vmap over convolutions: the rules, and the choice of an algorithm."""
 
 from ._functorch import innermost as innermost
 from .choice import Decision as Decision
@@ -11,9 +11,6 @@ from .explanation import explain as explain
 from .machines import agree as agree
 from .machines import agreed_machine as agreed_machine
 from .machines import machine_of as machine_of
-from .per_sample import clipped_gradient as clipped_gradient
-from .per_sample import per_sample_gradients as per_sample_gradients
-from .per_sample import per_sample_norms as per_sample_norms
 from .registration import install as install
 from .registration import installed as installed
 from .registration import uninstall as uninstall

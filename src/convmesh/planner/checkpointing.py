@@ -81,8 +81,9 @@ class _Curve:
 
         pauses = {id(block): self._times[name] for name in names for block in self.within(name)}
         for block in self._trace.blocks:
-            begin = max(block.born, self._trace.begins)
-            died = None if block.died is None else max(block.died, self._trace.begins)
+            begin, died = max(block.born, self._trace.begins), block.died
+            if died is not None and died <= self._trace.begins:
+                continue
             if id(block) not in pauses:
                 lives(block, begin, died)
                 continue

@@ -193,7 +193,8 @@ def _floating(output: Any) -> list[torch.Tensor]:
 
 def with_values(model: nn.Module) -> nn.Module:
     """A copy of a module; where its parameters have no values, they get some."""
-    made = copy.deepcopy(model)
+    with _torch.no_modes():  # it is nothing that the step needs
+        made = copy.deepcopy(model)
     if any(tensor.is_meta for tensor in (*made.parameters(), *made.buffers())):
         made = made.to_empty(device="cpu")
         for tensor in (*made.parameters(), *made.buffers()):

@@ -6,6 +6,7 @@ from markupsafe import Markup
 
 from ..report.charts import bars
 from ..report.page import render
+from ..report.words import duration
 from .report import Report
 from .tables import tables
 
@@ -21,7 +22,7 @@ def page(report: Report, text: str) -> str:
 def _pictures(report: Report) -> list[tuple[str, Markup]]:
     found = []
     if report.scaling:
-        steps = [(f"{row.ranks} rank{'s' if row.ranks > 1 else ''}", row.seconds, f"{row.seconds * 1e3:.3g} ms",
+        steps = [(f"{row.ranks} rank{'s' if row.ranks > 1 else ''}", row.seconds, duration(row.seconds),
                   "var(--two)") for row in report.scaling]  # fmt: skip
         found.append(("A step of a U-Net", bars(steps)))
     if report.links:
@@ -34,6 +35,6 @@ def _pictures(report: Report) -> list[tuple[str, Markup]]:
             "work alone": report.overlap.work,
             "both": report.overlap.both,
         }
-        rows = [(name, seconds, f"{seconds * 1e3:.3g} ms", "var(--six)") for name, seconds in parts.items()]
+        rows = [(name, seconds, duration(seconds), "var(--six)") for name, seconds in parts.items()]
         found.append(("An exchange behind work", bars(rows)))
     return found

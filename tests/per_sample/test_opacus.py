@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import convmesh
-from convmesh.batching import layer_norms
 from convmesh.opacus import PerSampleLoss
+from convmesh.per_sample import layer_norms
 from tests.batching.oracle import assert_same
 from tests.compare import assert_close
 from tests.harness import Pool
@@ -177,6 +178,7 @@ def test_batches_drawn_one_sample_at_a_time_of_which_some_are_empty() -> None:
     assert_same(trained(Small, "ghost", as_it_is, as_it_is, batch=1, poisson=True), expected)
 
 
+@pytest.mark.slow  # MONAI is no part of the core tests
 def test_a_loss_that_takes_all_samples_together_is_taken_apart() -> None:
     from monai.losses import DiceLoss
 
@@ -216,7 +218,9 @@ def train_on_ranks(mesh: DeviceMesh, kind: type[nn.Module]) -> None:
     def shard(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return convmesh.shard(x, mesh, **dims), convmesh.shard(y, mesh, **(of_targets if y.ndim > 1 else of_labels))
 
-    with warnings.catch_warnings():
+    # On the larger mesh two samples at a time, for the smallest layers.
+    at_once = mock.patch.object(layer_norms, "WORKSPACE", 2000 if mesh.ndim == 2 else layer_norms.WORKSPACE)
+    with warnings.catch_warnings(), at_once:
         warnings.simplefilter("ignore")
         expected = trained(kind, "ghost", as_it_is, as_it_is)
         actual = trained(

@@ -6,7 +6,6 @@ Importing this registers them, as importing Opacus registers its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,10 +29,10 @@ LAYERS: list[type[nn.Module]] = [
 
 
 def norms_of_layer(
-    layer: nn.Module, activations: list[Tensor | _Kept], backprops: Tensor
+    layer: nn.Module, activations: list[Tensor | tuple[Tensor]], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:
     """[B] for each trainable parameter of the layer."""
-    read = activations[0].tensor if isinstance(activations[0], _Kept) else activations[0]
+    read = activations[0][0] if isinstance(activations[0], tuple) else activations[0]
     named = layer.named_parameters(recurse=False)
     return {each: squared_norms(layer, name, read, backprops).sqrt() for name, each in named if each.requires_grad}
 
@@ -66,13 +65,6 @@ class PerSampleLoss(nn.Module):
         return losses if self.reduction == "none" else losses.mean() if self.reduction == "mean" else losses.sum()
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A DTensor that Opacus' hook does not replace by its local part, as it does with one that it recognises."""
-
-    tensor: Tensor
-
-
 _rearranged = GradSampleHooksFastGradientClipping.rearrange_grad_samples
 _noise = optimizer_fast_gradient_clipping._generate_noise
 
@@ -87,7 +79,8 @@ def _rearranged_sharded(self: Any, *, module: nn.Module, **arguments: Any) -> tu
             f"ghost clipping: Opacus would give {type(module).__name__} gradients of a rank's own part of the samples\n"
             "  remedy: make_private(grad_sample_mode='ghost') and torch's own layers, or convmesh.clipped_gradient"
         )
-    return [_Kept(each) for each in activations], backprops
+    # Of a DTensor Opacus' hook would take the local part, if it were to recognise one.
+    return [(each,) for each in activations], backprops
 
 
 def _noise_for_sharded(std: float, reference: Tensor, **arguments: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_module
 
 import convmesh
-from convmesh.batching import samples
+from convmesh.per_sample import samples
 from tests.cases import place
 from tests.compare import assert_close
 from tests.gathers import Sizes

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.utils._pytree import tree_map_only
 
+from ..batching.machines import agreed_on
 from . import samples
 from .layer_calls import Use, run_by_layer
 from .layer_gradients import gradients_of
 from .layer_norms import WORKSPACE, squared_norms_of, squares_of, sum_of
-from .machines import agreed_on
 from .samples import UnmappableError, batch_size
 from .spread import Spread
 

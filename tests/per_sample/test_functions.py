@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convmesh import batching
-from convmesh.batching import layer_norms
+from convmesh import per_sample
+from convmesh.per_sample import layer_norms
 from tests.batching.oracle import assert_same
 
 B = 5
@@ -127,8 +127,8 @@ def norms_of(gradients: dict[str, Tensor]) -> Tensor:
 def test_gradients(problem: tuple[nn.Module, Tensor, Tensor]) -> None:
     want = one_by_one(*problem)
     model, x, y = problem
-    assert_same(batching.per_sample_gradients(model, F.cross_entropy, x, y, randomness="different"), want)
-    in_chunks = batching.per_sample_gradients(model, F.cross_entropy, x, y, chunk_size=2, randomness="different")
+    assert_same(per_sample.per_sample_gradients(model, F.cross_entropy, x, y, randomness="different"), want)
+    in_chunks = per_sample.per_sample_gradients(model, F.cross_entropy, x, y, chunk_size=2, randomness="different")
     assert_same(in_chunks, want)
 
 
@@ -137,7 +137,7 @@ def test_norms(problem: tuple[nn.Module, Tensor, Tensor], limit: int, monkeypatc
     monkeypatch.setattr(layer_norms, "WORKSPACE", limit)
     model, x, y = problem
     want = norms_of(one_by_one(*problem))
-    assert_same(batching.per_sample_norms(model.eval(), F.cross_entropy, x, y), want)
+    assert_same(per_sample.per_sample_norms(model.eval(), F.cross_entropy, x, y), want)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -147,7 +147,7 @@ def test_clipped_sum(problem: tuple[nn.Module, Tensor, Tensor]) -> None:
     norms = norms_of(gradients)
     bound = norms.median().item()
     scales = (bound / norms).clamp(max=1)
-    got = batching.clipped_gradient(model.eval(), F.cross_entropy, x, y, max_norm=bound)
+    got = per_sample.clipped_gradient(model.eval(), F.cross_entropy, x, y, max_norm=bound)
     assert_same(got, {name: torch.einsum("b,b...->...", scales, each) for name, each in gradients.items()})
 
 
@@ -156,7 +156,7 @@ def test_norm_of_a_convolution_by_either_way(outputs: int) -> None:
     model = nn.Sequential(nn.Conv2d(16, outputs, 3, groups=2, stride=2, dilation=2), nn.Flatten(), nn.LazyLinear(10))
     x, y = torch.randn(B, 16, 9, 9).double(), torch.randint(0, 10, (B,))
     model.double()(x)
-    assert_same(batching.per_sample_norms(model, F.cross_entropy, x, y), norms_of(one_by_one(model, x, y)))
+    assert_same(per_sample.per_sample_norms(model, F.cross_entropy, x, y), norms_of(one_by_one(model, x, y)))
 
 
 class Conditioned(nn.Module):
@@ -190,9 +190,9 @@ def test_several_inputs_and_outputs(by_name: bool) -> None:
     ]
     want = {name: torch.stack(each) for name, each in zip(parameters, zip(*samples, strict=True), strict=True)}
     norms = norms_of(want)
-    assert_same(batching.per_sample_gradients(model, squared, inputs, (target, 0.1)), want)
-    assert_same(batching.per_sample_norms(model, squared, inputs, (target, 0.1)), norms)
-    got = batching.clipped_gradient(model, squared, inputs, (target, 0.1), max_norm=norms.min().item())
+    assert_same(per_sample.per_sample_gradients(model, squared, inputs, (target, 0.1)), want)
+    assert_same(per_sample.per_sample_norms(model, squared, inputs, (target, 0.1)), norms)
+    got = per_sample.clipped_gradient(model, squared, inputs, (target, 0.1), max_norm=norms.min().item())
     scales = norms.min() / norms
     assert_same(got, {name: torch.einsum("b,b...->...", scales, each) for name, each in want.items()})
 
@@ -202,7 +202,7 @@ def test_norms_and_gradients_to_clip_are_of_one_forward_pass() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(256, 10)).double()
     x, y = images()[:1], torch.randint(0, 10, (1,))
     for _ in range(5):
-        got = batching.clipped_gradient(model, F.cross_entropy, x, y, max_norm=0.1)
+        got = per_sample.clipped_gradient(model, F.cross_entropy, x, y, max_norm=0.1)
         assert_same(
             norms_of({name: each.unsqueeze(0) for name, each in got.items()}), torch.tensor([0.1], dtype=torch.float64)
         )
@@ -217,7 +217,7 @@ def test_what_a_layer_read_must_not_be_overwritten() -> None:
             return (y + x).flatten(1)
 
     with pytest.raises(RuntimeError, match="overwritten in place"):
-        batching.per_sample_norms(Overwriting().double(), F.cross_entropy, images(), torch.randint(0, 10, (B,)))
+        per_sample.per_sample_norms(Overwriting().double(), F.cross_entropy, images(), torch.randint(0, 10, (B,)))
 
 
 def written(output: Tensor, y: Tensor) -> Tensor:
@@ -233,12 +233,13 @@ def test_a_loss_that_torch_cannot_map(randomness: str) -> None:
     want = one_by_one(model, x, y, written)
     norms = norms_of(want)
     scales = (norms.median() / norms).clamp(max=1)
-    assert_same(batching.per_sample_gradients(model, written, x, y, randomness=randomness), want)
-    assert_same(batching.per_sample_norms(model, written, x, y), norms)
-    got = batching.clipped_gradient(model, written, x, y, max_norm=norms.median().item())
+    assert_same(per_sample.per_sample_gradients(model, written, x, y, randomness=randomness), want)
+    assert_same(per_sample.per_sample_norms(model, written, x, y), norms)
+    got = per_sample.clipped_gradient(model, written, x, y, max_norm=norms.median().item())
     assert_same(got, {name: torch.einsum("b,b...->...", scales, each) for name, each in want.items()})
 
 
+@pytest.mark.slow  # MONAI is no part of the core tests
 def test_targets_of_one_hot() -> None:
     from monai.losses import DiceCELoss, LogHausdorffDTLoss
 
@@ -246,29 +247,29 @@ def test_targets_of_one_hot() -> None:
     x, y = images(), torch.randint(0, 3, (B, 1, 10, 10))
     for loss in (DiceCELoss(to_onehot_y=True, softmax=True), LogHausdorffDTLoss(to_onehot_y=True, softmax=True)):
         want = one_by_one(model, x, y, loss)
-        assert_same(batching.per_sample_gradients(model, loss, x, y), want)
-        assert_same(batching.per_sample_gradients(model, loss, x, y, chunk_size=2), want)
-        assert_same(batching.per_sample_norms(model, loss, x, y), norms_of(want))
+        assert_same(per_sample.per_sample_gradients(model, loss, x, y), want)
+        assert_same(per_sample.per_sample_gradients(model, loss, x, y, chunk_size=2), want)
+        assert_same(per_sample.per_sample_norms(model, loss, x, y), norms_of(want))
 
 
 def test_random_numbers_are_never_drawn_unasked() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(256, 10)).double()
     with pytest.raises(RuntimeError, match="random"):
-        batching.per_sample_gradients(model, written, images(), torch.randint(0, 10, (B,)))
+        per_sample.per_sample_gradients(model, written, images(), torch.randint(0, 10, (B,)))
 
 
 def test_a_batch_of_none() -> None:
     model, x, y = network().double().eval(), images()[:0], torch.randint(0, 10, (0,))
-    gradients = batching.per_sample_gradients(model, F.cross_entropy, x, y)
+    gradients = per_sample.per_sample_gradients(model, F.cross_entropy, x, y)
     assert {name: tuple(each.shape) for name, each in gradients.items()} == {
         name: (0, *parameter.shape) for name, parameter in model.named_parameters()
     }
-    assert batching.per_sample_norms(model, F.cross_entropy, x, y).shape == (0,)
-    clipped = batching.clipped_gradient(model, F.cross_entropy, x, y, max_norm=1.0)
+    assert per_sample.per_sample_norms(model, F.cross_entropy, x, y).shape == (0,)
+    clipped = per_sample.clipped_gradient(model, F.cross_entropy, x, y, max_norm=1.0)
     assert all(bool((each == 0).all()) for each in clipped.values())
 
 
-@pytest.mark.parametrize("call", [batching.per_sample_gradients, batching.per_sample_norms])
+@pytest.mark.parametrize("call", [per_sample.per_sample_gradients, per_sample.per_sample_norms])
 def test_batch_norm_is_refused(call: Callable[..., object]) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(256, 10)).double()
     with pytest.raises(ValueError, match=r"`1` is a batch norm .* no sample has a gradient of its own"):
@@ -280,14 +281,14 @@ def test_bad_input() -> None:
     model, x, y = network().double(), images(), torch.randint(0, 10, (B,))
     tracking = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
     with pytest.raises(ValueError, match="tracks running statistics"):
-        batching.per_sample_gradients(tracking, F.mse_loss, x, x)
+        per_sample.per_sample_gradients(tracking, F.mse_loss, x, x)
     with pytest.raises(ValueError, match="agree in their first size"):
-        batching.per_sample_gradients(model, F.cross_entropy, x, y[:3])
+        per_sample.per_sample_gradients(model, F.cross_entropy, x, y[:3])
     with pytest.raises(ValueError, match="`batch` is empty"):
-        batching.per_sample_gradients(model, F.cross_entropy)
+        per_sample.per_sample_gradients(model, F.cross_entropy)
     with pytest.raises(ValueError, match="one number"):
-        batching.per_sample_gradients(nn.Conv2d(3, 4, 3).double(), lambda output: output, x)
+        per_sample.per_sample_gradients(nn.Conv2d(3, 4, 3).double(), lambda output: output, x)
     with pytest.raises(ValueError, match=r"`max_norm` \(=0\) must be positive"):
-        batching.clipped_gradient(model, F.cross_entropy, x, y, max_norm=0)
+        per_sample.clipped_gradient(model, F.cross_entropy, x, y, max_norm=0)
     with pytest.raises(ValueError, match="no trainable parameter"):
-        batching.per_sample_gradients(nn.Flatten(), F.cross_entropy, x, y)
+        per_sample.per_sample_gradients(nn.Flatten(), F.cross_entropy, x, y)

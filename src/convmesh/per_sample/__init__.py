@@ -1,0 +1,5 @@
+"""Gradients, norms and clipped sums of single samples, by vmap or a layer at a time; and norm samplers for Opacus."""
+
+from .functions import clipped_gradient as clipped_gradient
+from .functions import per_sample_gradients as per_sample_gradients
+from .functions import per_sample_norms as per_sample_norms
