@@ -26,7 +26,7 @@ KNOWN: dict[str, tuple[int, str]] = {
     "batching/machines.py": (1, "accelerator/test_training.py"),
     "comm/failures/interception.py": (1, "accelerator/test_training.py"),
     "comm/reduce.py": (2, "accelerator/test_norms.py"),
-    "kernels/attention.py": (2, "accelerator/test_families.py"),
+    "kernels/attention.py": (1, "accelerator/test_families.py"),
     "kernels/backend.py": (1, "accelerator/test_families.py"),
     "kernels/library.py": (1, "accelerator/test_families.py"),
     "kernels/memory.py": (1, "accelerator/test_training.py"),
