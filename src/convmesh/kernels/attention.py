@@ -68,8 +68,8 @@ def attend_backward(
 
 def _for_each(query: Tensor, shared: Tensor) -> Tensor:
     """The head of keys or values of each head of queries."""
-    groups = query.shape[-3] // shared.shape[-3]
-    return shared if groups == 1 else shared.repeat_interleave(groups, -3)
+    heads = shared.shape[-3]
+    return shared if heads == query.shape[-3] else shared.repeat_interleave(query.shape[-3] // heads, -3)
 
 
 def _added_up(gradient: Tensor, heads: int) -> Tensor:
@@ -92,6 +92,7 @@ def _finite(total: Tensor) -> Tensor:
 def _cpu_takes(query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None) -> bool:
     return (
         kept is None
+        and bool(query.numel() and key.numel())  # the kernel divides by sizes, which ends the process
         and query.dtype in (torch.float32, torch.float64, *_HALVES)
         and key.shape == value.shape
         and torch.backends.cuda.flash_sdp_enabled()  # which is not about CUDA only
@@ -143,6 +144,7 @@ def _cuda_takes(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
     return (
         bias is None
         and kept is None
+        and bool(query.numel() and key.numel())
         and query.dtype in _HALVES
         and key.shape == value.shape
         and query.shape[-1] % 8 == 0
