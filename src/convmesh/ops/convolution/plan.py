@@ -62,11 +62,9 @@ def plan_forward(input: Layout, weight: Layout, bias: Layout | None, *geometry: 
     shape = (input.shape[0], conv.output_channels(weight.shape), *sizes)
     stride = dense_stride(shape, _output_format(conv, input, weight))
     output = Layout(input.mesh, output_placements(chosen, 0), shape, stride, input.dtype)
-    operands = [t and t.placed(input_placements(chosen, number)) for number, (_, t) in enumerate(named)]
-    if not output.adds_once:
-        operands[2] = None  # a Partial(sum) adds up what all ranks have, so one rank only may add the bias
+    operands = tuple(t and t.placed(input_placements(chosen, number)) for number, (_, t) in enumerate(named))
     here = _localize(chosen, conv, input.placed(input_placements(chosen, 0)), weight, shape) if input.present else None
-    return ForwardPlan(tuple(operands), output, here)
+    return ForwardPlan(operands, output, here)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ BACKWARD = Behaviour("batch, channels, groups, space, Partial(sum)", "halo of in
 @plan_rule(aten.convolution.default, behaviour=FORWARD)
 def convolution(operator: _torch.Operator, input: Layout, weight: Layout, bias: Layout | None, *geometry: Any) -> Call:
     plan = plan_forward(input, weight, bias, *geometry)
-    return Call(plan.operands, plan.output, lambda x, w, b, *_: _forward(plan.local, x, w, b))
+    adds = plan.output.adds_once  # the bias, which all ranks redistribute: a Partial(sum) adds up what they have
+    return Call(plan.operands, plan.output, lambda x, w, b, *_: _forward(plan.local, x, w, b if adds else None))
 
 
 def _forward(local: LocalConvolution | None, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
