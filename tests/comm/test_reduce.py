@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+import convmesh
 from convmesh.comm import all_gather_stacked, all_reduce
 from convmesh.comm.reduce import FEW_BYTES
 from tests.compare import assert_close
@@ -33,14 +34,16 @@ def reduce(mesh: DeviceMesh, case: tuple[str, tuple[int, ...], torch.dtype]) -> 
     dims = tuple(range(mesh.ndim))
     own = every[mesh.get_rank()] if mesh.ndim == 1 else every[mesh.mesh.flatten().tolist().index(mesh.get_rank())]
     before = own.clone()
-    assert_close(all_reduce(own, mesh, dims, op), expected)
+    with convmesh.enable():
+        assert_close(all_reduce(own, mesh, dims, op), expected)
     assert torch.equal(own.nan_to_num(), before.nan_to_num()), "what was given is left as it was"
 
 
 def stack(mesh: DeviceMesh, case: tuple[tuple[int, ...], torch.dtype]) -> None:
     every = terms(mesh, *case)
     own = every[mesh.mesh.flatten().tolist().index(mesh.get_rank())]
-    assert torch.equal(all_gather_stacked(own, mesh, tuple(range(mesh.ndim))), every)
+    with convmesh.enable():  # then all dtypes travel
+        assert torch.equal(all_gather_stacked(own, mesh, tuple(range(mesh.ndim))), every)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
