@@ -147,6 +147,11 @@ DECIDED = {
     "median": Case("median", lambda x: x.median(0).values, ROW),
     "nanmedian": Case("nanmedian", lambda x: x.nanmedian(0).values, ROW),
     "mode": Case("mode", lambda x: x.mode(0).values, ROW),
+    "poisson": Case("poisson", lambda x: x + torch.poisson(x.detach().abs()), ROW),
+    "binomial": Case("binomial", lambda x: x + torch.binomial(x.detach().abs(), x.detach() * 0 + 0.5), ROW),
+    "_standard_gamma": Case("gamma", lambda x: x + torch._standard_gamma(x.detach().abs() + 1), ROW),
+    "_sample_dirichlet": Case("dirichlet", lambda x: x + torch._sample_dirichlet(x.detach().abs() + 1), ROW),
+    "multinomial": Case("multinomial", lambda x: x * (x.detach().abs() + 1).multinomial(2).sum(), ROW),
 }
 # The same of those that gather in compiled code only.
 DECIDED_COMPILED: dict[str, Function] = {

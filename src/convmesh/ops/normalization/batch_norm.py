@@ -25,7 +25,7 @@ aten = torch.ops.aten
 # The module reads its count of batches as a number where it has no momentum.
 made_of_others(aten.batch_norm.default, aten.item.default, aten.is_nonzero.default)
 
-FORWARD = Behaviour("batch, channels, space", "training: all-gather of 2 C numbers a rank; all-reduce if many")
+FORWARD = Behaviour("batch, channels, space", "training: 2 C numbers of each rank to all; all-reduce if many")
 BACKWARD = Behaviour("batch, channels, space", "training: all-reduce of 2 C numbers")
 
 STATISTICS = ("running_mean", "running_var")
