@@ -130,7 +130,8 @@ backward_operator = torch.ops.convmesh.attention_backward.default
 def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: Tensor | None, *_: Any) -> Any:
     """torch's fused kernels have the heads of a token beside each other in memory; where it takes none they do not."""
     total = query.new_empty(query.shape[:3], dtype=sums_in(query.dtype))
-    if kept is not None or query.shape[1] != key.shape[1]:
+    with_gaps = any(one.stride(-1) != 1 for one in (query, key, value))
+    if kept is not None or with_gaps or query.shape[1] != key.shape[1]:
         return query.new_empty(query.shape), total
     return _token_by_token(query), total
 
