@@ -56,9 +56,9 @@ def attention(
     scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
     if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
         return _with_scores(query, key, value, attn_mask, dropout_p, scale)
+    if not enable_gqa:
+        query, key, value = _with_equal_heads(query, key, value)
     query, key, value, attn_mask, shape = _as_four(query, key, value, attn_mask)
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise RuntimeError(f"{query.shape[1]} heads of queries and {key.shape[1]} of keys: only with enable_gqa=True")
     width = value.shape[-1]
     if width < query.shape[-1]:  # kernels take keys and values of one size
         value = F.pad(value, (0, query.shape[-1] - width))
@@ -73,6 +73,16 @@ def _sharded(tensor: Tensor, dim: int) -> bool:
     return isinstance(tensor, DTensor) and any(getattr(p, "dim", None) == dim for p in tensor.placements)
 
 
+def _with_equal_heads(*given: Tensor) -> list[Tensor]:
+    """One head beside several is that of each of them."""
+    heads = [one.shape[-3] for one in given if one.dim() > 2]
+    if len(set(heads)) < 2:
+        return list(given)
+    if set(heads) - {1, max(heads)}:
+        raise RuntimeError(f"{heads[0]} heads of queries and {heads[1]} of keys: only with enable_gqa=True")
+    return [one.expand(*one.shape[:-3], max(heads), -1, -1) if one.dim() > 2 else one for one in given]
+
+
 def _as_four(*given: Tensor | None) -> tuple[Any, ...]:
     """Batch, heads, tokens and features of all, and the shape of the result."""
     query, _, value = given[:3]
@@ -80,11 +90,12 @@ def _as_four(*given: Tensor | None) -> tuple[Any, ...]:
     assert value is not None
     outer = torch.broadcast_shapes(*(one.shape[:-3] for one in given[:3] if one is not None))
     shape = (*outer, *query.shape[max(0, query.dim() - 3) : -1], value.shape[-1])
+    without_heads = all(one is not None and one.dim() == 3 for one in given[:3])
 
     def four(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or (tensor.dim() == 4 and (tensor.shape[:1] == outer or tensor.shape[0] == 1)):
             return tensor
-        if query.dim() == 3 and tensor.dim() == 3:
+        if without_heads and tensor.dim() == 3:
             return tensor.unsqueeze(1)
         while tensor.dim() < 4:
             tensor = tensor.unsqueeze(0)
