@@ -124,6 +124,7 @@ from .threads import threads_as_ranks as threads_as_ranks
 from .tracing import compile_for_any_rank as compile_for_any_rank
 from .tracing import compiles_call_of as compiles_call_of
 from .tracing import in_a_trace as in_a_trace
+from .tracing import is_traced as is_traced
 from .tracing import keep_whole as keep_whole
 from .tracing import kept as kept
 from .tracing import never_alone as never_alone

@@ -15,6 +15,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .names import VERSION, Handler, Operator
@@ -61,6 +62,12 @@ def never_alone(function: AnyFunction) -> AnyFunction:
 
 
 _kept: WeakKeyDictionary[TracingContext, list[torch.Tensor]] = WeakKeyDictionary()
+
+
+def is_traced(local: Any) -> bool:
+    """Whether a graph that is traced knows this tensor; for one that it does not, it would write into a constant."""
+    mode = get_proxy_mode()
+    return mode is None or has_proxy_slot(local, mode.tracer)
 
 
 def in_a_trace() -> bool:

@@ -251,6 +251,8 @@ def _after(memory: torch.UntypedStorage, through_a_copy: bool = False) -> None:
     origin = notes.origin
     if origin is not None:
         whole, part = origin.whole.tensor(origin.memory), origin.part.tensor(memory)
+        if not _torch.is_traced(_torch.local_of(whole)):
+            raise _changes_one_only(part)
         values = origin.put_back(whole, part)
         if type(_torch.local_of(values)) is not origin.kind:
             raise _changes_one_only(part)
