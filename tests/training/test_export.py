@@ -211,7 +211,7 @@ def check_replicate(mesh: DeviceMesh) -> None:
         result = model(found["x"])
         assert result.placements == (Replicate(), Replicate())
         assert_close(result.to_local(), expected(x))
-    with pytest.raises(convmesh.ShardingError, match="different values"):
+    with convmesh.enable(check=True), pytest.raises(convmesh.ShardingError, match="different values"):
         convmesh.replicate(x + dist.get_rank(), mesh)
     with pytest.raises(convmesh.ShardingError, match=r"plain torch.Tensor(?s:.*)convmesh.replicate\(tensor, mesh\)"):
         model(x)

@@ -183,6 +183,7 @@ def check_monai(mesh: DeviceMesh) -> None:
     from monai.transforms import Activations, Compose, RandAdjustContrastd, RandFlipd, RandScaleIntensityd
 
     convmesh.enable()
+    monai.data.set_track_meta(True)  # which a script on these ranks may have switched off
     (scores, _), (sharded, _) = pictures(mesh)
     with pytest.raises(convmesh.ShardingError, match=r"cannot be a MetaTensor(?s:.*)set_track_meta\(False\)"):
         Activations(sigmoid=True)(sharded[0])
