@@ -17,8 +17,8 @@ Placements = tuple[Placement, ...]
 LARGEST = 4096
 
 
-def _key(known: Hashable) -> Hashable:
-    """By which placements are found: symbols, while a compiler traces, by their names."""
+def key_of(known: Hashable) -> Hashable:
+    """By which something is found again: symbols, while a compiler traces, by their names."""
     try:
         hash(known)
     except TypeError:
@@ -39,11 +39,11 @@ class Hints:
             return
         if len(self._seen) >= LARGEST:
             self._seen.clear()
-        self._seen[_key(key)] = placements
+        self._seen[key_of(key)] = placements
 
     def recall(self, key: Hashable) -> Placements | None:
         """In the backward pass, if it was remembered."""
-        return self._seen.get(_key(key)) if _torch.in_backward() else None
+        return self._seen.get(key_of(key)) if _torch.in_backward() else None
 
 
 by_shape = Hints()

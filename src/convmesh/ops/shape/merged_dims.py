@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ... import _torch
 from ...geometry import groups, where_sharded
-from ...sharding.gradient_placements import LARGEST, Placements
+from ...sharding.gradient_placements import LARGEST, Placements, key_of
 from ...sharding.layout import Layout, reduced
 from ...sharding.plan_cache import planned
 
@@ -39,7 +39,7 @@ def _merged(spec: _torch.Spec, shape: tuple[int, ...]) -> tuple[tuple[Hashable, 
         if len(dims) > 1 and sum(shape[dim] > 1 for dim in group.after) == 1:
             at = tuple((m, dims.index(p.dim)) for m, p in enumerate(spec.placements)
                        if isinstance(p, Shard) and p.dim in dims)  # fmt: skip
-            found.append(((spec.mesh, tuple(layout.shape[dim] for dim in dims)), at))
+            found.append((key_of((spec.mesh, tuple(layout.shape[dim] for dim in dims))), at))
     return tuple(found)
 
 
@@ -55,7 +55,7 @@ def recall(spec: _torch.Spec, shape: tuple[int, ...]) -> Placements | None:
         over = [m for m, p in enumerate(layout.placements) if isinstance(p, Shard) and p.dim in group.before]
         dims = [dim for dim in group.after if shape[dim] > 1]
         split = sum(layout.shape[dim] > 1 for dim in group.before) == 1 and len(dims) > 1
-        within = _seen.get((layout.mesh, tuple(shape[dim] for dim in dims))) if split and over else None
+        within = _seen.get(key_of((layout.mesh, tuple(shape[dim] for dim in dims)))) if split and over else None
         if within is not None and [m for m, _ in within] == over:
             known = True
             for mesh_dim, place in within:
