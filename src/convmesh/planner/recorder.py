@@ -24,9 +24,11 @@ from .trace import WEIGHTS, Block, Compute, Event, Kind, Phase, Send, Trace, Use
 
 aten = torch.ops.aten
 _FUNCTIONAL, _IN_PLACE = "_c10d_functional::", "c10d::"
-# Results of operators that have no kernel for tensors without values.
+# Results of operators that have no kernel for tensors without values, or one that makes another tensor: who waits for a
+# collective gets the tensor that he waits for, and no copy beside it.
 _RESULTS: dict[Any, Callable[..., Any]] = {
     aten.batch_norm_update_stats.default: lambda x, *_: tuple(x.new_empty(x.shape[1], dtype=_wide(x)) for _ in "mv"),
+    torch.ops._c10d_functional.wait_tensor.default: lambda x: x,
 }
 
 
