@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from .. import _torch
-from ..comm import Traffic, count_traffic
+from ..comm import Traffic, count_traffic, replaces_reduction
 from ..sharding.errors import ShardingError
 from .groups import Groups
 from .layers import Layers
@@ -124,7 +124,7 @@ class Recorder(_torch.TorchDispatchMode):
         along, peers = self._groups.along(args[-1])
         if to:
             along = self._groups.between(to)
-        where = (self._layers.line() or layer) if use is Use.GATHER else None
+        where = (self._layers.line() or layer) if use is Use.GATHER and not replaces_reduction() else None
         name = self._operator if use is Use.GATHER else name
         return Send(name, layer, phase, use, size, along, peers, self._sent, where, to)
 
