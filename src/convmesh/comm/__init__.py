@@ -26,8 +26,10 @@ from .rank_line import RankLine as RankLine
 from .rank_line import rank_line as rank_line
 from .reduce import all_gather_rows as all_gather_rows
 from .reduce import all_gather_stacked as all_gather_stacked
+from .reduce import all_gather_summaries as all_gather_summaries
 from .reduce import all_reduce as all_reduce
 from .reduce import are_few as are_few
+from .reduce import replaces_reduction as replaces_reduction
 from .reduce import start_reducing as start_reducing
 from .routed import owners as owners
 from .routed import routed as routed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf, nan, prod
+from threading import local
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torc
 COMBINE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "sum": torch.sum, "max": torch.amax, "min": torch.amin,
 }  # fmt: skip
+_merging = local()  # `.on` while this thread gathers in place of a reduction
 
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], op: str = "sum") -> torch.Tensor:
@@ -107,6 +109,21 @@ def groups_along(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[dist.Proces
 def all_gather_stacked(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
     """What each rank along `mesh_dims` has, stacked in the order of these ranks, the first mesh dimension outermost."""
     return all_gather_rows(tensor.contiguous().view(1, *tensor.shape), mesh, mesh_dims)
+
+
+def all_gather_summaries(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
+    """`all_gather_rows` of what every rank then combines by itself, in place of an all-reduce of as much."""
+    _merging.on = True
+    try:
+        return all_gather_rows(rows, mesh, mesh_dims)
+    finally:
+        _merging.on = False
+
+
+def replaces_reduction() -> bool:
+    """Whether a gather that starts now is one of `all_gather_summaries`: it brings no rank another's part of a
+    tensor."""
+    return getattr(_merging, "on", False)
 
 
 def all_gather_rows(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from .. import _torch
-from ..comm import Traffic, count_traffic
+from ..comm import Traffic, count_traffic, replaces_reduction
 from ..sharding.errors import ShardingError
 from .groups import Groups
 from .layers import Layers
@@ -24,9 +24,11 @@ from .trace import WEIGHTS, Block, Compute, Event, Kind, Phase, Send, Trace, Use
 
 aten = torch.ops.aten
 _FUNCTIONAL, _IN_PLACE = "_c10d_functional::", "c10d::"
-# Results of operators that have no kernel for tensors without values.
+# Results of operators that have no kernel for tensors without values, or one that makes another tensor: who waits for a
+# collective gets the tensor that he waits for, and no copy beside it.
 _RESULTS: dict[Any, Callable[..., Any]] = {
     aten.batch_norm_update_stats.default: lambda x, *_: tuple(x.new_empty(x.shape[1], dtype=_wide(x)) for _ in "mv"),
+    torch.ops._c10d_functional.wait_tensor.default: lambda x: x,
 }
 
 
@@ -122,7 +124,7 @@ class Recorder(_torch.TorchDispatchMode):
         along, peers = self._groups.along(args[-1])
         if to:
             along = self._groups.between(to)
-        where = (self._layers.line() or layer) if use is Use.GATHER else None
+        where = (self._layers.line() or layer) if use is Use.GATHER and not replaces_reduction() else None
         name = self._operator if use is Use.GATHER else name
         return Send(name, layer, phase, use, size, along, peers, self._sent, where, to)
 

@@ -66,7 +66,7 @@ class Send(NamedTuple):
     along: tuple[str, ...]  # mesh dimensions
     peers: int
     number: int
-    where: str | None = None  # a line of the user's code, of a gather
+    where: str | None = None  # a line of the user's code, of a gather of tensors
     to: tuple[tuple[int, int], ...] = ()  # of halos: (rank, bytes)
 
 

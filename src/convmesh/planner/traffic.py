@@ -113,7 +113,8 @@ def gathers(trace: Trace) -> list[Gather]:
     rules = {_torch.name_of(operator): behaviour for operator, behaviour in declared().items()}
     found: Counter[tuple[str, str | None, str]] = Counter()
     for event in sends(trace):
-        if event.use is Use.GATHER and event.where is not None:  # FSDP2 gathers parameters, which is its work
+        # FSDP2 gathers parameters, which is its work, and norms the moments of each rank, in place of a reduction.
+        if event.use is Use.GATHER and event.where is not None:
             found[event.layer, event.where, event.operator] += event.bytes
     return [
         Gather(layer, where, operator, size, _remedy(operator, rules.get(operator)))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import kernels
-from ...comm import agreed, all_gather_rows, all_reduce, are_few, start_reducing
+from ...comm import agreed, all_gather_summaries, all_reduce, are_few, start_reducing
 from ...kernels.normalization import Pair
 from ...sharding.layout import Layout
 from ...sharding.redistribute import place
@@ -63,7 +63,7 @@ class Spread:
         """The moments of each rank, [1 2 C] -> [rank 2 C]; those of all together, [1 2 C], where they are many."""
         if self.mesh_dims and not are_few(own, self.mesh, self.mesh_dims):
             return torch.stack(self.merge(*own[0])).unsqueeze(0)
-        return all_gather_rows(own, self.mesh, self.mesh_dims)
+        return all_gather_summaries(own, self.mesh, self.mesh_dims)
 
     @cached_property
     def weights(self) -> Numbers:

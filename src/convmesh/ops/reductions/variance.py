@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import _torch
-from ...comm import all_gather_stacked, all_reduce, are_few, rank_line
+from ...comm import all_gather_summaries, all_reduce, are_few, rank_line
 from ...sharding.call import Call
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
@@ -48,7 +48,7 @@ def merge(
     if not are_few(both, mesh, mesh_dims):
         own = shares.on(mean.device, torch.float64)[rank_line(mesh, mesh_dims).rank]
         return added_up(mean, var, own, mesh, mesh_dims)
-    parts = all_gather_stacked(both, mesh, mesh_dims)
+    parts = all_gather_summaries(both.contiguous().unsqueeze(0), mesh, mesh_dims)
     means, variances = parts[:, 0], parts[:, 1]
     weights = shares.on(mean.device, mean.dtype)
     weights = weights.view(*weights.shape, *[1] * (means.dim() - 1)) if weights.dim() == 1 else weights
