@@ -56,6 +56,7 @@ def attention(
     scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
     if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
         return _with_scores(query, key, value, attn_mask, dropout_p, scale)
+    fused = _may_be_fused(query, key, value, attn_mask)
     if not enable_gqa:
         query, key, value = _with_equal_heads(query, key, value)
     query, key, value, attn_mask, shape = _as_four(query, key, value, attn_mask)
@@ -66,7 +67,16 @@ def attention(
         query, key = (F.pad(one, (0, width - query.shape[-1])) for one in (query, key))
     kept = _kept(query, key, value, dropout_p) if dropout_p else None
     made: Tensor = torch.ops.convmesh.attention(query, key, value, attn_mask, kept, dropout_p, is_causal, scale)[0]
-    return made[..., :width].reshape(shape) if made.shape[-1] != width else made.reshape(shape)
+    made = made[..., :width].reshape(shape) if made.shape[-1] != width else made.reshape(shape)
+    return made if fused else made.contiguous()
+
+
+def _may_be_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether one device may take a fused kernel for tensors of these sizes: not for those that are expanded or padded
+    here before the operator sees them. The rest of the decision is the operator's."""
+    fits = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    fits = fits and query.shape[:2] == key.shape[:2] == value.shape[:2] and (mask is None or mask.dim() in (2, 4))
+    return fits and torch.backends.cuda.flash_sdp_enabled()
 
 
 def _sharded(tensor: Tensor, dim: int) -> bool:
@@ -139,12 +149,13 @@ backward_operator = torch.ops.convmesh.attention_backward.default
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: Tensor | None, *_: Any) -> Any:
-    """torch's fused kernels have the heads of a token beside each other in memory; where it takes none they do not."""
+    """The result of torch's fused kernels lies in memory as the query does, without gaps; where it takes none, it is
+    contiguous. None takes dropout, features that are not beside each other, or heads in groups."""
     total = query.new_empty(query.shape[:3], dtype=sums_in(query.dtype))
-    with_gaps = any(one.stride(-1) != 1 for one in (query, key, value))
-    if kept is not None or with_gaps or query.shape[1] != key.shape[1]:
+    apart = any(one.stride(-1) != 1 for one in (query, key, value))
+    if kept is not None or apart or query.shape[1] != key.shape[1]:
         return query.new_empty(query.shape), total
-    return _token_by_token(query), total
+    return torch.empty_like(query), total
 
 
 def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
