@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -39,6 +40,7 @@ NETWORKS: dict[Callable[[], nn.Module], tuple[int, ...]] = {
 
 def compare(mesh: DeviceMesh, build: Callable[[], nn.Module], shape: tuple[int, ...], backend: str) -> None:
     convmesh.enable()
+    warnings.simplefilter("ignore")  # a compiler imports what is deprecated
     torch.manual_seed(0)
     model = convmesh.distribute(build().double(), mesh)
     x = convmesh.shard(torch.randn(shape, dtype=torch.float64), mesh, h=2)
