@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._guards import TracingContext
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
@@ -67,7 +68,7 @@ _kept: WeakKeyDictionary[TracingContext, list[torch.Tensor]] = WeakKeyDictionary
 def is_traced(local: Any) -> bool:
     """Whether a graph that is traced knows this tensor; for one that it does not, it would write into a constant."""
     mode = get_proxy_mode()
-    return mode is None or has_proxy_slot(local, mode.tracer)
+    return mode is None or not isinstance(local, FakeTensor) or has_proxy_slot(local, mode.tracer)
 
 
 def in_a_trace() -> bool:
