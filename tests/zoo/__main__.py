@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--family", action="append", choices=FAMILIES, help="only these files of networks")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="where to keep what was found, beside what was found before")
-    parser.add_argument("--skip", choices=("known", "sharded"), help="networks of which that file knows all, or the best")
+    parser.add_argument("--skip", choices=("known", "sharded"), help="networks that are in that file, or sharded there")
     parser.add_argument("--page", type=Path, help="the page that is written of all of it")
     options = parser.parse_args()
     before = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
