@@ -70,7 +70,7 @@ ZOO = [
             IMAGE, with_text),
     Network("diffusers", "WanTransformer3DModel", partial(make, "WanTransformer3DModel", num_attention_heads=2,
             attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8, freq_dim=16, ffn_dim=32, num_layers=2,
-            rope_max_seq_len=32), VIDEOS, VIDEO, with_text),
+            rope_max_seq_len=32), VIDEOS, VIDEO, with_text, single=True),  # its norms
     Network("diffusers", "CogVideoXTransformer3DModel", partial(make, "CogVideoXTransformer3DModel",
             num_attention_heads=2, attention_head_dim=16, num_layers=1,
             in_channels=4, out_channels=4, time_embed_dim=16, text_embed_dim=8, sample_width=16, sample_height=12,
