@@ -113,7 +113,7 @@ class Writer:
             line = text if text.startswith(name) else f"{name} = {text}"
             made: dict[str, Any] = {"torch": torch, "F": F, **self.values}
             exec(line, made)
-        except (RuntimeError, IndexError, ValueError, AssertionError):
+        except (RuntimeError, IndexError, ValueError, AssertionError, ZeroDivisionError):
             del self.leaves[before:]
             return
         value = made[name]
