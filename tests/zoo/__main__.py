@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
+from tests.zoo.network import Network
 from tests.zoo.page import page
 from tests.zoo.registry import FAMILIES, networks, run_named
 from tests.zoo.run import Found
+
+MOST_OF_POOL = 12  # networks for each process
 
 
 def line(found: Found) -> str:
@@ -31,6 +35,15 @@ def _keep(path: Path, results: list[Found]) -> None:
     part.replace(path)
 
 
+def _jobs(chosen: list[Network], count: int) -> Iterator[Future[list[Found]]]:
+    """In processes that end after a while, and with them what libraries keep. Executors whose processes end by
+    themselves (`max_tasks_per_child`) hang in Python 3.11."""
+    for first in range(0, len(chosen), MOST_OF_POOL * count):
+        with ProcessPoolExecutor(count, get_context("spawn")) as pool:
+            part = chosen[first : first + MOST_OF_POOL * count]
+            yield from as_completed([pool.submit(run_named, one.package, one.name) for one in part])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only networks with one of these in package and name")
@@ -47,16 +60,14 @@ def main() -> int:
     unfinished = {key[:2] for key, found in results.items() if not found.sharded and options.skip == "sharded"}
     done = {key[:2] for key in results} - unfinished if options.skip else set()
     chosen = [one for one in networks(options.words, options.family) if (one.package, one.name) not in done]
-    with ProcessPoolExecutor(options.jobs, get_context("spawn"), max_tasks_per_child=8) as pool:
-        jobs = [pool.submit(run_named, one.package, one.name) for one in chosen]
-        for job in as_completed(jobs):
-            of = {(found.package, found.name) for found in job.result()}
-            results = {key: found for key, found in results.items() if key[:2] not in of}  # in layouts of before
-            for found in job.result():
-                results[found.package, found.name, tuple(found.mesh), tuple(found.dims)] = found
-                print(line(found), flush=True)
-            if options.json:
-                _keep(options.json, list(results.values()))
+    for job in _jobs(chosen, options.jobs):
+        of = {(found.package, found.name) for found in job.result()}
+        results = {key: found for key, found in results.items() if key[:2] not in of}  # in layouts of before
+        for found in job.result():
+            results[found.package, found.name, tuple(found.mesh), tuple(found.dims)] = found
+            print(line(found), flush=True)
+        if options.json:
+            _keep(options.json, list(results.values()))
     if options.page:
         options.page.write_text(page(list(results.values())))
     wrong = [one for one in results.values() if not one.right]

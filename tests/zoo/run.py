@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from ast import literal_eval
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -44,13 +46,11 @@ class Found:
         return self.right and self.largest < 1 and self.received < MOST
 
 
-def _shapes(parameter: torch.Tensor) -> Iterator[tuple[int, ...]]:
-    """In which a parameter, or its gradient, may be: itself, as a list, or as a matrix where it is one."""
-    yield tuple(parameter.shape)
-    yield (parameter.numel(),)
-    matrix = tuple(size for size in parameter.shape if size > 1)
-    yield matrix
-    yield matrix[::-1]
+def _is_of(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
+    """Whether a tensor may be a parameter or its gradient: as it is, as a list, as a matrix, or part of a kernel."""
+    matrix = tuple(size for size in parameter if size > 1)
+    part = len(parameter) > 2 and shape[:2] == parameter[:2] and prod(shape) <= prod(parameter)
+    return part or shape in (parameter, (prod(parameter),), matrix, matrix[::-1])
 
 
 class Activations(Sizes):
@@ -60,12 +60,14 @@ class Activations(Sizes):
         super().__init__()
         given = [*model.parameters(), *model.buffers()]
         self.parameters = {p.numel() * p.element_size() for p in given}
-        self.shapes = {str(shape) for p in given for shape in _shapes(p)}
+        self.shapes = {tuple(p.shape) for p in given}
         self.single = False  # whether numbers were rounded to float32
 
     def _note(self, size: int, maker: str) -> None:
-        if maker.rpartition(" of shape ")[2] not in self.shapes:
-            super()._note(size, maker)
+        if size > self.largest:
+            shape = literal_eval(maker.rpartition(" of shape ")[2])
+            if not any(_is_of(shape, parameter) for parameter in self.shapes):
+                super()._note(size, maker)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before, self.received_at_once = self.received_at_once, 0
