@@ -17,6 +17,7 @@ from .collectives import wait as wait
 from .compiled_results import before_compiled_writes as before_compiled_writes
 from .compiled_results import mark_returned_copies as mark_returned_copies
 from .dispatch import accumulating as accumulating
+from .dispatch import aliased as aliased
 from .dispatch import as_view as as_view
 from .dispatch import attach_hooks as attach_hooks
 from .dispatch import gradient_hooks as gradient_hooks
@@ -28,6 +29,7 @@ from .dispatch import keeps_communication as keeps_communication
 from .dispatch import replicate_implicitly as replicate_implicitly
 from .dispatch import replicates_implicitly as replicates_implicitly
 from .dispatch import stock as stock
+from .dispatch import view_of_itself as view_of_itself
 from .dispatch import view_rule as view_rule
 from .dispatch import when_backward_ends as when_backward_ends
 from .fake import checked_on_one_device as checked_on_one_device
@@ -85,6 +87,8 @@ from .planning import fsdp_without_values as fsdp_without_values
 from .planning import has_values as has_values
 from .planning import running_node as running_node
 from .planning import silent_group as silent_group
+from .recording import recorded as recorded
+from .recording import records_whole as records_whole
 from .symbols import has_symbols as has_symbols
 from .symbols import known as known
 from .symbols import meta_tensors as meta_tensors

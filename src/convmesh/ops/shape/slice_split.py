@@ -17,6 +17,7 @@ from ...geometry import index_map
 from ...sharding.call import copy_of
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
+from ...sharding.local_views import local_view_rule
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
@@ -60,7 +61,24 @@ def slice_maps(layout: Layout, dim: int, start: int | None, stop: int | None, st
     return {dim: index_map.strided(count, first, step)}
 
 
-@rule(aten.slice.Tensor, behaviour=SLICE)
+def _local_slice(
+    operator: _torch.Operator, spec: _torch.Spec, dim: int = 0, start: int | None = None, stop: int | None = None,
+    step: int = 1,
+) -> Layout | None:  # fmt: skip
+    """Where a slice of a dimension lies that is not sharded; None where only torch's DTensor knows, or complains."""
+    layout = Layout.of(spec)
+    if not _torch.plain_order(spec) or not layout.present or not layout.shape or step < 1:
+        return None
+    dim %= layout.ndim
+    if dim in layout.sharded_dims:
+        return None
+    count, _ = bounds(layout.shape[dim], start, stop, step)
+    shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :])
+    stride = (*layout.stride[:dim], layout.stride[dim] * step, *layout.stride[dim + 1 :])
+    return Layout(layout.mesh, layout.placements, shape, stride, layout.dtype)
+
+
+@local_view_rule(aten.slice.Tensor, behaviour=SLICE, where=_local_slice)
 def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, dim, start, stop, step = _torch.arguments(operator, args, kwargs)
     start, stop = None if start is None else _torch.known(start), None if stop is None else _torch.known(stop)
@@ -75,15 +93,8 @@ def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @planned
-def plan_local_slice(spec: _torch.Spec, dim: int, start: int | None, stop: int | None, step: int) -> Layout | None:
-    """Where a slice of a dimension lies that is not sharded; None where only torch's DTensor knows, or complains."""
-    layout = Layout.of(spec)
-    if not _torch.plain_order(spec) or not layout.present or not layout.shape or step < 1:
-        return None
-    count, _ = bounds(layout.shape[dim], start, stop, step)
-    shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :])
-    stride = (*layout.stride[:dim], layout.stride[dim] * step, *layout.stride[dim + 1 :])
-    return Layout(layout.mesh, layout.placements, shape, stride, layout.dtype)
+def plan_local_slice(spec: _torch.Spec, *numbers: Any) -> Layout | None:
+    return _local_slice(aten.slice.Tensor, spec, *numbers)
 
 
 def view_of(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Layout) -> Any:
