@@ -107,12 +107,14 @@ from .tensors import make_spec as make_spec
 from .tensors import noted as noted
 from .tensors import notes_of as notes_of
 from .tensors import opened as opened
+from .tensors import opened_like as opened_like
 from .tensors import opened_lists as opened_lists
 from .tensors import plain as plain
 from .tensors import plain_local_of as plain_local_of
 from .tensors import plain_order as plain_order
 from .tensors import redistribute as redistribute
 from .tensors import relocate as relocate
+from .tensors import share_specs as share_specs
 from .tensors import shares_memory as shares_memory
 from .tensors import slot_of as slot_of
 from .tensors import spec_of as spec_of
@@ -135,5 +137,6 @@ from .tracing import never_alone as never_alone
 from .tracing import no_modes as no_modes
 from .tracing import tie as tie
 from .tracing import tracing as tracing
+from .zero_tensors import any_lazy as any_lazy
 from .zero_tensors import give_zeros_memory as give_zeros_memory
 from .zero_tensors import is_lazy as is_lazy
