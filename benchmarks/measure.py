@@ -41,10 +41,10 @@ class Turn(NamedTuple):
 # Threads of an OpenMP team look for more work for 3 to 8 ms before they sleep, and so do those of a process whose turn
 # has just ended.
 REST = 0.02
-TRIES, LOST = 8, 0.01
+LOST = 0.01
 
 
-def undisturbed(work: Callable[[], object], at_least: float = 0.05) -> Turn:
+def undisturbed(work: Callable[[], object], at_least: float = 0.05, tries: int = 8) -> Turn:
     """Calls one after the other, for so many seconds; again if others had the cores, and then the best of some turns.
 
     One thread without a core holds up all that wait for it: work of 2 ms has been seen to take 30 where another process
@@ -54,7 +54,7 @@ def undisturbed(work: Callable[[], object], at_least: float = 0.05) -> Turn:
     work()
     repeat = max(1, round(at_least / timed(work)))
     turns: list[Turn] = []
-    for _ in range(TRIES):
+    for _ in range(tries):
         before = without_a_core()
         seconds = timed(work, repeat)
         turns.append(Turn(seconds, (without_a_core() - before) / (seconds * repeat)))
