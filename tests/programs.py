@@ -361,13 +361,11 @@ def check(mesh: DeviceMesh, case: tuple[Program, str]) -> None:
     those of gradients too if `twice`."""
     program, mode = case
     function = program.function(mode)
-    dense = [leaf.values().requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
-    expected = function(*dense)
     try:
-        wanted = gradients(expected, dense, mode == "twice")
+        expected, wanted = _one_process(program, function, mode == "twice")
     except RuntimeError:  # not every operator can be derived twice, on one device either
         mode = "eager"
-        wanted = gradients(expected, dense)
+        expected, wanted = _one_process(program, function, False)
     with convmesh.enable():
         placed = [place(leaf.values(), mesh, leaf.at).requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
         with torch.inference_mode(mode == "inference"):
@@ -380,6 +378,12 @@ def check(mesh: DeviceMesh, case: tuple[Program, str]) -> None:
             assert Lies.of(one) == Lies.of(other), f"strides {one.stride()}, on one device {other.stride()}: {line}"
         for one, other in zip([*actual, *found], [*expected, *wanted], strict=True):
             _compare(one, other)
+
+
+def _one_process(program: Program, function: Callable[..., Any], twice: bool) -> tuple[list[torch.Tensor], list[Any]]:
+    dense = [leaf.values().requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
+    expected = function(*dense)
+    return expected, gradients(expected, dense, twice)
 
 
 def _compare(actual: Any, expected: Any) -> None:
