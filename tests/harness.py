@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.worker import WORLD_SIZE, MeshKey, Reply, pack, serve, unpack
 
 CALL_SECONDS = 120.0
-START_SECONDS = 120.0
+START_SECONDS = 300.0  # on a machine where everything else is being tested, too
 # How long the other ranks may go on once a rank has raised: they may just be slower, or wait for it for ever.
 GRACE_SECONDS = 5.0
 
@@ -235,11 +235,18 @@ class Pool:
         return RankError(failed[0], str(first), f"{name}: " + "\n".join(parts))
 
     def _stacks(self, ranks: Sequence[int] | dict[int, _Worker]) -> dict[int, str]:
-        """Where the ranks are now, which faulthandler can tell even of a rank that is inside a collective."""
-        for rank in ranks:
+        """Where the ranks are now, which faulthandler can tell even of a rank that is inside a collective.
+
+        One that has not come so far as to open its file yet would end of the signal.
+        """
+        begun = [rank for rank in ranks if self._workers[rank].stack_file.exists()]
+        for rank in begun:
             os.kill(self._workers[rank].process.pid or 0, signal.SIGUSR1)
-        time.sleep(0.5)
-        return {rank: f"rank {rank} was here:\n{self._workers[rank].stack_file.read_text()}" for rank in ranks}
+        time.sleep(0.5 if begun else 0)
+        here = {rank: f"was here:\n{self._workers[rank].stack_file.read_text()}" for rank in begun}
+        return {
+            rank: f"rank {rank} {here.get(rank, 'had not begun: its process was still importing')}" for rank in ranks
+        }
 
 
 def _name_of(fn: Callable[..., Any]) -> str:
