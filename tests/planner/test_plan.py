@@ -87,6 +87,12 @@ def test_a_step_of_ones_own() -> None:
     assert convmesh.plan(build, inputs, {"h": 2}).largest.layers  # type: ignore[arg-type]
 
 
+def test_ranks_with_fewer_samples_are_a_class_of_their_own() -> None:
+    plan = convmesh.plan(nn.Conv2d(1, 1, 3, padding=1), {"input": (8, 1, 8, 8)}, {"data": 3})
+    assert [rank.name for rank in plan.ranks] == ["any (data 0)", "any (data 2)"]  # which have 3 and 2
+    assert len(convmesh.plan(nn.ReLU(), {"input": (8, 1, 8, 8)}, {"data": 4, "h": 4}).ranks) == 3
+
+
 def test_what_is_sent_is_the_least_and_goes_to_neighbours() -> None:
     plan = convmesh.plan(UNet(3, 1, 2, (4, 8), (2,)), {"x": (1, 1, 16, 16, 16)}, {"d": 4, "w": 2})
     halos = {layer.layer: layer for rank in plan.ranks for layer in rank.layers if layer.halo_bytes}
