@@ -65,7 +65,7 @@ ENTRIES: list[Entry] = [
     }, IMAGES, LATENTS, IMAGE, decode),
     ("AutoencoderKLTemporalDecoder", "AutoencoderKLTemporalDecoder", {
         "block_out_channels": (32, 32), "down_block_types": ("DownEncoderBlock2D",) * 2,
-    }, (3, 3, 32, 48), (3, 4, 12, 20), (((2, 2), (2, 3)), ((3,), (0,))), decode_frames),
+    }, (3, 3, 32, 48), (6, 4, 12, 20), (((2, 2), (2, 3)), ((3,), (0,))), decode_frames),
     ("AutoencoderKLWan 2.1", "AutoencoderKLWan", WAN, FRAMES, LATENT_FRAMES, VIDEO, decode),
     ("AutoencoderKLWan 2.2", "AutoencoderKLWan", {
         **WAN, "is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "decoder_base_dim": 8,
@@ -96,10 +96,14 @@ ENTRIES: list[Entry] = [
     }, (2, 2, 256), (2, 4, 40), SIGNAL, decode),
 ]  # fmt: skip
 
+# Variances of norms, and attention; and what is made larger, nearest, in decoders.
+SINGLE = {("AutoencoderDC", "encode"), ("AutoencoderDC", "decode"), ("AutoencoderKLWan", "decode"),
+          ("AutoencoderKLQwenImage", "decode")}  # fmt: skip
+
 ZOO = [
     Network(
         "diffusers", f"{name}: {what}", partial(make, kind, **options), shape, layouts, call,
-        single=kind == "AutoencoderDC",  # variances of its norms, and its attention
+        single=(kind, what) in SINGLE,
     )
     for name, kind, options, pictures, latents, layouts, decoder in ENTRIES
     for what, shape, call in (("encode", pictures, encode), ("decode", latents, decoder))

@@ -47,10 +47,11 @@ class Found:
 
 
 def _is_of(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Whether a tensor may be a parameter or its gradient: as it is, as a list, as a matrix, or part of a kernel."""
+    """Whether a tensor may be a parameter or its gradient: in any order, as a list or a matrix, or part of a kernel."""
     matrix = tuple(size for size in parameter if size > 1)
     part = len(parameter) > 2 and shape[:2] == parameter[:2] and prod(shape) <= prod(parameter)
-    return part or shape in (parameter, (prod(parameter),), matrix, matrix[::-1])
+    part |= len(parameter) > 2 and shape[2:] == parameter[2:] and prod(shape) == prod(parameter)
+    return part or sorted(shape) == sorted(parameter) or shape in ((prod(parameter),), matrix, matrix[::-1])
 
 
 class Activations(Sizes):

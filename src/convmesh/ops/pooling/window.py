@@ -57,9 +57,7 @@ def max_pool(operator: _torch.Operator, input: Layout, *window: Any) -> Call:
     return Call(plan.operands, (values, indices), _MaxPool(operator, plan, pooling))
 
 
-def _pooling(
-    operator: _torch.Operator, shape: Sequence[int], window: Sequence[int | list[int]], ceil: bool
-) -> Pooling:
+def _pooling(operator: _torch.Operator, shape: Sequence[int], window: Sequence[int | list[int]], ceil: bool) -> Pooling:
     """Of an operator's kernel, stride, padding and, if it has one, dilation, over an input of this shape."""
     kernel, stride, padding, dilation = ([n] if isinstance(n, int) else n for n in (*window, 1)[:4])
     spatial = spatial_of(operator)
