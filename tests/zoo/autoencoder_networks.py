@@ -78,7 +78,7 @@ ENTRIES: list[Entry] = [
     ("AutoencoderKLLTXVideo", "AutoencoderKLLTXVideo", {
         "latent_channels": 8, "block_out_channels": (8, 8, 8, 8), "decoder_block_out_channels": (8, 8, 8, 8),
         "layers_per_block": (1, 1, 1, 1, 1), "decoder_layers_per_block": (1, 1, 1, 1, 1), "patch_size": 1,
-    }, FRAMES, (1, 8, 2, 6, 8), VIDEO, decode),
+    }, FRAMES, (1, 8, 4, 6, 8), VIDEO, decode),
     ("AutoencoderKLMochi", "AutoencoderKLMochi", {
         "latent_channels": 4, "encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4,
         "layers_per_block": (1, 1, 1, 1, 1), "latents_mean": (0.0,) * 4, "latents_std": (1.0,) * 4,
@@ -98,7 +98,8 @@ ENTRIES: list[Entry] = [
 
 # Variances of norms, and attention; and what is made larger, nearest, in decoders.
 SINGLE = {("AutoencoderDC", "encode"), ("AutoencoderDC", "decode"), ("AutoencoderKLWan", "decode"),
-          ("AutoencoderKLQwenImage", "decode")}  # fmt: skip
+          ("AutoencoderKLQwenImage", "decode"), ("AutoencoderKLLTXVideo", "encode"),
+          ("AutoencoderKLLTXVideo", "decode")}  # fmt: skip
 
 ZOO = [
     Network(
