@@ -36,6 +36,13 @@ def with_heads(x: Tensor) -> Tensor:
     return attend(tokens).transpose(2, 3).reshape(x.shape)
 
 
+def step_by_step(x: Tensor) -> Tensor:
+    """A video: height and width are merged first, then time with them, and all are split at once."""
+    frames = x.unsqueeze(0).flatten(3).permute(0, 1, 3, 2)
+    tokens = attend(frames.flatten(1, 2))
+    return tokens.unflatten(1, (x.shape[0], *x.shape[2:])).permute(0, 1, 4, 2, 3).squeeze(0)
+
+
 def on_ranks(mesh: DeviceMesh, x: Tensor, work: Callable[[Tensor], Tensor]) -> None:
     with convmesh.enable():
         given = place(x.detach(), mesh, (2, 3)).requires_grad_()
@@ -51,7 +58,7 @@ def on_ranks(mesh: DeviceMesh, x: Tensor, work: Callable[[Tensor], Tensor]) -> N
 
 
 @pytest.mark.parametrize("batch", [1, 4])  # four samples are enough for the tokens' place to be taken by the batch
-@pytest.mark.parametrize("work", [plainly, with_one_head, with_heads])
+@pytest.mark.parametrize("work", [plainly, with_one_head, with_heads, step_by_step])
 def test_a_feature_map_is_sharded_as_before(work: Callable[[Tensor], Tensor], batch: int) -> None:
     x = torch.randn(batch, 4, 6, 10, dtype=torch.float64)
     convmesh.simulate(lambda mesh: on_ranks(mesh, x, work), mesh=(2, 2), names=("h", "w"))

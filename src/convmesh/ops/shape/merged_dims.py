@@ -55,7 +55,7 @@ def recall(spec: _torch.Spec, shape: tuple[int, ...]) -> Placements | None:
     found = groups(layout.shape, shape)
     for group in found:
         over, dims, split = _of_group(layout, group, shape)
-        within = _seen.get(key_of((layout.mesh, tuple(shape[dim] for dim in dims)))) if split else None
+        within = _within(layout, [shape[dim] for dim in dims]) if split else None
         if within and set(over) <= dict(within).keys() and _all_sharded(layout, within):
             restored |= dict(within).keys()
             for mesh_dim, place in within:
@@ -70,6 +70,18 @@ def recall(spec: _torch.Spec, shape: tuple[int, ...]) -> Placements | None:
                 return None
             placements[mesh_dim] = Shard(new)
     return tuple(placements) if restored else None
+
+
+def _within(layout: Layout, sizes: list[int]) -> Within | None:
+    """What is known of dimensions of these sizes: of all together, or of the last ones, and of what they became."""
+    known = _seen.get(key_of((layout.mesh, tuple(sizes))))
+    for first in range(1, len(sizes) - 1) if known is None else ():
+        inner = _seen.get(key_of((layout.mesh, tuple(sizes[first:]))))
+        outer = _seen.get(key_of((layout.mesh, (*sizes[:first], prod(sizes[first:])))))
+        if inner is not None and outer is not None:
+            places = dict(inner)
+            return tuple((m, place if place < first else first + places.get(m, 0)) for m, place in outer)
+    return known
 
 
 @planned
