@@ -34,6 +34,7 @@ from tests.conformance_record import Record, digest
 from tests.gathers import Sizes, is_whole
 from tests.harness import Pool, RankError
 from tests.opinfo import FAMILIES, Case, Family, cases, operators, samples_of, tensors_of
+from tests.simulated import Simulated
 
 RANKS = (2, 4)
 # From best to worst; a case is as bad as its worst rank. An error is anything but a ShardingError, or a hang.
@@ -197,19 +198,6 @@ def run(
                 except RankError as error:
                     results.append(("error", str(error).splitlines()[0]))
         yield from zip(batch, results, strict=True)
-
-
-class Simulated:
-    """In place of a pool of processes: all ranks of a mesh in this one."""
-
-    def __init__(self, shape: tuple[int, ...]):
-        self.shape = shape
-
-    def run(self, fn: Any, *args: Any, mesh: tuple[int, ...], timeout: float = 0) -> list[Any]:
-        try:
-            return convmesh.simulate(lambda simulated: fn(simulated, *args), self.shape)
-        except Exception as error:
-            raise RankError(0, str(error), str(error)) from error
 
 
 @dataclass

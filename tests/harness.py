@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.worker import WORLD_SIZE, MeshKey, Reply, pack, serve, unpack
 
 CALL_SECONDS = 120.0
-START_SECONDS = 120.0
+START_SECONDS = 300.0  # on a machine where everything else is being tested, too
 # How long the other ranks may go on once a rank has raised: they may just be slower, or wait for it for ever.
 GRACE_SECONDS = 5.0
 
@@ -71,13 +71,13 @@ class _EachCase:
 
 
 class Pool:
-    """Four gloo processes, started at the first call, and again at the first call after they had to be killed.
+    """Gloo processes, started at the first call, and again at the first call after they had to be killed.
 
     With `stays_enabled` a call finds convmesh as the one before left it: benchmarks prepare in one, measure in others.
     """
 
-    def __init__(self, stays_enabled: bool = False) -> None:
-        self._stays_enabled = stays_enabled
+    def __init__(self, stays_enabled: bool = False, world: int = WORLD_SIZE) -> None:
+        self._stays_enabled, self._world = stays_enabled, world
         self._workers: list[_Worker] = []
         self._files: tempfile.TemporaryDirectory[str] | None = None
 
@@ -110,8 +110,8 @@ class Pool:
         """
         size = math.prod(mesh)
         members = tuple(range(size)) if ranks is None else tuple(ranks)
-        if len(members) != size or len(set(members)) != size or not set(members) <= set(range(WORLD_SIZE)):
-            raise ValueError(f"mesh {tuple(mesh)} needs {size} distinct ranks below {WORLD_SIZE}, not {members}")
+        if len(members) != size or len(set(members)) != size or not set(members) <= set(range(self._world)):
+            raise ValueError(f"mesh {tuple(mesh)} needs {size} distinct ranks below {self._world}, not {members}")
         key: MeshKey = (tuple(mesh), members, None if names is None else tuple(names))
         task = pickle.dumps((key, pack((fn, args))))
         if not all(worker.process.is_alive() for worker in self._workers):
@@ -165,12 +165,12 @@ class Pool:
         context = mp.get_context("spawn")
         self._files = tempfile.TemporaryDirectory(prefix="convmesh-pool-")
         folder = Path(self._files.name)
-        for rank in range(WORLD_SIZE):
+        for rank in range(self._world):
             pipe, far_end = context.Pipe()
             stack_file = folder / f"stack-{rank}"
             process = context.Process(
                 target=serve,
-                args=(rank, far_end, folder / "store", stack_file, self._stays_enabled),
+                args=(rank, self._world, far_end, folder / "store", stack_file, self._stays_enabled),
                 name=f"rank-{rank}",
                 daemon=True,
             )
@@ -223,7 +223,7 @@ class Pool:
 
     def _failure(self, name: str, members: Sequence[int], replies: dict[int, Reply], failed: list[int]) -> RankError:
         parts = _failures(replies)
-        waiting = [rank for rank in range(WORLD_SIZE) if rank not in replies]
+        waiting = [rank for rank in range(self._world) if rank not in replies]
         if waiting:
             parts.append(f"{_ranks(waiting)} had not returned {GRACE_SECONDS:g} s later:")
             parts.extend(self._stacks(waiting).values())
@@ -235,11 +235,18 @@ class Pool:
         return RankError(failed[0], str(first), f"{name}: " + "\n".join(parts))
 
     def _stacks(self, ranks: Sequence[int] | dict[int, _Worker]) -> dict[int, str]:
-        """Where the ranks are now, which faulthandler can tell even of a rank that is inside a collective."""
-        for rank in ranks:
+        """Where the ranks are now, which faulthandler can tell even of a rank that is inside a collective.
+
+        One that has not come so far as to open its file yet would end of the signal.
+        """
+        begun = [rank for rank in ranks if self._workers[rank].stack_file.exists()]
+        for rank in begun:
             os.kill(self._workers[rank].process.pid or 0, signal.SIGUSR1)
-        time.sleep(0.5)
-        return {rank: f"rank {rank} was here:\n{self._workers[rank].stack_file.read_text()}" for rank in ranks}
+        time.sleep(0.5 if begun else 0)
+        here = {rank: f"was here:\n{self._workers[rank].stack_file.read_text()}" for rank in begun}
+        return {
+            rank: f"rank {rank} {here.get(rank, 'had not begun: its process was still importing')}" for rank in ranks
+        }
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

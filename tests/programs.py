@@ -22,6 +22,8 @@ from tests.compare import assert_close
 from tests.ops.strided import Lies
 
 MESHES = [(2,), (3,), (4,), (2, 2), (1, 4)]
+LARGER_MESHES = [(5,), (8,), (2, 3), (2, 2, 2), (1, 2, 4)]  # of simulated ranks
+EMPTY = 0.1  # of all programs may have tensors without elements
 MOST = 2000  # elements of any tensor
 LARGEST = 1e3
 
@@ -68,17 +70,22 @@ class Program:
 class Writer:
     """Writes a program by running it in one process."""
 
-    def __init__(self, seed: int, length: int) -> None:
+    def __init__(self, seed: int, length: int, meshes: list[tuple[int, ...]], compiled: bool) -> None:
         self.random = random.Random(seed)
-        self.mesh = self.random.choice(MESHES)
+        self.mesh = self.random.choice(meshes)
+        self.smallest = 0 if self.random.random() < EMPTY else 1
         self.leaves: list[Leaf] = []
         self.lines: list[str] = []
         self.values: dict[str, torch.Tensor] = {}
         space = [self.random.randint(1, 9) for _ in range(self.random.choice([1, 2, 2, 3]))]
-        shape = (self.random.randint(1, 3), self.random.randint(1, 4), *space)
+        shape = [self.random.randint(1, 3), self.random.randint(1, 4), *space]
+        if not self.smallest:
+            shape[self.random.choice([0, *range(len(shape))])] = 0
         self.names = [self.leaf(shape) for _ in range(2)]
+        # Compiled code has random numbers of its own, and `out=` is refused for parts of tensors, on one device too.
+        operators = [one for one in OPERATORS if not compiled or one not in (drawing, into_out)]
         while len(self.lines) < length:
-            self.add(self.random.choice(OPERATORS))
+            self.add(self.random.choice(operators))
 
     def leaf(self, shape: Any, kind: str | int = "numbers") -> str:
         anywhere = [*range(len(shape)), *range(2, len(shape)), "R", *("P" for _ in shape[:1] if kind == "numbers")]
@@ -106,11 +113,12 @@ class Writer:
             line = text if text.startswith(name) else f"{name} = {text}"
             made: dict[str, Any] = {"torch": torch, "F": F, **self.values}
             exec(line, made)
-        except (RuntimeError, IndexError, ValueError, AssertionError):
+        except (RuntimeError, IndexError, ValueError, AssertionError, ZeroDivisionError):
             del self.leaves[before:]
             return
         value = made[name]
-        if 0 < value.numel() <= MOST and value.dim() <= 6 and value.isfinite().all() and value.abs().max() < LARGEST:
+        fits = self.smallest <= value.numel() <= MOST and value.dim() <= 6 and bool(value.isfinite().all())
+        if fits and (not value.numel() or value.abs().max() < LARGEST):
             self.lines.append(line)
             self.names.append(name)
             self.values[name] = value
@@ -332,8 +340,10 @@ OPERATORS: list[Callable[[Writer], str]] = [
 ]  # fmt: skip
 
 
-def random_program(seed: int, length: int = 6) -> Program:
-    writer = Writer(seed, length)
+def random_program(
+    seed: int, length: int = 6, meshes: list[tuple[int, ...]] = MESHES, compiled: bool = False
+) -> Program:
+    writer = Writer(seed, length, meshes, compiled)
     return Program(writer.mesh, tuple(writer.leaves), tuple(writer.lines))
 
 

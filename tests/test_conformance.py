@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests import conformance_record
-from tests.conformance import FAULTS, RANKS, Simulated, in_markdown, run
+from tests.conformance import FAULTS, RANKS, in_markdown, run
 from tests.conformance_record import Record, digest
 from tests.harness import Pool
 from tests.opinfo import FAMILIES, Case, cases
+from tests.simulated import Simulated
 
 MOST = 16  # cases of a family on each number of ranks
 FEW = 6  # on simulated ranks

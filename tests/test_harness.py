@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests import harness
 from tests.compare import assert_close, same_on_all_ranks
 from tests.harness import Pool, RankDied, RankError, RankHung
 
@@ -197,6 +198,18 @@ def test_a_hanging_rank(pool: Pool) -> None:
     assert caught.value.rank == 3
     assert "in hang" in caught.value.traceback
     assert_works(pool)
+
+
+def test_a_pool_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are still importing have no stack to show, and nothing that a signal could ask for it."""
+    monkeypatch.setattr(harness, "START_SECONDS", 0.01)
+    with Pool() as late:
+        with pytest.raises(
+            RankHung, match=r"the start of the pool: ranks 0, 1, 2, 3 had not returned after 0\.01 s"
+        ) as caught:
+            late.run(rank_and_coordinate)
+        assert str(caught.value).count("had not begun") == 4
+        assert not late.pids
 
 
 def test_a_rank_that_died_between_calls(pool: Pool) -> None:

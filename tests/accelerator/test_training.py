@@ -42,7 +42,7 @@ def losses_and_events(mesh: DeviceMesh) -> dict[str, tuple[list[float], list[flo
 def test_steps_are_those_of_one_process_and_never_wait_for_the_device(mesh: tuple[int, ...]) -> None:
     for found in results(losses_and_events, mesh=mesh):
         for name, (expected, actual, events) in found.items():
-            # After some steps of a deep network with norms of few values, rounding has grown.
+            # After the layers of a deep network with norms of few values, and some steps of it, rounding has grown.
             assert actual == pytest.approx(expected, rel=1e-6 if name == "ResNet-50" else 1e-9), name
             assert actual[0] == pytest.approx(expected[0], rel=1e-11), name
             assert not events, name
@@ -107,7 +107,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     expected = [alone().item() for _ in range(3)]
     for mesh in MESHES:
         for losses in results(goes_on, tmp_path / str(len(mesh)), mesh=mesh):
-            assert losses == pytest.approx(expected, rel=1e-10)
+            assert losses == pytest.approx(expected, rel=1e-10)  # the rounding of three steps through norms
 
 
 def gradients_of_samples(mesh: DeviceMesh, layouts: list[tuple[Any, ...]]) -> None:

@@ -168,6 +168,18 @@ def test_checksums_tell_bits_and_their_order(dtype: torch.dtype, size: int) -> N
         assert checksum(tensor.flip(0)) != checksum(tensor)
 
 
+def test_checksums_tell_patterns_whose_sums_are_equal() -> None:
+    """Masks that lie elsewhere have the same bits, and often the same sums of rows and of columns, of any length."""
+    masks = []
+    for at in (0, 31, 4065, 4096, 8192 - 31):
+        masks.append(torch.zeros(4 * 4096, dtype=torch.uint8))
+        masks[-1][at : at + 100] = 1
+    rows, columns = torch.meshgrid(torch.arange(64), torch.arange(4096), indexing="ij")
+    masks += [((rows + columns) % 2 == phase).to(torch.uint8) for phase in (0, 1)]
+    masks += [(rows % 64 == line % 64).to(torch.uint8) for line in (columns, 63 - columns)]
+    assert len({checksum(mask) for mask in masks}) == len(masks)
+
+
 def test_a_large_array_is_compared_by_asample() -> None:
     from convmesh.training.arrays import _SAMPLED, sample
 

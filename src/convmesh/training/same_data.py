@@ -16,7 +16,8 @@ from ..sharding.plan_cache import Kept
 # Values are compared in so many calls on a mesh, and then in ever fewer: whenever their number is a power of two.
 FIRST_CALLS = 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW, _TEXT_BYTES, _SHOWN = 4096, 512, 8
+_ROW, _ROWS = 4096, 512
+_TEXT_BYTES, _SHOWN = 512, 8
 
 _calls = Kept(dict)  # by mesh: all ranks count alike, because all make their tensors in the same order
 
@@ -101,11 +102,20 @@ def _said_by_all(text: str, mesh: DeviceMesh) -> list[str]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of the bits of a tensor and of their order, in two passes where the tensor is."""
+    """Of the bits of a tensor and of their order; of some rows at a time, because the products are of 64 bits."""
     tensor = tensor.detach().as_subclass(torch.Tensor)
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
     bits = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
-    rows = bits[: len(bits) // _ROW * _ROW].view(-1, _ROW)
-    sums = [rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64), bits[rows.numel() :].long()]
-    weighed = [(total * torch.arange(1, len(total) + 1, device=total.device)).sum() for total in sums]
-    return int(weighed[0] * 31 + weighed[1] + weighed[2] * 17)
+    weights = _scattered(torch.arange(_ROW, device=bits.device))
+    total = (bits[len(bits) // _ROW * _ROW :] * weights[: len(bits) % _ROW]).sum()
+    for number, rows in enumerate(bits[: len(bits) // _ROW * _ROW].view(-1, _ROW).split(_ROWS)):
+        sums = (rows * weights).sum(1)
+        total += (sums * _scattered(torch.arange(1, len(sums) + 1, device=bits.device) + number * _ROWS)).sum()
+    return int(total)
+
+
+def _scattered(numbers: torch.Tensor) -> torch.Tensor:
+    """Odd numbers without a pattern, one for each of these: sums that these are the weights of differ."""
+    mixed = (numbers + 1) * 0x1E3779B97F4A7C15
+    mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
+    return (mixed ^ (mixed >> 32)) | 1
