@@ -103,8 +103,8 @@ def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Any) -> Tensor:
 def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Any, max_norm: float) -> Tensors:
     """Sum the gradients of all samples, each scaled down to norm `max_norm` if it is longer: the sum of DP-SGD.
 
-    No per-sample gradient is stored: the norms are computed first, then one backward pass of the scaled losses. Noise
-    is not added; see [Differential privacy](privacy.md).
+    No per-sample gradient is stored: the norms are computed first, then the sum of the scaled gradients, a layer at a
+    time where all parameters are in torch's own layers, else by another backward pass. Noise is not added; see [Differential privacy](privacy.md).
 
     Args:
         model: As in `per_sample_gradients`.
