@@ -104,7 +104,7 @@ def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Any, max_norm: flo
     """Sum the gradients of all samples, each scaled down to norm `max_norm` if it is longer: the sum of DP-SGD.
 
     No per-sample gradient is stored: the norms are computed first, then the sum of the scaled gradients, a layer at a
-    time where all parameters are in torch's own layers, else by another backward pass. Noise is not added; see [Differential privacy](privacy.md).
+    time where that can be. Noise is not added; see [Differential privacy](privacy.md).
 
     Args:
         model: As in `per_sample_gradients`.
@@ -234,8 +234,7 @@ class _Step:
     def clipped(self, max_norm: float) -> Tensors:
         """Of one forward pass: another one might drop out something else.
 
-        What layers read and the gradients of what they write are enough for the sum, too. Only where those are DTensors
-        or embeddings is it left to another backward pass.
+        What layers read and write is enough for the sum, too. For DTensors and embeddings it takes another backward pass.
         """
         if batch_size(self.batch) == 0:
             return {name: torch.zeros_like(value) for name, value in self.trainable.items()}
