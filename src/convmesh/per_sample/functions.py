@@ -234,7 +234,8 @@ class _Step:
     def clipped(self, max_norm: float) -> Tensors:
         """Of one forward pass: another one might drop out something else.
 
-        What layers read and write is enough for the sum, too. For DTensors and embeddings it takes another backward pass.
+        What layers read and write is enough for the sum, too. For DTensors and embeddings it takes another backward
+        pass.
         """
         if batch_size(self.batch) == 0:
             return {name: torch.zeros_like(value) for name, value in self.trainable.items()}
