@@ -78,6 +78,7 @@ from .operators import group_collectives as group_collectives
 from .operators import is_composite as is_composite
 from .operators import name_of as name_of
 from .operators import out_operators as out_operators
+from .operators import overloads as overloads
 from .operators import returning as returning
 from .operators import signature as signature
 from .operators import takes_several as takes_several

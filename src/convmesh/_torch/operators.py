@@ -164,6 +164,13 @@ def takes_tensors(operator: Operator) -> bool:
     return "Tensor" in kinds or kinds[:1] == ["List[Tensor]"]
 
 
+def overloads(*names: str) -> list[Operator]:
+    """Of operators by name, in place and not, those on tensors that do not write to an `out`."""
+    packets = [getattr(torch.ops.aten, spelt, None) for name in names for spelt in (name, f"{name}_")]
+    found = [getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()]
+    return [operator for operator in found if takes_tensors(operator) and not signature(operator).has_out]
+
+
 def takes_several(operator: Operator) -> bool:
     """More than one tensor."""
     kinds = [str(argument.type) for argument in operator._schema.arguments]

@@ -86,13 +86,6 @@ def unlisted(operator: Operator) -> Callable[[AnyHandler], AnyHandler]:
     return declare
 
 
-def overloads(*names: str) -> list[Operator]:
-    """Of operators by name, in place and not, those on tensors that do not write to an `out`."""
-    packets = [getattr(torch.ops.aten, spelt, None) for name in names for spelt in (name, f"{name}_")]
-    found = [getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()]
-    return [operator for operator in found if _torch.takes_tensors(operator) and not _torch.signature(operator).has_out]
-
-
 def declared() -> dict[Operator, Behaviour]:
     """All operators that have a rule of their own."""
     return dict(_behaviour)

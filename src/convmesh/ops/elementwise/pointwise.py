@@ -17,7 +17,7 @@ from ...sharding.implicit_replication import the_same_everywhere
 from ...sharding.partial import is_pending, kept, put_back, reduce_once
 from ...sharding.plan_cache import Table
 from ...sharding.redistribute import move, specs_of
-from ...sharding.registry import Behaviour, made_of_others, overloads, rule, tolerant
+from ...sharding.registry import Behaviour, made_of_others, rule, tolerant
 from ...strides import usual
 from .pointwise_plan import PointwisePlan, Step, plan_pointwise
 
@@ -60,13 +60,13 @@ IN_PLACE = Behaviour(
 COPIED = ("clone", "_to_copy")
 OPERATORS = [
     operator
-    for operator in overloads(*UNARY, *SEVERAL, *(f"{name}_backward" for name in BACKWARD), *COPIED)
+    for operator in _torch.overloads(*UNARY, *SEVERAL, *(f"{name}_backward" for name in BACKWARD), *COPIED)
     if operator not in APART and _torch.gives_one_tensor(operator) and not _torch.is_composite(operator)
 ] + [aten.copy_.default]
 
 made_of_others(
-    *overloads("clip", "divide", "multiply", "negative", "positive", "relu6", "selu", "square", "subtract"),
-    *overloads("true_divide"), aten.isfinite.default, aten.max.other, aten.min.other,
+    *_torch.overloads("clip", "divide", "multiply", "negative", "positive", "relu6", "selu", "square", "subtract"),
+    *_torch.overloads("true_divide"), aten.isfinite.default, aten.max.other, aten.min.other,
     aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from ... import _torch
 from ...comm import all_reduce
 from ...sharding.layout import Layout
 from ...sharding.partial import is_pending, reduce_once
-from ...sharding.registry import Behaviour, overloads, rule, tolerant, while_installed
+from ...sharding.registry import Behaviour, rule, tolerant, while_installed
 from ...sharding.result_strides import as_on_one_device
 from .tensor_lists import Lists, of_one_layout
 
@@ -62,8 +62,15 @@ _elsewhere = tolerant(_moved)
 _elsewhere_as_on_one_device = as_on_one_device(_elsewhere)
 
 
-@rule(*overloads(*(f"_foreach_{name}" for name in POINTWISE)), behaviour=FOREACH, knows_strides=True, tolerates=True)
-@rule(*overloads(*(f"_fused_{name}" for name in OPTIMIZERS)), behaviour=FUSED, knows_strides=True, tolerates=True)
+@rule(
+    *_torch.overloads(*(f"_foreach_{name}" for name in POINTWISE)),
+    behaviour=FOREACH,
+    knows_strides=True,
+    tolerates=True,
+)
+@rule(
+    *_torch.overloads(*(f"_fused_{name}" for name in OPTIMIZERS)), behaviour=FUSED, knows_strides=True, tolerates=True
+)
 def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     writes = operator._schema.is_mutable
     known = of_one_layout(operator, args, kwargs)
@@ -87,7 +94,7 @@ def zero(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     _torch.call(operator, Lists(operator, args, kwargs, reduce=False).local())
 
 
-@rule(*overloads("_foreach_norm", "_foreach_max"), behaviour=NORM)
+@rule(*_torch.overloads("_foreach_norm", "_foreach_max"), behaviour=NORM)
 def reduction(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Of each tensor one number: every rank reduces its parts, and the numbers of all tensors are sent together."""
     lists = Lists(operator, args, kwargs)
