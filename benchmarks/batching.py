@@ -1,8 +1,9 @@
 """vmap over convolutions: stock torch.func, a Python loop, Opacus where there is one, and convmesh.
 
 Each has a process of its own, and they take turns: none changes the other's memory. A turn is of 50 ms at least, after
-a call that is not timed, as in the steps of a training; times are medians in milliseconds. The ratio is stock /
-convmesh: above 1 convmesh is faster. "Least" is what `benchmarks.roofline` says that the arithmetic of the definition
+calls that are not timed, as in the steps of a training, and is taken again where others had the cores meanwhile; times
+are medians in milliseconds, with a `!` where no such turn was found. The ratio is stock / convmesh: above 1 convmesh is
+faster. "Least" is what `benchmarks.roofline` says that the arithmetic of the definition
 takes at least on this machine, and stock / least the gain of a perfect library.
 
 What a layer's output is multiplied by, to have a gradient, lies in memory as that output does, with either rule.
@@ -20,22 +21,21 @@ import argparse
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.mapped import LISTS, Comparison
-from benchmarks.measure import interleave, keep_memory, timed
+from benchmarks.mapped import LISTS, Comparison, Run
+from benchmarks.measure import LOST, Turn, give_memory_back, interleave, keep_memory, undisturbed
 from benchmarks.roofline import least_of
 from benchmarks.turns import Contenders
 from convmesh import batching
 from convmesh.process_memory import peak_memory
 from tests.harness import Pool
 
-# Seconds that a turn takes at least: a single call of a few milliseconds is off by as much as is to be measured.
-TURN = 0.05
 NAMES = ("stock", "loop", "opacus", "convmesh")
 SMALL_AND_WIDE = ("256->256 8x8 k3", "512->512 4x4 k3")
 
@@ -62,20 +62,19 @@ class Way:
             torch.set_num_threads(self.comparison.threads)
         return name
 
-    def turn(self) -> float | None:
-        """Milliseconds; None where there is no such way."""
+    @property
+    def run(self) -> Run | None:
+        """None where there is no such way."""
         assert self.comparison is not None
-        run = {"loop": self.comparison.loop, "opacus": self.comparison.opacus}.get(self.name, self.comparison.mapped)
-        if run is None:
-            return None
-        once = timed(run)
-        return 1e3 * timed(run, repeat=max(1, round(TURN / once)))
+        return {"loop": self.comparison.loop, "opacus": self.comparison.opacus}.get(self.name, self.comparison.mapped)
+
+    def turn(self) -> Turn | None:
+        return None if self.run is None else undisturbed(self.run)
 
     def memory(self) -> float:
-        """Megabytes of peak memory above what was held before."""
-        assert self.comparison is not None
-        run = {"loop": self.comparison.loop, "opacus": self.comparison.opacus}.get(self.name, self.comparison.mapped)
-        return 0.0 if run is None else peak_memory(run) / 1e6
+        """Megabytes of peak memory above what is held when everything has been given back."""
+        give_memory_back()
+        return 0.0 if self.run is None else peak_memory(self.run) / 1e6
 
     def least(self) -> float:
         """Milliseconds that the mapped convolutions, and what the comparison has beside them, take at least."""
@@ -86,7 +85,7 @@ class Way:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    options = parser.add_argument_group("batching")
+    options = parser.add_argument_group("batching, privacy")
     options.add_argument("--only", default="", help="rows that have this in their name")
     options.add_argument("--share", default="1/1", help="2/3: every third of the rows, from the second on")
     options.add_argument("--threads", type=int, default=2, help="of each process, where a row does not say")
@@ -112,12 +111,12 @@ def report(group: str, ways: Contenders, console: Console, options: argparse.Nam
     results = []
     for number in track(numbers, description="vmapped convolutions", console=console):
         (name, *_) = ways.ask_all("prepare", group, number).values()
-        times = turns(ways, options.rounds)
+        times, disturbed = turns(ways, options.rounds)
         if "convmesh" in ways.all:
             times["least"] = ways.all["convmesh"].ask("least")
         memory = {way: ways.all[way].ask("memory") for way in times if way != "least"}
         results.append((name, times))
-        cells = [_cell(times.get(way), memory.get(way)) for way in (*ways.all, "least")]
+        cells = [_cell(times.get(way), memory.get(way)) + "!" * (way in disturbed) for way in (*ways.all, "least")]
         gains = [f"{times['stock'] / times[way]:.2f}" if {"stock", way} <= times.keys() else "" for way in GAINS]
         table.add_row(name, *cells, *gains)
     if results:
@@ -127,10 +126,16 @@ def report(group: str, ways: Contenders, console: Console, options: argparse.Nam
 GAINS = ("convmesh", "least")
 
 
-def turns(ways: Contenders, rounds: int) -> dict[str, float]:
-    """Median milliseconds of those that there are."""
-    found = {name: contender for name, contender in ways.all.items() if contender.ask("turn") is not None}
-    return interleave({name: lambda each=each: each.ask("turn") for name, each in found.items()}, rounds)
+def turns(ways: Contenders, rounds: int) -> tuple[dict[str, float], set[str]]:
+    """Median milliseconds of those that there are; and which of them others disturbed all the same."""
+    taken: dict[str, list[Turn]] = {name: [] for name, way in ways.all.items() if way.ask("turn") is not None}
+
+    def turn(name: str) -> float:
+        taken[name].append(ways.all[name].ask("turn"))
+        return 1e3 * taken[name][-1].seconds
+
+    times = interleave({name: partial(turn, name) for name in taken}, rounds)
+    return times, {name for name, some in taken.items() if statistics.median(each.lost for each in some) > LOST}
 
 
 def _cell(time: float | None, memory: float | None) -> str:

@@ -2,10 +2,12 @@
 
 Every candidate has a process of its own, and does all of a step: forward, clipping, noise, update. They take turns;
 times are medians. Memory is the peak of the first step above what was held before it. Opacus must be installed.
+`--only U-Net` takes the networks that have this in their name.
 """
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 import convmesh
 from benchmarks.mapped import resnet
-from benchmarks.measure import interleave, timed
+from benchmarks.measure import interleave, undisturbed
 from benchmarks.turns import Contenders
 from convmesh import batching
 from convmesh.process_memory import peak_memory
@@ -141,15 +143,18 @@ class Way:
         return peak_memory(self.step) / 1e6
 
     def turn(self) -> float:
-        return timed(self.step)
+        return undisturbed(self.step, at_least=0, tries=3).seconds
 
 
-def run(pool: Pool, console: Console, rounds: int, threads: int = 2) -> None:
+def run(pool: Pool, console: Console, rounds: int, options: argparse.Namespace) -> None:
     """No rank takes part."""
     pool.kill()
-    table = Table("", *WAYS, title=f"a step of DP-SGD: milliseconds (peak MB), torch {torch.__version__}")
+    title = f"a step of DP-SGD: milliseconds (peak MB), torch {torch.__version__}, {options.threads} threads"
+    table = Table("", *WAYS, title=title)
     for number, network in enumerate(networks()):
-        with Contenders({way: (Way, way, number, threads) for way in WAYS}) as ways:
+        if options.only not in network.name:
+            continue
+        with Contenders({way: (Way, way, number, options.threads) for way in WAYS}) as ways:
             memory = ways.ask_all("memory")
             turns = {way: lambda each=each: each.ask("turn") for way, each in ways.all.items()}
             seconds = interleave(turns, rounds)

@@ -18,16 +18,17 @@ from benchmarks import training_steps as steps
 from benchmarks.measure import interleave, keep_memory, timed
 from convmesh.demo.launch import ALLOCATION
 from tests.harness import Pool, RankError
+from tests.worker import WORLD_SIZE
 
 MESHES: dict[int, tuple[tuple[int, ...], tuple[str, ...]]] = {2: ((2,), ("h",)), 4: ((2, 2), ("h", "w"))}
 
 
 @contextmanager
-def returning_memory() -> Iterator[Pool]:
+def returning_memory(world: int = WORLD_SIZE) -> Iterator[Pool]:
     """Processes that give memory back as soon as they have no use for it, so that their peak is what was needed."""
     os.environ |= ALLOCATION
     try:
-        with Pool(stays_enabled=True) as pool:
+        with Pool(stays_enabled=True, world=world) as pool:
             yield pool
     finally:
         for name in ALLOCATION:

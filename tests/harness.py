@@ -71,13 +71,13 @@ class _EachCase:
 
 
 class Pool:
-    """Four gloo processes, started at the first call, and again at the first call after they had to be killed.
+    """Gloo processes, started at the first call, and again at the first call after they had to be killed.
 
     With `stays_enabled` a call finds convmesh as the one before left it: benchmarks prepare in one, measure in others.
     """
 
-    def __init__(self, stays_enabled: bool = False) -> None:
-        self._stays_enabled = stays_enabled
+    def __init__(self, stays_enabled: bool = False, world: int = WORLD_SIZE) -> None:
+        self._stays_enabled, self._world = stays_enabled, world
         self._workers: list[_Worker] = []
         self._files: tempfile.TemporaryDirectory[str] | None = None
 
@@ -110,8 +110,8 @@ class Pool:
         """
         size = math.prod(mesh)
         members = tuple(range(size)) if ranks is None else tuple(ranks)
-        if len(members) != size or len(set(members)) != size or not set(members) <= set(range(WORLD_SIZE)):
-            raise ValueError(f"mesh {tuple(mesh)} needs {size} distinct ranks below {WORLD_SIZE}, not {members}")
+        if len(members) != size or len(set(members)) != size or not set(members) <= set(range(self._world)):
+            raise ValueError(f"mesh {tuple(mesh)} needs {size} distinct ranks below {self._world}, not {members}")
         key: MeshKey = (tuple(mesh), members, None if names is None else tuple(names))
         task = pickle.dumps((key, pack((fn, args))))
         if not all(worker.process.is_alive() for worker in self._workers):
@@ -165,12 +165,12 @@ class Pool:
         context = mp.get_context("spawn")
         self._files = tempfile.TemporaryDirectory(prefix="convmesh-pool-")
         folder = Path(self._files.name)
-        for rank in range(WORLD_SIZE):
+        for rank in range(self._world):
             pipe, far_end = context.Pipe()
             stack_file = folder / f"stack-{rank}"
             process = context.Process(
                 target=serve,
-                args=(rank, far_end, folder / "store", stack_file, self._stays_enabled),
+                args=(rank, self._world, far_end, folder / "store", stack_file, self._stays_enabled),
                 name=f"rank-{rank}",
                 daemon=True,
             )
@@ -223,7 +223,7 @@ class Pool:
 
     def _failure(self, name: str, members: Sequence[int], replies: dict[int, Reply], failed: list[int]) -> RankError:
         parts = _failures(replies)
-        waiting = [rank for rank in range(WORLD_SIZE) if rank not in replies]
+        waiting = [rank for rank in range(self._world) if rank not in replies]
         if waiting:
             parts.append(f"{_ranks(waiting)} had not returned {GRACE_SECONDS:g} s later:")
             parts.extend(self._stacks(waiting).values())

@@ -67,7 +67,7 @@ def _attempt(task: Callable[..., Any], *args: Any) -> bytes:
         return pack(Reply(failure="".join(traceback.format_exception(error)), raised_at=places))
 
 
-def serve(rank: int, pipe: Connection, store_file: Path, stack_file: Path, stays_enabled: bool) -> None:
+def serve(rank: int, world: int, pipe: Connection, store_file: Path, stack_file: Path, stays_enabled: bool) -> None:
     """The life of a worker: reply once when ready, then once to every task, until the pipe is closed.
 
     After each task convmesh is disabled, unless it `stays_enabled`.
@@ -97,7 +97,7 @@ def serve(rank: int, pipe: Connection, store_file: Path, stack_file: Path, stays
 
     with stack_file.open("w") as stack_output:
         faulthandler.register(signal.SIGUSR1, file=stack_output, all_threads=False)
-        pipe.send_bytes(_attempt(dist.init_process_group, "gloo", f"file://{store_file}", None, WORLD_SIZE, rank))
+        pipe.send_bytes(_attempt(dist.init_process_group, "gloo", f"file://{store_file}", None, world, rank))
         while True:
             try:
                 key, packed_call = pickle.loads(pipe.recv_bytes())

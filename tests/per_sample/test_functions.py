@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import convmesh
 from convmesh import per_sample
 from convmesh.per_sample import layer_norms
 from tests.batching.oracle import assert_same
@@ -237,6 +239,22 @@ def test_a_loss_that_torch_cannot_map(randomness: str) -> None:
     assert_same(per_sample.per_sample_norms(model, written, x, y), norms)
     got = per_sample.clipped_gradient(model, written, x, y, max_norm=norms.median().item())
     assert_same(got, {name: torch.einsum("b,b...->...", scales, each) for name, each in want.items()})
+
+
+def dice(output: Tensor, y: Tensor) -> Tensor:
+    """Of targets that torch cannot map, and says so in other words where convmesh has a rule for `one_hot`."""
+    p, target = output.softmax(1), F.one_hot(y, 3).movedim(-1, 1).to(output.dtype)
+    return 1 - 2 * (p * target).sum() / (p.sum() + target.sum())
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_dice_loss(enabled: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).double()
+    x, y = images(), torch.randint(0, 3, (B, 10, 10))
+    want = one_by_one(model, x, y, dice)
+    with convmesh.enable() if enabled else nullcontext():
+        assert_same(per_sample.per_sample_gradients(model, dice, x, y), want)
+        assert_same(per_sample.per_sample_norms(model, dice, x, y), norms_of(want))
 
 
 @pytest.mark.slow  # MONAI is no part of the core tests

@@ -11,6 +11,8 @@ from socket import socket
 
 import pytest
 
+from convmesh.cli import main
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
@@ -38,7 +40,11 @@ def test_it_starts_ranks_and_finds_everything_right(tmp_path: Path) -> None:
     assert figures["node"]["bandwidth"] > 0
 
 
-@pytest.mark.long("new processes compare every family in two dtypes, and train")
+def test_functions_that_there_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", "--only", "convolution", "no_such"]) == 2
+    assert "no function no_such; there are max_pool, " in capsys.readouterr().err
+
+
 def test_a_wrong_operator_is_found(tmp_path: Path) -> None:
     done = run(*TORCHRUN, "-m", "tests.selftest.broken", str(tmp_path))
     assert done.returncode != 0
@@ -47,7 +53,6 @@ def test_a_wrong_operator_is_found(tmp_path: Path) -> None:
     assert "Something is wrong" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.long("new processes compare every family in two dtypes, and train")
 def test_on_an_accelerator(tmp_path: Path) -> None:
     """Each rank is a host by itself, with one device."""
     with socket() as free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ PATCHES: dict[str, Any] = {"hidden_size": 24, "mlp_dim": 32, "num_heads": 2, "sp
 def make(name: str, **options: Any) -> Any:
     import monai.networks.nets as nets
 
-    return getattr(nets, name)(**options)
+    return getattr(nets, name)(**deepcopy(options))  # some write into their lists
 
 
 def dints(**options: Any) -> Any:
@@ -77,15 +78,15 @@ ZOO = [
     entry("AHNet", (1, 3, 64, 96), layers=(1, 1, 1, 1), spatial_dims=2, in_channels=3, out_channels=2, psp_block_num=2),
     entry("UNETR", (1, 1, 32, 32, 48), in_channels=1, out_channels=2, img_size=(32, 32, 48), feature_size=4,
           **{**PATCHES, "mlp_dim": 32}),
-    entry("SwinUNETR", (1, 1, 32, 32, 32), in_channels=1, out_channels=2, feature_size=12, depths=(2, 1, 1, 1),
+    entry("SwinUNETR", (1, 1, 64, 32, 32), in_channels=1, out_channels=2, feature_size=12, depths=(2, 1, 1, 1),
           num_heads=(2, 2, 2, 2), window_size=4),
-    entry("SwinUNETR", (1, 1, 32, 32, 32), label="SwinUNETR 2", in_channels=1, out_channels=2, feature_size=12,
+    entry("SwinUNETR", (1, 1, 64, 32, 32), label="SwinUNETR 2", in_channels=1, out_channels=2, feature_size=12,
           depths=(2, 1, 1, 1), num_heads=(2, 2, 2, 2), window_size=4, use_v2=True),
     entry("ViT", in_channels=1, img_size=(16, 16, 24), patch_size=4, num_layers=2, **PATCHES),
     entry("ViTAutoEnc", in_channels=1, img_size=(16, 16, 24), patch_size=4, num_layers=2, deconv_chns=4, **PATCHES),
     entry("FlexibleUNet", (1, 3, 64, 96), in_channels=3, out_channels=2, backbone="resnet18",
           decoder_channels=(16, 8, 8, 4, 4)),
-    entry("DenseNet", spatial_dims=3, in_channels=1, out_channels=3, init_features=8, growth_rate=4,
+    entry("DenseNet", (1, 1, 32, 32, 24), spatial_dims=3, in_channels=1, out_channels=3, init_features=8, growth_rate=4,
           block_config=(2, 2)),
     entry("EfficientNetBN", (1, 3, 64, 96), model_name="efficientnet-b0", pretrained=False, num_classes=3),
     entry("ResNet", (1, 1, 24, 24, 32), build=resnet),

@@ -39,14 +39,19 @@ class Network:
     backward: bool = True
     integers: int = 0  # classes of an input of labels
     positive: bool = False  # numbers between 0 and 1
-    tolerance: float = 1e-7  # of the largest number of a tensor, after many layers in float64
+    single: bool = False  # some of it is computed in float32, whatever it is given: a run sees to it that this is so
+
+    @property
+    def tolerance(self) -> float:
+        """Of the largest number of a tensor, after many layers."""
+        return 1e-4 if self.single else 1e-7
 
     def numbers(self) -> torch.Tensor:
         torch.manual_seed(1)
         if self.integers:
             return torch.randint(self.integers, self.input)
         made = torch.rand if self.positive else torch.randn
-        return made(self.input, dtype=torch.float64)
+        return made(self.input, dtype=torch.float64, requires_grad=self.backward)
 
     def model(self) -> torch.nn.Module:
         torch.manual_seed(0)

@@ -18,15 +18,17 @@ ABOUT = """# Networks
 
 `make zoo` runs networks of other packages, unmodified, in small configurations with random parameters, in float64, on
 two layouts each: a forward pass, and a backward pass of a loss of all results. It compares results and all gradients
-with one process, and measures what ranks make and receive. This page is made by it.
+with one process, and measures what ranks make and receive. It writes this page, with every entry of `tests/zoo` that
+it has run.
 """
 BEHIND = """
-`largest` is the largest tensor that any rank makes, and `received` the most that reaches a rank at once, both relative
-to the largest activation of one process; parameters and their gradients do not count. A network is *sharded* if no rank
-makes a tensor as large as that, nor receives 0.75 of one at once. Keys and values of attention would be
-[gathered](operators.md) in configurations this small; for this page they go round. Ranks are [simulated](simulate.md).
-These are one step each: the page says nothing about long trainings. `make test` trains some of these networks on real
-processes (`tests/test_networks.py`).
+Differences are relative to the largest number of a tensor. Right is below 1e-7; of those marked *float32*, which round
+to it somewhere inside whatever they are given, below 1e-4. `largest` is the largest tensor that any rank makes, and
+`received` the most that reaches a rank at once, both relative to the largest activation of one process; parameters and
+their gradients do not count. A network is *sharded* if no rank makes a tensor as large as that, nor receives 0.75
+of one at once. Keys and values of attention would be [gathered](operators.md) in configurations this small;
+for this page they go round. Ranks are [simulated](simulate.md). These are one step each: the page says nothing about
+long trainings. `make test` trains some of these networks on real processes (`tests/test_networks.py`).
 
 `convmesh.models` has ConvNeXt, ResNet and U-Net in plain PyTorch. They are tested on meshes in `tests/models`.
 
@@ -49,12 +51,15 @@ def page(results: Sequence[Found]) -> str:
 def _summary(results: Sequence[Found]) -> Iterator[str]:
     names = {(one.package, one.name) for one in results}
     right, sharded = sum(one.right for one in results), sum(one.sharded for one in results)
+    entries = networks([])
+    run = f"All {len(names)} entries" if len(names) == len(entries) else f"{len(names)} of the {len(entries)} entries"
     yield (
-        f"Run for this page: {len(names)} of the {len(networks([]))} entries of `tests/zoo`, {len(results)} layouts. "
-        f"{right} were right, {sharded} of these sharded throughout.\n"
+        f"{run}, on {len(results)} layouts: {right} were right, {sharded} of these sharded throughout "
+        f"({100 * sharded / max(1, len(results)):.1f} %).\n"
     )
     yield "| package | version | networks |"
     yield "|---|---|---|"
+    yield f"| torch | {version('torch')} | |"
     for package, distribution in PACKAGES.items():
         if count := len({name for of, name in names if of == package}):
             yield f"| {package} | {version(distribution)} | {count} |"
@@ -76,6 +81,7 @@ def _row(one: Found) -> str:
     if one.refused:
         return f"| `{one.name}` | {where} | refused | {_words(one.refused)} | | |"
     state = "sharded" if one.sharded else "right" if one.right else "**wrong**"
+    state += " (float32)" if one.tolerance > 1e-7 else ""
     return f"| `{one.name}` | {where} | {state} | {one.error:.0e} | {one.largest:.2f} | {one.received:.2f} |"
 
 

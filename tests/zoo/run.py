@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from ast import literal_eval
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -44,13 +46,11 @@ class Found:
         return self.right and self.largest < 1 and self.received < MOST
 
 
-def _shapes(parameter: torch.Tensor) -> Iterator[tuple[int, ...]]:
-    """In which a parameter, or its gradient, may be: itself, as a list, or as a matrix where it is one."""
-    yield tuple(parameter.shape)
-    yield (parameter.numel(),)
-    matrix = tuple(size for size in parameter.shape if size > 1)
-    yield matrix
-    yield matrix[::-1]
+def _is_of(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
+    """Whether a tensor may be a parameter or its gradient: as it is, as a list, as a matrix, or part of a kernel."""
+    matrix = tuple(size for size in parameter if size > 1)
+    part = len(parameter) > 2 and shape[:2] == parameter[:2] and prod(shape) <= prod(parameter)
+    return part or shape in (parameter, (prod(parameter),), matrix, matrix[::-1])
 
 
 class Activations(Sizes):
@@ -60,15 +60,20 @@ class Activations(Sizes):
         super().__init__()
         given = [*model.parameters(), *model.buffers()]
         self.parameters = {p.numel() * p.element_size() for p in given}
-        self.shapes = {str(shape) for p in given for shape in _shapes(p)}
+        self.shapes = {tuple(p.shape) for p in given}
+        self.single = False  # whether numbers were rounded to float32
 
     def _note(self, size: int, maker: str) -> None:
-        if maker.rpartition(" of shape ")[2] not in self.shapes:
-            super()._note(size, maker)
+        if size > self.largest:
+            shape = literal_eval(maker.rpartition(" of shape ")[2])
+            if not any(_is_of(shape, parameter) for parameter in self.shapes):
+                super()._note(size, maker)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before, self.received_at_once = self.received_at_once, 0
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten._to_copy.default and result is not NotImplemented and args[0].dtype == torch.float64:
+            self.single |= result.dtype == torch.float32
         if self.received_at_once in self.parameters:
             self.received_at_once = 0
         self.received_at_once = max(before, self.received_at_once)
@@ -77,8 +82,6 @@ class Activations(Sizes):
 
 def step(network: Network, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Results, and gradients of the input and of all parameters."""
-    needs = network.backward and not network.integers
-    x = x.detach().requires_grad_(needs)
     torch.manual_seed(2)
     with torch.set_grad_enabled(network.backward):
         made = list(tensors(network.call(model, x, **network.more())))
@@ -92,20 +95,28 @@ def step(network: Network, model: torch.nn.Module, x: torch.Tensor) -> list[torc
                 for one in given
             ).backward()  # type: ignore[union-attr]
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return [*(one.detach() for one in made), *([x.grad] if needs and x.grad is not None else []), *gradients]
+    return [*(one.detach() for one in made), *([] if x.grad is None else [x.grad]), *gradients]
 
 
 def on_one(network: Network) -> tuple[list[torch.Tensor], Activations]:
-    model = network.model()
+    model, x = network.model(), network.numbers()
     with Activations(model) as sizes:
-        return step(network, model, network.numbers()), sizes
+        made = step(network, model, x)
+    if any(one.isnan().any() for one in made):
+        raise ValueError("not a number: there is nothing to compare")
+    if x.requires_grad and (x.grad is None or not x.grad.any()):
+        raise ValueError("results do not depend on the input: whatever ranks do would be right")
+    if network.single and not sizes.single:
+        raise ValueError("nothing is rounded to float32: it must be compared as others are")
+    return made, sizes
 
 
 def on_many(network: Network, mesh: DeviceMesh, dims: Sequence[int]) -> tuple[list[torch.Tensor], Activations, str]:
     warnings.simplefilter("ignore")
     model, x = network.model(), network.numbers()
     with convmesh.enable():
-        x = convmesh.shard(x, mesh, **dict(zip(mesh.mesh_dim_names or (), dims, strict=True)))
+        at = dict(zip(mesh.mesh_dim_names or (), dims, strict=True))
+        x = convmesh.shard(x.detach(), mesh, **at).requires_grad_(x.requires_grad)
         # Parameters in messages of their own: of small networks all together are larger than an activation.
         model = convmesh.distribute(model, mesh, bucket_bytes=1)
         with Activations(model) as sizes:
@@ -158,6 +169,4 @@ def run(network: Network) -> list[Found]:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         expected = on_one(network)
-        if any(one.isnan().any() for one in expected[0]):
-            raise ValueError("not a number: there is nothing to compare")
         return [compare(network, layout, expected) for layout in network.layouts]

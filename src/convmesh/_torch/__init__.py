@@ -17,6 +17,7 @@ from .collectives import wait as wait
 from .compiled_results import before_compiled_writes as before_compiled_writes
 from .compiled_results import mark_returned_copies as mark_returned_copies
 from .dispatch import accumulating as accumulating
+from .dispatch import aliased as aliased
 from .dispatch import as_view as as_view
 from .dispatch import attach_hooks as attach_hooks
 from .dispatch import gradient_hooks as gradient_hooks
@@ -28,6 +29,7 @@ from .dispatch import keeps_communication as keeps_communication
 from .dispatch import replicate_implicitly as replicate_implicitly
 from .dispatch import replicates_implicitly as replicates_implicitly
 from .dispatch import stock as stock
+from .dispatch import view_of_itself as view_of_itself
 from .dispatch import view_rule as view_rule
 from .dispatch import when_backward_ends as when_backward_ends
 from .fake import checked_on_one_device as checked_on_one_device
@@ -85,6 +87,8 @@ from .planning import fsdp_without_values as fsdp_without_values
 from .planning import has_values as has_values
 from .planning import running_node as running_node
 from .planning import silent_group as silent_group
+from .recording import recorded as recorded
+from .recording import records_whole as records_whole
 from .symbols import has_symbols as has_symbols
 from .symbols import known as known
 from .symbols import meta_tensors as meta_tensors
@@ -103,12 +107,14 @@ from .tensors import make_spec as make_spec
 from .tensors import noted as noted
 from .tensors import notes_of as notes_of
 from .tensors import opened as opened
+from .tensors import opened_like as opened_like
 from .tensors import opened_lists as opened_lists
 from .tensors import plain as plain
 from .tensors import plain_local_of as plain_local_of
 from .tensors import plain_order as plain_order
 from .tensors import redistribute as redistribute
 from .tensors import relocate as relocate
+from .tensors import share_specs as share_specs
 from .tensors import shares_memory as shares_memory
 from .tensors import slot_of as slot_of
 from .tensors import spec_of as spec_of
@@ -131,5 +137,6 @@ from .tracing import never_alone as never_alone
 from .tracing import no_modes as no_modes
 from .tracing import tie as tie
 from .tracing import tracing as tracing
+from .zero_tensors import any_lazy as any_lazy
 from .zero_tensors import give_zeros_memory as give_zeros_memory
 from .zero_tensors import is_lazy as is_lazy

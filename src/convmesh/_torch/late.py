@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -60,6 +61,10 @@ class DeviceContext(_device.DeviceContext):
         contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _device.DeviceContext)]
         # Whether the user has chosen a device, in a context that checkpointing does not see because of this one.
         self._chosen: bool = bool(contexts) and getattr(contexts[-1], "_chosen", True)
+        # A mode below that says so is entered again with this one, when activations are computed anew.
+        self._below = next(
+            (mode for mode in _get_current_function_mode_stack() if hasattr(mode, "computes_anew")), None
+        )
 
     # As `with torch.device(...)` does it. Those of its class go below all other modes, and there is room for one there.
     __enter__ = TorchFunctionMode.__enter__
@@ -67,9 +72,14 @@ class DeviceContext(_device.DeviceContext):
 
     def stock(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """What happens without this context."""
-        if self._chosen:
-            return super().__torch_function__(function, types, args, kwargs)
-        return function(*args, **kwargs)
+        with self._forgotten():
+            if self._chosen:
+                return super().__torch_function__(function, types, args, kwargs)
+            return function(*args, **kwargs)
+
+    def _forgotten(self) -> AbstractContextManager[object]:
+        below = self._below
+        return nullcontext() if below is None or below in _get_current_function_mode_stack() else below
 
 
 def in_transform() -> bool:

@@ -178,6 +178,37 @@ def opened(
     return key, values, shapes, mesh
 
 
+def share_specs(lists: Sequence[Sequence[Any]]) -> None:
+    """Let DTensors that lie alike have one spec, which is found again without comparing."""
+    for tensor in (tensor for tensors in lists for tensor in tensors):
+        spec = tensor._spec
+        shared = _shared.get((id(spec.mesh), spec))
+        if shared is None or shared.mesh is not spec.mesh:  # which may be a mesh of another world, or another thread
+            if len(_shared) >= 4096:
+                _shared.clear()
+            shared = _shared[id(spec.mesh), spec] = spec
+        tensor._spec = shared
+
+
+_shared: dict[tuple[int, DTensorSpec], DTensorSpec] = {}
+
+
+def opened_like(lists: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], list[list[DTensorSpec]]] | None:
+    """The local tensors of lists of DTensors, as they are, and where the tensors are; None for what needs a closer
+    look."""
+    for tensors in lists:
+        if set(map(type, tensors)) != _DTENSORS:
+            return None
+    opened = [[tensor._local_tensor for tensor in tensors] for tensors in lists]
+    for local in opened:
+        if set(map(type, local)) != _PLAIN:
+            return None
+    return opened, [[tensor._spec for tensor in tensors] for tensors in lists]
+
+
+_DTENSORS, _PLAIN = {DTensor}, {torch.Tensor}
+
+
 def opened_lists(
     lists: Sequence[Sequence[Any]], fits: Callable[[DTensorSpec], bool]
 ) -> tuple[list[list[Any]], list[DTensorSpec]] | None:

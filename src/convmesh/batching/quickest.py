@@ -14,6 +14,7 @@ from .contraction import Role
 
 # Channels of which transforms cost more than what they save, and of which a library does well to have more.
 FEW_CHANNELS = 8
+FEW_CHANNELS_OF_VOLUMES = 12
 # So few places, of all images of a sample: transforms of a kernel's gradient cost more than what they save.
 FEW_PLACES = 48
 
@@ -27,9 +28,12 @@ def quickest(task: Task, fold: str, winograd: bool) -> tuple[str, str]:
     activation, kernel = task.mapped if wanted is not Role.KERNEL else (None, None)
     if task.is_empty or task.batch == 1:
         return fold, "there is nothing to gain"
+    if task.dtype == "float64":
+        return "direct", "a library has code for float32 alone"
     if groups > 1 and o == c == 1 and activation:
         return fold, "depthwise, for which a library has code of its own"
-    if groups == 1 and kernel and not activation and min(c, o if wanted is Role.RESPONSE else c) <= FEW_CHANNELS:
+    few = FEW_CHANNELS if len(taps) < 3 else FEW_CHANNELS_OF_VOLUMES
+    if groups == 1 and kernel and not activation and min(c, o if wanted is Role.RESPONSE else c) <= few:
         return fold, "few channels, which many kernels over one activation fill up"
     # Transforms of planes are for all taps of the depth: there they save more of a kernel's gradient.
     enough = FEW_CHANNELS if wanted is Role.KERNEL and len(taps) == 3 else FEW_CHANNELS + 1

@@ -66,6 +66,8 @@ def convolution(
     if x.dim is None and w.dim is None and (b is None or b.dim is None):  # an outer level's: it passes this one
         return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
     products = _known.get(key) if key is not None else None
+    if products and products[0].is_left:
+        return stock(keys, input, weight, bias, *arguments)  # type: ignore[no-any-return]
     nature = Nature.PLAIN if key is not None else nature_of(*(each.value for each in (x, w, b) if each is not None))
     task = products[0].task if products else forward_task(x, w, b, arguments, circumstances_of(nature, x.value))
     first, second = map(Operand, FACTORS[task.contraction.wanted], (x, w))
@@ -107,12 +109,13 @@ def convolution_backward(
     arguments = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
     g, x, w, key, level = _operands(grad_output, input, weight, (*arguments, *output_mask))
     assert w is not None
-    if g.dim is None and x.dim is None and w.dim is None:
+    products = _known.get(key) if key is not None else None
+    all_left = products and [*(each.is_left for each in products), False] == [*output_mask]
+    if all_left or (g.dim is None and x.dim is None and w.dim is None):
         return stock(keys, grad_output, input, weight, bias_sizes, *arguments, output_mask)  # type: ignore[no-any-return]
     taken, given = (Role.RESPONSE, Role.IMAGE) if transposed else (Role.IMAGE, Role.RESPONSE)
     from_g, from_x, from_w = Operand(given, g), Operand(taken, x), Operand(Role.KERNEL, w)
     pairs = (from_g, from_w), (from_g, from_x) if transposed else (from_x, from_g)
-    products = _known.get(key) if key is not None else None
     nature = Nature.PLAIN if key is not None else nature_of(g.value, x.value, w.value)
     gradients: list[Tensor | None] = [None, None, None]
     with below_vmap(nature):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -41,6 +41,16 @@ class Pooling:
 
         sizes = zip(each(kernel), each(stride or kernel), each(padding), each(dilation), strict=True)
         return Pooling(tuple(Window(*numbers) for numbers in sizes), bool(ceil))
+
+    def within(self, sizes: Sequence[int]) -> Pooling:
+        """The same of sources of these sizes, without what a window that is wider than all of them reaches beyond."""
+        return replace(self, windows=tuple(map(self._within, self.windows, sizes)))
+
+    def _within(self, window: Window, size: int) -> Window:
+        room = size + 2 * window.padding
+        if window.extent <= room or window.dilation < 1 or self._targets(window, size) != 1:
+            return window
+        return replace(window, kernel=(room - 1) // window.dilation + 1)
 
     @cached_property
     def kernel(self) -> list[int]:

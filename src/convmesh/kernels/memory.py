@@ -68,7 +68,8 @@ class Shelf:
 
     def _fitting(self, size: int) -> mmap.mmap | None:
         with self._lock:
-            fitting = [block for block in self._free if size <= len(block) <= ROOMY * size]
+            # Of several the one that came back last, which is still in caches.
+            fitting = [block for block in reversed(self._free) if size <= len(block) <= ROOMY * size]
             if not fitting:
                 return None
             block = min(fitting, key=len)

@@ -11,16 +11,22 @@ struct Part {
     Int sample, group, first_column, last_column, first_image, images;
 };
 
-// Samples and their groups, of which each is a set; columns where these are few; and images where columns are few, too,
-// and nothing is added up over them.
+// Samples and their groups, of which each is a set. Where these are few, images or columns are shared, too: what is not
+// shared every thread reads for itself, so that goes for whichever has more numbers. Nothing is added up over images
+// that are apart.
 class Shares {
   public:
     // Of so many columns in a group, which are computed `width` at a time; `apart` if no item may have more of them.
     Shares(const Problem &problem, Int groups, Int columns, Int width, bool apart, Int threads)
         : problem(problem), groups(groups), columns(columns), width(width), blocks((columns + width - 1) / width) {
         const Int sets = problem.samples * groups, wanted = 2 * threads;
-        parts = apart ? blocks : std::min(blocks, (wanted + sets - 1) / sets);
-        chunks = problem.wanted == KERNEL ? 1 : std::min(problem.images, (wanted + sets * parts - 1) / (sets * parts));
+        const Int most_chunks = problem.wanted == KERNEL ? 1 : problem.images;
+        const auto enough = [&](Int there) { return (wanted + there - 1) / there; };
+        const bool to_image = problem.wanted == IMAGE;
+        const Int read = problem.images * volume(to_image ? problem.response : problem.image);
+        chunks = !apart && read >= columns * volume(problem.kernel) ? std::min(most_chunks, enough(sets)) : 1;
+        parts = apart ? blocks : std::min(blocks, enough(sets * chunks));
+        chunks = std::min(most_chunks, std::max(chunks, enough(sets * parts)));
     }
 
     Int items() const { return problem.samples * groups * parts * chunks; }
@@ -63,11 +69,20 @@ template <class T> struct Operands {
     }
 };
 
-// Every item by whoever is free. `Product::Scratch` is what a thread works in.
+struct alignas(64) Taken {
+    std::atomic<Int> items{0};
+};
+
+// Neighbouring items by the same thread, as torch's own operators share what they read next: their numbers are in its
+// core's caches then. Who is done helps the others. `Product::Scratch` is what a thread works in.
 template <class Product> void compute_all(const Product &product, Int threads) {
-    std::atomic<Int> next{0};
-    on_threads(threads, [&](Int, Int) {
+    std::vector<Taken> taken(threads);
+    on_threads(threads, [&](Int number, Int size) {
         typename Product::Scratch scratch;
-        for (Int item; (item = next++) < product.items();) product.compute(item, scratch);
+        for (Int other = 0; other < size; other++) {
+            const Int of = (number + other) % size, stop = product.items() * (of + 1) / size;
+            for (Int item; (item = product.items() * of / size + taken[of].items++) < stop;)
+                product.compute(item, scratch);
+        }
     });
 }

@@ -68,7 +68,8 @@ def mapped(function: Callable[..., Any], *batch: Any, **options: Any) -> Any:
     except RuntimeError as error:
         # Without vmap, other random numbers are drawn for each sample: never unasked, nor where all have the same.
         what, randomness = str(error), options.get("randomness")
-        if "random" in what or randomness == "same" or not ("vmap" in what or "have storage" in what):
+        unmappable = any(words in what for words in ("vmap", "have storage", "Batching rule not implemented"))
+        if "random" in what or randomness == "same" or not unmappable:
             raise
         raise UnmappableError(what) from error
 

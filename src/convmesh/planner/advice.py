@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..report.words import count, duration, size
-from .problem import words
+from .problem import ranks_of, words
 from .timing import crosses_nodes
 from .trace import Kind
 
@@ -40,7 +40,7 @@ def _fit(plan: Plan) -> Iterator[str]:
             f"It fits with little to spare: {size(peak)} of {size(limit)}. Workspaces of kernels and what an "
             "allocator keeps come on top."
         )
-    if plan.smallest is not None and plan.smallest < max(row.ranks for row in plan.scaling):
+    if plan.smallest is not None and plan.smallest != ranks_of(plan.mesh):
         row = next(row for row in plan.scaling if row.ranks == plan.smallest)
         time = "" if row.seconds is None else f", in {duration(row.seconds)} a step"
         enough = count(plan.smallest, "rank")

@@ -25,6 +25,8 @@ _WIDE_ON_GPUS = {
 class Autocast(TorchFunctionMode):
     """Within it, autocast of CPUs and of CUDA casts the arguments of what it lists, as it does for tensors there."""
 
+    computes_anew = True  # in checkpointed blocks
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)

@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="module:Class or module:function that makes the model")
     parser.add_argument("--with", dest="arguments", nargs="*", default=[], metavar="NAME=VALUE", help="its arguments")
     parser.add_argument("--input", required=True, metavar="SIZES", help="the global shape, such as 1,1,512,512,512")
-    parser.add_argument("--ranks", type=int, help="try the meshes of so many ranks and of fewer")
+    parser.add_argument("--ranks", metavar="N", help="try the meshes of so many ranks and of fewer")
     parser.add_argument("--mesh", help="look at one mesh, such as d=4,h=2,w=2")
     parser.add_argument("--device", default="h100", help="a100, h100, h200, b200, mi300x, l40s, here, or a JSON file")
     parser.add_argument("--optimizer", default="adamw", help=", ".join(OPTIMIZERS))
@@ -36,8 +36,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         mesh = None if options.mesh is None else _mesh(options.mesh)
         found = plan(
-            _model(options.model, options.arguments), {_INPUT: _sizes(options.input)}, mesh, ranks=options.ranks,
-            device=options.device, optimizer=options.optimizer, precision=options.precision, progress=_progress,
+            _model(options.model, options.arguments), {_INPUT: _sizes(options.input)}, mesh,
+            ranks=_ranks(options.ranks), device=options.device, optimizer=options.optimizer,
+            precision=options.precision, progress=_progress,
         )  # fmt: skip
         _progress("")
         for path in filter(None, (options.html, options.json)):
@@ -59,7 +60,7 @@ _INPUT = "input"
 def _in_one_line(error: Exception) -> str:
     """What is wrong and the remedy, which a `ShardingError` has in a line of its own."""
     first, *others = str(error).splitlines()
-    return "; ".join([first, *(line.strip() for line in others if line.strip().startswith("remedy:"))])
+    return "; ".join([first, *(line.strip() for line in others if line.strip().startswith(("remedy:", "at ")))])
 
 
 class _First(nn.Module):
@@ -75,23 +76,28 @@ class _First(nn.Module):
 
 def _model(name: str, arguments: list[str]) -> nn.Module:
     module, _, attribute = name.partition(":")
-    if not attribute:
+    if not module or not attribute:
         raise PlanError(f"{name} names no model: write module:Class, such as convmesh.models:UNet")
     settings = dict(map(_setting, arguments))
     if "" not in sys.path:
         sys.path.insert(0, "")  # a module beside where the command is called, as for `python -m`
     try:
         make = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise PlanError(f"{name} cannot be imported ({error}): check the name, and install its package") from None
+    except Exception as error:  # whatever the module does when it is imported
+        said = _first_line(error)
+        raise PlanError(f"{name} cannot be imported ({said}): check the name, and install its package") from None
     try:
         made = _built(make, settings)
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise PlanError(f"{name} cannot be built ({said}): give its arguments by --with NAME=VALUE") from None
+        said, how = _first_line(error), "--with NAME=VALUE, such as strides=2,2, or strides=2, with one entry"
+        raise PlanError(f"{name} cannot be built ({said}): give its arguments by {how}") from None
     if not isinstance(made, nn.Module):
         raise PlanError(f"{name} makes a {type(made).__name__}: name something that makes an nn.Module")
     return _First(made)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _built(make: Any, settings: dict[str, Any]) -> Any:
@@ -120,12 +126,21 @@ def _sizes(text: str) -> tuple[int, ...]:
         raise PlanError(f"{text!r} is no shape: write its sizes, such as 1,1,512,512,512") from None
 
 
+def _ranks(text: str | None) -> int | None:
+    if text is not None and not text.lstrip("-").isdecimal():
+        raise PlanError(f"{text!r} is no number of ranks: write one, such as 16")
+    return None if text is None else int(text)
+
+
 def _mesh(text: str) -> Mesh:
     try:
         pairs = [part.split("=") for part in text.split(",")]
-        return {name: int(size) for name, size in pairs}
+        mesh = {name: int(size) for name, size in pairs}
     except ValueError:
         raise PlanError(f"{text!r} is no mesh: write its dimensions, such as d=4,h=2,w=2") from None
+    if len(mesh) < len(pairs):
+        raise PlanError(f"{text!r} names a mesh dimension twice: give each once")
+    return mesh
 
 
 def _progress(what: str) -> None:

@@ -28,7 +28,7 @@ class Plan:
         ranks: The classes of ranks, the one that needs most memory first.
         inputs: What the step was given.
         meshes: The meshes that were tried, the best first, if the mesh was searched for.
-        scaling: A mesh for each of 1, 2, 4, ... ranks.
+        scaling: A mesh for each of 1, 2, 4, ... ranks, and for the smallest number that fits.
         seconds: The predicted time of a step.
 
     Examples:
@@ -68,8 +68,8 @@ class Plan:
 
     @property
     def smallest(self) -> int | None:
-        """The smallest number of ranks of `scaling` that fits."""
-        return min((row.ranks for row in self.scaling if row.fits and not row.refused), default=None)
+        """The smallest number of ranks that fits."""
+        return min((row.ranks for row in self.scaling if row.enough), default=None)
 
     @property
     def advice(self) -> list[str]:

@@ -178,9 +178,11 @@ def _training(model: nn.Module, optimizer: str, precision: str, mesh: DeviceMesh
         with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
             output = placed(*args, **kwargs)
             loss = sum(tensor.float().mean() for tensor in _floating(output))
+        if not isinstance(loss, torch.Tensor):
+            raise PlanError("the model returns no floating point tensor to make a loss of: give a step of your own")
         del output
         if made is not None:
-            loss.backward()  # type: ignore[union-attr]
+            loss.backward()
             made.step()
 
     return step

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from .. import _torch
 from ..comm import Traffic, count_traffic, replaces_reduction
 from ..sharding.errors import ShardingError
+from . import shapes
 from .groups import Groups
 from .layers import Layers
 from .needs import need
@@ -59,7 +60,10 @@ class Recorder(_torch.TorchDispatchMode):
         given = list(_tensors((args, kwargs.values())))
         if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
             args, kwargs = _without_values(args), {name: _without_values(value) for name, value in kwargs.items()}
-        result = _RESULTS[func](*args) if func in _RESULTS and given[0].is_meta else func(*args, **kwargs)
+        if given and given[0].is_meta:
+            result = _RESULTS[func](*args) if func in _RESULTS else shapes.result(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         made = list(_tensors((result,)))
         layer, phase = self._layers.at_work()
         self.trace.events.extend(self._events(func, args, kwargs, result, given, made, layer, phase))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ..comm import is_library
@@ -14,12 +15,13 @@ from .here import SOURCE, step_seconds
 from .memory import Memory, memory_of
 from .needs import Need
 from .problem import Mesh, PlanError, Problem, ranks_of, words
-from .search import fewer, halved, largest_class, meshes
+from .search import fewer, halved, largest_class, meshes, most_even, most_ranks
 from .timing import Time, roofline, time_of
 from .trace import Phase, Refusal, Trace
 from .traffic import Gather, LayerTraffic, Neighbour, by_layer, by_mesh_dim, gathers, neighbours
 
 Progress = Callable[[str], None]
+MOST_RANKS = 4096  # that are tried where fewer do not fit
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,13 @@ class MeshRow:
         return ranks_of(self.mesh)
 
     @property
+    def enough(self) -> bool:
+        return self.fits and not self.refused
+
+    @property
     def order(self) -> tuple[object, ...]:
         """The best first: those that fit, then by predicted time, then by memory."""
-        enough = self.fits and not self.refused
-        return not enough, self.seconds if enough else -self.ranks, self.memory
+        return not self.enough, self.seconds if self.enough else -self.ranks, self.memory
 
 
 class Runs:
@@ -104,18 +109,36 @@ class Runs:
         """Every mesh of that many ranks, and of fewer, the best first."""
         if ranks < 1:
             raise PlanError(f"{ranks} ranks: take 1 or more")
+        if most_even(self.problem, ranks) is None:
+            shape, most = self.problem.first.shape, most_ranks(self.problem, ranks)
+            raise PlanError(f"no mesh of {ranks} ranks shards an input of shape {shape}: take {most}")
         rows = [self.row(mesh) for count in fewer(ranks) for mesh in meshes(self.problem, count)]
-        if not rows:
-            shape = self.problem.first.shape
-            raise PlanError(f"no mesh of {ranks} ranks shards an input of shape {shape}: take fewer ranks")
         return sorted(rows, key=lambda row: row.order)
 
     def scaling(self, mesh: Mesh, tried: list[MeshRow]) -> list[MeshRow]:
-        """For 1, 2, 4, ... ranks the best mesh that was tried, or else halves of this one."""
+        """For 1, 2, 4, ... ranks the best mesh that was tried, or else halves of this one; more ranks where these do
+        not fit; and the smallest number that fits, of those between."""
         rows = tried or [self.row(smaller) for smaller in halved(mesh)]
         best: dict[int, MeshRow] = {}
         for row in sorted(rows, key=lambda row: row.order):
             best.setdefault(row.ranks, row)
+
+        def fits(count: int) -> bool:
+            even = most_even(self.problem, count)
+            if count not in best and even is not None:
+                with suppress(PlanError, ShardingError):  # of a step that cannot be made for any number of ranks
+                    best[count] = self.row(even)
+            return count in best and best[count].enough
+
+        most = max(best)
+        while not any(row.enough for row in best.values()) and most * 2 <= MOST_RANKS:
+            most *= 2
+            fits(most)
+        high = min((count for count, row in best.items() if row.enough), default=1)
+        low = max((count for count in best if count < high), default=0)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
         return [best[count] for count in sorted(best)]
 
     def _traced(self, mesh: Mesh, rank: int, limit: int | None = None) -> Trace:
@@ -124,16 +147,18 @@ class Runs:
         except (PlanError, ShardingError):
             raise
         except Exception as error:
-            raise PlanError(_reason(error)) from error
+            raise PlanError(_reason(error, self.problem)) from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, asked: Problem) -> str:
     """In one line, with the place in the user's code."""
     said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    where = _place(error)
-    if "meta tensor" in str(error) or "_local_scalar_dense" in str(error):
-        said = "the step depends on values, which a plan has not: decide by shapes or settings instead"
-    return f"{said}{f' (at {where})' if where else ''}"
+    place = _place(error)
+    where = f" (at {place})" if place else ""
+    if any(word in str(error) for word in ("meta tensor", "Meta tensor", "_local_scalar_dense", "nonzero()")):
+        return f"the step depends on values, which a plan has not{where}: decide by shapes or settings instead"
+    given = ", ".join(f"{name} of shape {one.shape}" for name, one in asked.inputs.items())
+    return f"{said}{where}: the step was given {given}; give it inputs that it takes"
 
 
 def _place(error: Exception) -> str | None:

@@ -52,7 +52,9 @@ def _words(mesh: Mesh, place: tuple[int, ...]) -> str:
         for (name, size), at in zip(mesh.items(), place, strict=True) if name != DATA
     )  # fmt: skip
     dims = sum(size > 1 for name, size in mesh.items() if name != DATA)
-    kind = _WHERE[min(borders + 3 - max(dims, 1), 3)] if borders else "interior"
+    if not dims:
+        return f"any ({', '.join(f'{name} {size}' for name, size in mesh.items())})"
+    kind = _WHERE[min(borders + 3 - dims, 3)] if borders else "interior"
     return f"{kind} ({', '.join(f'{name} {at}' for name, at in zip(mesh, place, strict=True))})"
 
 
@@ -73,6 +75,24 @@ def meshes(problem: Problem, ranks: int) -> Iterator[dict[str, int]]:
 
     for sizes in share(0, ranks):
         yield dict(zip(names, sizes, strict=True))
+
+
+def most_even(problem: Problem, ranks: int) -> dict[str, int] | None:
+    """The mesh of so many ranks whose largest rank owns least; of several, the one with the smallest faces."""
+
+    def owned(mesh: Mesh) -> tuple[int, int]:
+        sides = {name: -(-(problem.extent(name) or 1) // size) for name, size in mesh.items()}
+        volume = prod(sides.values())
+        cut = [name for name, size in mesh.items() if size > 1 and name != DATA]
+        return volume, sum(volume // sides[name] for name in cut)
+
+    return min(meshes(problem, ranks), key=owned, default=None)
+
+
+def most_ranks(problem: Problem, ranks: int) -> int:
+    """The largest number up to this that there is a mesh of."""
+    limit = min(ranks, prod(_most(problem, name) for name in problem.dims))
+    return next(count for count in range(limit, 0, -1) if most_even(problem, count) is not None)
 
 
 def _most(problem: Problem, name: str) -> int:

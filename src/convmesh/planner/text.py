@@ -26,7 +26,8 @@ def essence(plan: Plan) -> str:
     return "\n".join([
         f"{words(plan.mesh)} of {plan.device.name}: {verdict}",
         f"memory: {size(plan.peak)} of {size(plan.device.memory)} on the {largest.name} rank, "
-        f"at {peak.layer} ({peak.phase}): " + ", ".join(f"{kind} {size(held)}" for kind, held in parts if held),
+        f"at {peak.layer or 'the start'} ({peak.phase}): "
+        + ", ".join(f"{kind} {size(held)}" for kind, held in parts if held),
         f"sent by a rank: halos {size(halos)}, sums and others {size(plan.busiest.bytes_sent - halos)}; "
         + ", ".join(f"along {name} {size(sent)}" for name, sent in plan.busiest.bytes_along.items()),
         f"time (an estimate): {duration(plan.seconds)}, compute {duration(time.compute)}, communication "

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain
 from typing import Any, TypeVar
@@ -31,7 +32,12 @@ T = TypeVar("T")
 
 
 def run(options: argparse.Namespace) -> int:
-    """0, or 1 where something is wrong."""
+    """0, or 1 where something is wrong; 2 for functions that there are not."""
+    unknown = sorted(set(options.only or ()) - set(ALL_FUNCTIONS))
+    if unknown:
+        print(f"convmesh selftest: no function {', '.join(unknown)}; there are {', '.join(ALL_FUNCTIONS)}",
+              file=sys.stderr)  # fmt: skip
+        return 2
     return _as_rank(options) if "RANK" in os.environ else _start(options)
 
 
@@ -43,7 +49,8 @@ def _start(options: argparse.Namespace) -> int:
     console.print("  torchrun --nnodes N --nproc-per-node R --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
                   "-m convmesh selftest", markup=False, soft_wrap=True)  # fmt: skip
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    selftest = ["-m", "convmesh", "selftest", "--out", str(options.out), *(["--quick"] if options.quick else [])]
+    selftest = ["-m", "convmesh", "selftest", "--out", str(options.out), *(["--quick"] if options.quick else []),
+                *(["--only", *options.only] if options.only else [])]  # fmt: skip
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     environment = {"OMP_NUM_THREADS": threads} | os.environ
     return int(subprocess.run([*torchrun, *selftest], env=environment, check=False).returncode != 0)
@@ -77,7 +84,7 @@ def _as_rank(options: argparse.Namespace) -> int:
         console.print("A self-test of one rank says little: torchrun --nproc-per-node 2 -m convmesh selftest")
     try:
         with api.enable():
-            _fill(report, Stopwatch(device, 3 if options.quick else 7), options.quick, console)
+            _fill(report, Stopwatch(device, 3 if options.quick else 7), options, console)
     except Exception:
         report.failure = f"rank {dist.get_rank()}: {traceback.format_exc(limit=-4)}"
     report.seconds = time.perf_counter() - began
@@ -88,12 +95,12 @@ def _as_rank(options: argparse.Namespace) -> int:
     return int(report.wrong)
 
 
-def _fill(report: Report, watch: Stopwatch, quick: bool, console: Console) -> None:
+def _fill(report: Report, watch: Stopwatch, options: argparse.Namespace, console: Console) -> None:
     """Each part is measured on all ranks, which then know what all have found."""
-    ranks, hosts = dist.get_world_size(), report.topology.hosts
+    ranks, hosts, quick = dist.get_world_size(), report.topology.hosts, options.quick
     line = init_device_mesh(watch.device.type, (ranks,), mesh_dim_names=("h",))
     with console.status("every operator family against one device"):
-        report.exactness = _exactness(line, watch.device)
+        report.exactness = _exactness(line, watch.device, options.only or list(ALL_FUNCTIONS))
         report.losses = training.compare_losses(line, watch.device)
     with console.status("arithmetic and memory of the device"):
         local = hosts.count(hosts[dist.get_rank()])
@@ -113,7 +120,7 @@ def _fill(report: Report, watch: Stopwatch, quick: bool, console: Console) -> No
         report.scaling = [slowest[count] for count in sorted(slowest)]
 
 
-def _exactness(line: DeviceMesh, device: torch.device) -> list[exactness.Exactness]:
+def _exactness(line: DeviceMesh, device: torch.device, names: Sequence[str]) -> list[exactness.Exactness]:
     """On a line of ranks, and on a mesh of two dimensions where there are enough."""
     meshes: list[tuple[DeviceMesh, tuple[int, ...]]] = [(line, (2,))]
     if line.size() % 2 == 0 and line.size() > 2:
@@ -121,7 +128,7 @@ def _exactness(line: DeviceMesh, device: torch.device) -> list[exactness.Exactne
     found: list[exactness.Exactness] = []
     for mesh, dims in meshes:
         for dtype in exactness.DTYPES:
-            mine = [exactness.check(name, dtype, mesh, dims, device) for name in ALL_FUNCTIONS]
+            mine = [exactness.check(name, dtype, mesh, dims, device) for name in names]
             found += [exactness.worst(verdicts) for verdicts in zip(*_told(mine), strict=True)]
     return found
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..strides import Stride, has_idle_strides, usual
-from . import gradient_placements, registry, view_writeback
+from . import copy_notes, gradient_placements, registry
 from .assign import assign
 from .errors import refuse
 from .layout import Layout
@@ -49,7 +49,7 @@ class Call:
     run: Callable[..., Any]
     view: bool = False  # the result is a view of the first argument
     # The result is a copy that torch takes for a view: how it is taken of the first argument, and put back there.
-    copy: tuple[view_writeback.Take, view_writeback.PutBack] | None = None
+    copy: tuple[copy_notes.Take, copy_notes.PutBack] | None = None
     writes: bool = False  # the result is written into the first argument, which is returned
 
 
@@ -188,8 +188,8 @@ def _by_place(numbers: Sequence[int], operands: Sequence[Operand]) -> Iterator[t
             yield from (((number, at), layout) for at, layout in enumerate(operand))
 
 
-def copy_of(part: DTensor, full: DTensor, take: view_writeback.Take, put_back: view_writeback.PutBack) -> DTensor:
+def copy_of(part: DTensor, full: DTensor, take: copy_notes.Take, put_back: copy_notes.PutBack) -> DTensor:
     """`part`, a copy of some of `full` that torch takes for a view: what is written into it is put back."""
-    if view_writeback.mark(part, full, take, put_back):
+    if copy_notes.mark(part, full, take, put_back):
         registry.guard_writes()
     return part

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _torch, comm
-from . import registry, view_writeback
+from . import copy_notes, registry, view_writeback
 from .assign import assign
 from .errors import refuse
 from .layout import Layout, is_sum
@@ -70,7 +70,7 @@ def is_pending(tensor: DTensor) -> bool:
 def kept(tensor: DTensor) -> DTensor | None:
     """The sum of a Partial tensor, where it was taken before and still holds."""
     entry = None if _torch.tracing() else _kept.get(tensor)
-    if entry is None or not view_writeback.is_up_to_date(entry[0], tensor):
+    if entry is None or not copy_notes.is_up_to_date(entry[0], tensor):
         return None
     found, version = entry
     if version != _torch.version_of(_torch.local_of(tensor)):
@@ -89,7 +89,7 @@ def put_back(tensor: DTensor, sum: DTensor) -> None:
 
 def _keep(tensor: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
     made = _torch.wrap(local, layout.spec)
-    if not _torch.tracing() and view_writeback.mark(made, tensor, _sum_of, lambda whole, part: part, False):
+    if not _torch.tracing() and copy_notes.mark(made, tensor, _sum_of, lambda full, part: part, False):
         registry.guard_writes()
         _torch.relocate(tensor, _torch.local_of(tensor), _torch.spec_of(tensor))  # of a collective that is over by now
         _kept[tensor] = made, _torch.version_of(_torch.local_of(tensor))

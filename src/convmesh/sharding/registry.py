@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from .. import _torch
 from .._torch import Handler, Operator
 from ..comm import keep_watch
-from . import view_writeback
+from . import copy_notes, view_writeback
 from .fallback import by_torch, in_place, into_out, without_rule
 from .implicit_replication import with_constants
 from .result_strides import as_on_one_device
@@ -36,7 +36,7 @@ _guards: dict[Operator, Handler] = {}
 _replaced: dict[Operator, Handler | None] = {}
 _switches: list[Callable[[], Callable[[], None]]] = [
     keep_watch, _torch.guard_what_rules_know, _torch.give_zeros_memory,
-    lambda: _torch.mark_returned_copies(view_writeback.is_copy, _compiled_copy),
+    lambda: _torch.mark_returned_copies(copy_notes.is_copy, _compiled_copy),
     lambda: _torch.before_compiled_writes(view_writeback.check_compiled_write),
 ]  # fmt: skip
 _undo: list[Callable[[], None]] = []
@@ -153,7 +153,7 @@ def guard_writes() -> None:
 
 def _compiled_copy(local: torch.Tensor) -> None:
     """Compiled code has returned a copy that torch takes for a view."""
-    view_writeback.mark_compiled(local)
+    copy_notes.mark_compiled(local)
     guard_writes()
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..strides import Stride, dense_stride
-from . import view_writeback
+from . import copy_notes
 from .layout import Layout
 from .plan_cache import Table
 
@@ -76,7 +76,7 @@ def restrided(tensor: DTensor, stride: Stride, view: bool = False) -> DTensor:
     layout = replace(Layout.of(_torch.spec_of(tensor)), stride=stride)
     local = _torch.local_of(tensor)
     result = _torch.wrap(local if view else layout.laid(local), layout.spec)
-    view_writeback.hand_on(tensor, result)
+    copy_notes.hand_on(tensor, result)
     return result
 
 

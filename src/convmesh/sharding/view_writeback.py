@@ -1,10 +1,9 @@
 """Copies that torch takes for views: writes into them go back to the tensors that they are copies of, and reading them
 shows what was written there.
 
-A part of a sharded dimension is a new tensor, and so is a tensor that was redistributed to be reshaped. autograd
-believes that they are views, and so do users. So the memory of such a copy knows where it was taken from. Every
-operator that writes passes by here: before it the copy is refreshed, if its origin was written in the meantime, and
-after it the values go back. This holds for all views of the copy too, which share its memory.
+The memory of such a copy knows where it was taken from (`copy_notes`). Every operator that writes passes by here:
+before it the copy is refreshed, if its origin was written in the meantime, and after it the values go back. This holds
+for all views of the copy too, which share its memory.
 
 From the first write on that may leave a copy behind its origin, reads are watched as well (`watching_reads`): every
 rule refreshes its arguments first, and so does whatever else asks for a local tensor. A refresh communicates. Counts of
@@ -13,8 +12,7 @@ writes decide about it, which all ranks count alike, and never whether somebody 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
@@ -23,75 +21,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
 from .. import _torch
-from .assign import Place
+from . import copy_notes
+from .copy_notes import Origin, made_notes, notes_of, notes_of_local
 from .errors import refuse
 
-Take = Callable[[DTensor], DTensor]
-PutBack = Callable[[DTensor, DTensor], DTensor]
-"""The full tensor with the part in its place."""
-
-_NOTES = "_convmesh_notes"
-_noting = False  # whether anything was noted of any memory yet: in most programs nothing ever is
 watching_reads = False
 _stop_watching: list[Callable[[], None]] = []
 
 
-@dataclass
-class Notes:
-    """What is known of a piece of memory: writes so far, what it is a copy of, copies taken of it."""
-
-    writes: int = 0
-    origin: Origin | None = None
-    copies: int = 0
-    ahead: bool = False  # written, and not put back yet: such a copy is not refreshed
-    compiled: bool = False  # a copy that compiled code has returned: nobody knows of what
-
-
-@dataclass
-class Origin:
-    """What a copy is a copy of. It keeps that memory, as a view does: were it not to, ranks could differ in whether
-    it is still there, and those that write to it would wait for the others."""
-
-    memory: torch.UntypedStorage
-    whole: Place
-    part: Place
-    take: Take
-    put_back: PutBack
-    seen: int  # how often the whole had been written when the part was last like it
-    read_by_users: bool
-    kind: type[torch.Tensor]  # of the whole's local tensor; in a trace another one than that of what came from outside
-
-
-def mark(part: DTensor, whole: DTensor, take: Take, put_back: PutBack, read_by_users: bool = True) -> bool:
-    """Note that `part` is a copy of some of `whole`, also while a graph is traced."""
-    local, copy = _torch.local_of(whole), _torch.local_of(part)
-    noted = _torch.takes_notes(copy) and _torch.takes_notes(local)
-    if noted:
-        memory = local.untyped_storage()
-        if copy.untyped_storage() is memory:  # nothing had to move on this rank: then it copies what others receive
-            copy = copy.clone(memory_format=torch.preserve_format)
-            _torch.relocate(part, copy, _torch.spec_of(part))
-        above = _made(memory)
-        above.copies += read_by_users
-        _made(copy.untyped_storage()).origin = Origin(
-            memory, Place.of(whole), Place.of(part), take, put_back, above.writes, read_by_users, type(local)
-        )
-    return noted
-
-
-def is_copy(local: torch.Tensor) -> bool:
-    notes = _torch.notes_of(local, _NOTES)
-    return notes is not None and notes.origin is not None
-
-
-def mark_compiled(local: torch.Tensor) -> None:
-    """Note that compiled code has returned a copy, and that a write into it would reach nothing else."""
-    _made(local.untyped_storage()).compiled = True
-
-
 def check_compiled_write(target: DTensor) -> None:
     """Refuse that compiled code writes into a copy, or into what a copy was taken of: it would reach neither."""
-    notes = _torch.noted(target, _NOTES)
+    notes = notes_of(target)
     if notes is not None and (notes.copies or notes.compiled or notes.origin is not None):
         raise _changes_one_only(target)
 
@@ -102,43 +42,13 @@ def _changes_one_only(target: DTensor) -> Exception:
                   "take the part within the compiled function, or write outside of it")  # fmt: skip
 
 
-def hand_on(before: DTensor, after: DTensor) -> None:
-    """Note that `after`, which has memory of its own, is a copy of what `before` is a copy of."""
-    notes, memory = _torch.noted(before, _NOTES), _torch.local_of(after).untyped_storage()
-    if notes is not None and notes.origin is not None and _torch.noted(after, _NOTES) is not notes:
-        _made(memory).origin = replace(notes.origin, part=Place.of(after))
-        _made(notes.origin.memory).copies += notes.origin.read_by_users
-
-
-def is_up_to_date(part: DTensor, whole: DTensor) -> bool:
-    """Whether a copy is one of this tensor, which no operator has written since."""
-    notes = _torch.noted(part, _NOTES)
-    origin: Origin | None = None if notes is None else notes.origin
-    memory = _torch.local_of(whole).untyped_storage()
-    return (
-        origin is not None
-        and origin.memory is memory
-        and origin.whole == Place.of(whole)
-        and origin.seen == _made(memory).writes
-    )
-
-
 def put_back(part: DTensor) -> bool:
     """After a write into a copy that no operator was seen to do: its values go back. False if it is no copy."""
-    notes = _torch.noted(part, _NOTES)
+    notes = notes_of(part)
     if notes is None or notes.origin is None:
         return False
     _after(_torch.local_of(part).untyped_storage())
     return True
-
-
-def _made(memory: torch.UntypedStorage) -> Notes:
-    notes: Notes | None = getattr(memory, _NOTES, None)
-    if notes is None:
-        global _noting
-        _noting, notes = True, Notes()
-        setattr(memory, _NOTES, notes)
-    return notes
 
 
 def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handler:
@@ -149,7 +59,7 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         targets = (args[0],) if first_only else tuple(_written(known, args, kwargs))
-        if not any(map(_is_of_others if _noting else _is_view, targets)):
+        if not (any(map(_is_of_others, targets)) if copy_notes.anything_noted else _has_view(targets)):
             return handler(operator, args, kwargs)  # nearly always
         for target in targets:
             _before(target)
@@ -159,12 +69,12 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
         written = [
             notes
             for target, before in zip(targets, writes, strict=True)
-            if (notes := _torch.noted(target, _NOTES)) is not None and notes.writes == before
+            if (notes := notes_of(target)) is not None and notes.writes == before
         ]
         for notes in written:  # all of them, before the first that goes back leaves the others behind their origin
             notes.ahead = True
         for target in targets:
-            notes = _torch.noted(target, _NOTES)
+            notes = notes_of(target)
             if notes is not None and notes.ahead:
                 _after(_torch.local_of(target).untyped_storage())
         return result
@@ -174,11 +84,15 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
 
 def _is_of_others(target: Any) -> bool:
     """Whether what is written there may be somebody else's, too."""
-    return _torch.noted(target, _NOTES) is not None or _is_view(target)
+    return notes_of(target) is not None or _is_view(target)
 
 
 def _is_view(target: Any) -> bool:
     return target is not None and target._is_view()
+
+
+def _has_view(targets: Iterable[Any]) -> bool:
+    return True in [target is not None and target._is_view() for target in targets]  # an optimizer has hundreds
 
 
 def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
@@ -188,12 +102,12 @@ def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def _writes(target: Any) -> int:
-    notes: Notes | None = _torch.noted(target, _NOTES)
+    notes = notes_of(target)
     return 0 if notes is None else notes.writes
 
 
 def _before(target: Any) -> None:
-    notes = _torch.noted(target, _NOTES)
+    notes = notes_of(target)
     if notes is not None and notes.compiled:
         raise refuse("an operator that writes in place", "would write into a copy that compiled code has returned, and "
                      "not into what that is a part of", (("target", target),),
@@ -204,7 +118,7 @@ def _before(target: Any) -> None:
         base = target._base
         if base is not None and not _torch.shares_memory(target, base):
             raise refuse("an operator that writes in place", "would write into a copy that torch takes for a view",
-                         (("target", target), ("whole", base)),
+                         (("target", target), ("full", base)),
                          "clone it first, or use the operator that returns a new tensor")  # fmt: skip
 
 
@@ -216,7 +130,7 @@ def refresh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 
 def refresh_memory(local: Any) -> None:
-    notes: Notes | None = _torch.notes_of(local, _NOTES)
+    notes = notes_of_local(local)
     if notes is None or notes.origin is None or not _is_stale(notes.origin):
         return
     if type(local) is not torch.Tensor or not _torch.in_a_trace():  # compiled code will read it, its compiler does not
@@ -224,41 +138,41 @@ def refresh_memory(local: Any) -> None:
 
 
 def _is_stale(origin: Origin) -> bool:
-    above = _made(origin.memory)
+    above = made_notes(origin.memory)
     return origin.seen != above.writes or (above.origin is not None and _is_stale(above.origin))
 
 
 def _refresh(memory: torch.UntypedStorage, origin: Origin) -> None:
     """Bring a copy up to date if what it is a copy of was written since."""
-    if _made(memory).ahead:
+    if made_notes(memory).ahead:
         return
-    above = _made(origin.memory)
+    above = made_notes(origin.memory)
     if above.origin is not None:
         _refresh(origin.memory, above.origin)
     if origin.seen != above.writes:
-        values = origin.take(origin.whole.tensor(origin.memory))
+        values = origin.take(origin.full.tensor(origin.memory))
         origin.seen = above.writes
         origin.part.write(memory, values)
-        _made(memory).writes += 1
+        made_notes(memory).writes += 1
 
 
 def _after(memory: torch.UntypedStorage, through_a_copy: bool = False) -> None:
     """What was written into a copy goes back to where it was taken from, and on from there."""
-    notes = _made(memory)
+    notes = made_notes(memory)
     notes.writes += 1
     if notes.copies > through_a_copy and not watching_reads:
         _watch_reads()
     origin = notes.origin
     if origin is not None:
-        whole, part = origin.whole.tensor(origin.memory), origin.part.tensor(memory)
-        if not _torch.is_traced(_torch.local_of(whole)):
+        full, part = origin.full.tensor(origin.memory), origin.part.tensor(memory)
+        if not _torch.is_traced(_torch.local_of(full)):
             raise _changes_one_only(part)
-        values = origin.put_back(whole, part)
+        values = origin.put_back(full, part)
         if type(_torch.local_of(values)) is not origin.kind:
             raise _changes_one_only(part)
-        origin.whole.write(origin.memory, values)
+        origin.full.write(origin.memory, values)
         _after(origin.memory, origin.read_by_users)
-        origin.seen = _made(origin.memory).writes
+        origin.seen = made_notes(origin.memory).writes
     notes.ahead = False
 
 

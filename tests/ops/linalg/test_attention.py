@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -217,6 +218,29 @@ def check_random(mesh: DeviceMesh, seed: int) -> None:
 @pytest.mark.parametrize("mesh", [(4,), (2, 2), (3,)])
 def test_random_placements(pool: Pool, mesh: tuple[int, ...]) -> None:
     pool.run_cases(check_random, list(range(24)), mesh=mesh)
+
+
+def lies_as_on_one_device(mesh: DeviceMesh) -> None:
+    """The order of a larger tensor's dimensions in memory, its features' number, those of values, and options."""
+    orders = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)]
+    options: list[dict[str, Any]] = [{}, {"is_causal": True}, {"dropout_p": 0.5}]
+    with convmesh.enable():
+        for order, taken, width, given in product(orders, (8, 6), (8, 6, 4), options):
+
+            def lay(t: Tensor, features: int, order: tuple[int, ...] = order) -> Tensor:
+                back = [order.index(dim) for dim in range(4)]
+                return t.permute(order).contiguous().permute(back)[..., :features]
+
+            dense = [torch.randn(2, 4, tokens, 8) for tokens in (3, 6, 6)]
+            features = taken, taken, width
+            expected = attend(*map(lay, dense, features), given)  # type: ignore[arg-type]
+            placed = [lay(place(t, mesh, (1,)), size) for t, size in zip(dense, features, strict=True)]
+            actual = attend(*placed, given)  # type: ignore[call-arg, arg-type]
+            assert actual.stride() == expected.stride(), (order, features, given)
+
+
+def test_the_result_lies_as_on_one_device(pool: Pool) -> None:
+    pool.run(lies_as_on_one_device, mesh=(2,))
 
 
 def test_what_is_seen_of_causal_attention() -> None:

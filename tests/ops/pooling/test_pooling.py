@@ -25,6 +25,8 @@ MAX_CASES = [
     ({"kernel_size": 4, "stride": 2, "padding": 2, "ceil_mode": True}, (2,)),
     ({"kernel_size": 3, "stride": 4, "ceil_mode": True}, (1, 2)),
     ({"kernel_size": 5, "stride": 1, "padding": 2}, (2,)),
+    ({"kernel_size": 40, "padding": 1, "ceil_mode": True}, (1, 2)),
+    ({"kernel_size": 9, "dilation": 3, "stride": 30, "padding": 2, "ceil_mode": True}, (2,)),
 ]
 AVG_CASES = [
     ({"kernel_size": 2}, (1, 2, 3)),
@@ -33,6 +35,9 @@ AVG_CASES = [
     ({"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True, "count_include_pad": False}, (1, 2, 3)),
     ({"kernel_size": 3, "stride": 1, "padding": 1, "divisor_override": 5}, (2, 3)),
     ({"kernel_size": 4, "stride": 3, "padding": 2, "ceil_mode": True}, (2,)),
+    ({"kernel_size": 40, "padding": 1, "ceil_mode": True}, (1, 2)),
+    ({"kernel_size": 40, "padding": 1, "ceil_mode": True, "count_include_pad": False}, (2,)),
+    ({"kernel_size": 40, "ceil_mode": True, "divisor_override": 5}, (2,)),
 ]
 
 
@@ -100,6 +105,21 @@ def check_errors(mesh: DeviceMesh) -> str:
 
 def test_errors_are_alike_on_all_ranks(pool: Pool) -> None:
     assert "remedy" in same_on_all_ranks(pool.run(check_errors, mesh=(4,)))
+
+
+def check_wide(mesh: DeviceMesh) -> None:
+    """As some classifiers have it: a kernel as wide as there are channels, over the few pixels that are left."""
+    x = torch.randn(2, 320, 2, 4, dtype=torch.float64)
+    with convmesh.enable():
+        placed = place(x, mesh, (3,)).requires_grad_()
+        with Sizes() as sizes:
+            F.avg_pool2d(placed, 320, ceil_mode=True).mean().backward()
+            F.max_pool2d(placed, 320, ceil_mode=True).mean().backward()
+    assert sizes.largest <= x.nbytes, sizes.maker
+
+
+def test_a_window_that_is_wider_than_everything_makes_no_padding(pool: Pool) -> None:
+    pool.run(check_wide, mesh=(2,))
 
 
 def check_lp(mesh: DeviceMesh) -> None:

@@ -51,16 +51,17 @@ def spatial_of(operator: _torch.Operator) -> int:
     behaviour=Behaviour(STAYS, f"{HALO}; Partial is reduced first"),
 )
 def max_pool(operator: _torch.Operator, input: Layout, *window: Any) -> Call:
-    pooling = _pooling(operator, window[:-1], window[-1])
+    pooling = _pooling(operator, input.shape, window[:-1], window[-1])
     plan = plan_pool(name_of(operator), pooling, False, input.spec)
     values, indices = Moved(plan.computed, plan.wanted), Moved(plan.of_indices.computed, plan.of_indices.wanted)
     return Call(plan.operands, (values, indices), _MaxPool(operator, plan, pooling))
 
 
-def _pooling(operator: _torch.Operator, window: Sequence[int | list[int]], ceil: bool) -> Pooling:
-    """Of an operator's kernel, stride, padding and, if it has one, dilation."""
+def _pooling(operator: _torch.Operator, shape: Sequence[int], window: Sequence[int | list[int]], ceil: bool) -> Pooling:
+    """Of an operator's kernel, stride, padding and, if it has one, dilation, over an input of this shape."""
     kernel, stride, padding, dilation = ([n] if isinstance(n, int) else n for n in (*window, 1)[:4])
-    return Pooling.of(spatial_of(operator), kernel, stride, padding, dilation, ceil)
+    spatial = spatial_of(operator)
+    return Pooling.of(spatial, kernel, stride, padding, dilation, ceil).within(shape[-spatial:])
 
 
 class _MaxPool:
@@ -112,7 +113,7 @@ def max_pool_backward(
     operator: _torch.Operator, gradient: Layout, input: Layout, *rest: Any
 ) -> Call:  # of the input only the shape is used
     *window, ceil, indices = rest
-    pooling = _pooling(operator, window, ceil)
+    pooling = _pooling(operator, input.shape, window, ceil)
     plan = plan_pool_backward(name_of(operator), pooling, gradient.spec, input.spec, indices.spec)
     by = [-side.read.start for side in plan.sides]
     geometry = pooling.kernel, pooling.stride, plan.padding, pooling.dilation, ceil
@@ -143,7 +144,7 @@ def _source_block(plan: PoolPlan, gy: torch.Tensor) -> torch.Tensor:
 def avg_pool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     input, *window, ceil, with_padding, divisor = _torch.arguments(operator, args, kwargs)
     specs = check_placed(name_of(operator), (("input", input),))
-    pooling = _pooling(operator, window, ceil)
+    pooling = _pooling(operator, input.shape, window, ceil)
     plan = plan_pool(name_of(operator), pooling, True, *specs)
     if plan.tiling is None:
         return plan.outside(input)
@@ -167,7 +168,7 @@ def avg_pool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
 def avg_pool_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     gradient, input, *window, ceil, with_padding, divisor = _torch.arguments(operator, args, kwargs)
     specs = check_placed(name_of(operator), (("grad_output", gradient), ("input", input)))
-    pooling = _pooling(operator, window, ceil)
+    pooling = _pooling(operator, input.shape, window, ceil)
     plan = plan_pool_backward(name_of(operator), pooling, *specs)
     if plan.tiling is None:
         return plan.outside(gradient)

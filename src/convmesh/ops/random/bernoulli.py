@@ -64,7 +64,8 @@ def _all_can_share(mesh: DeviceMesh) -> bool:
 def _draw_share(share: Share, p: float, generator: torch.Generator) -> torch.Tensor:
     """What a rank draws for itself and others. Its generator ends where it is after all of the tensor."""
     result = torch.empty(sum(map(len, share.drawn)), dtype=torch.bool)
-    numbers, filled, at = torch.empty(BLOCK, dtype=torch.int64), 0, 0
+    longest = max(map(len, share.drawn), default=0)
+    numbers, filled, at = torch.empty(min(BLOCK, longest), dtype=torch.int64), 0, 0
     for part in (*share.drawn, Interval(share.total, share.total)):
         if part.start > at:
             generator.set_state(advanced(generator.get_state(), WORDS * (part.start - at)))
@@ -80,7 +81,7 @@ def _draw_all(
     result: torch.Tensor, shape: tuple[int, ...], own: Box, p: float, generator: torch.Generator | None
 ) -> None:
     """All of the tensor, and fill in one's own."""
-    numbers, dims = torch.empty(BLOCK, dtype=torch.int64), tuple(range(len(shape)))
+    numbers, dims = torch.empty(min(BLOCK, prod(shape)), dtype=torch.int64), tuple(range(len(shape)))
     for block in _blocks(shape):
         sizes = [len(side) for side in block]
         drawn = numbers[: prod(sizes)].random_(generator=generator)

@@ -79,7 +79,7 @@ def _common_dtype(tensors: Sequence[Layout]) -> torch.dtype:
     return dtype
 
 
-@plan_rule(aten.cat.default, behaviour=JOIN, adapt=_list_placed)
+@plan_rule(aten.cat.default, behaviour=JOIN, completes=_list_placed)
 def cat(operator: _torch.Operator, tensors: Sequence[Layout], dim: int) -> Call:
     # torch lets tensors of shape (0,) stand beside any others.
     operands = [layout for layout in tensors if layout.shape != (0,)] or list(tensors[:1])
@@ -104,7 +104,7 @@ def cat(operator: _torch.Operator, tensors: Sequence[Layout], dim: int) -> Call:
     return Call((joined,), output, run)
 
 
-@plan_rule(aten.stack.default, behaviour=JOIN, adapt=_list_placed)
+@plan_rule(aten.stack.default, behaviour=JOIN, completes=_list_placed)
 def stack(operator: _torch.Operator, tensors: Sequence[Layout], dim: int) -> Call:
     first = tensors[0].shape
     if any(operand.shape != first for operand in tensors) or not -len(first) - 1 <= dim <= len(first):
@@ -115,7 +115,7 @@ def stack(operator: _torch.Operator, tensors: Sequence[Layout], dim: int) -> Cal
     return Call((placed,), output, lambda local, _: torch.stack([one.to(dtype) for one in local], dim))
 
 
-@plan_rule(aten.slice_scatter.default, behaviour=PUT, adapt=_pair_placed)
+@plan_rule(aten.slice_scatter.default, behaviour=PUT, completes=_pair_placed)
 def slice_scatter(
     operator: _torch.Operator, full: Layout, part: Layout, dim: int, start: int | None, stop: int | None, step: int
 ) -> Call:
@@ -136,7 +136,7 @@ def slice_scatter(
     return Call(placed, output, run)
 
 
-@plan_rule(aten.select_scatter.default, behaviour=PUT, adapt=_pair_placed)
+@plan_rule(aten.select_scatter.default, behaviour=PUT, completes=_pair_placed)
 def select_scatter(operator: _torch.Operator, full: Layout, part: Layout, dim: int, index: int) -> Call:
     dim, size = dim % max(1, full.ndim), full.shape[dim]
     if part.shape != (*full.shape[:dim], *full.shape[dim + 1 :]) or not -size <= index < size:

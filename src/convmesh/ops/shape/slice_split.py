@@ -7,6 +7,7 @@ tensors, which have the layout of their own size; what is written into them is p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...geometry import index_map
-from ...sharding.call import copy_of
-from ...sharding.errors import refuse
+from ...sharding.call import Call, copy_of
+from ...sharding.errors import Unfit, refuse
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
+from ...sharding.plan_rule import plan_rule
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
-from .._core.index_copy_plan import Maps, copy
+from .._core.index_copy_plan import copy_plan
 
 aten = torch.ops.aten
 
@@ -53,37 +55,28 @@ def _index(at: int, size: int) -> int:
     return min(at, size) if at >= 0 else max(at + size, 0)
 
 
-def slice_maps(layout: Layout, dim: int, start: int | None, stop: int | None, step: int) -> Maps:
-    if step < 1:
-        raise refuse("slice", f"the step must be positive, not {step}", (("input", layout),), "flip the dimension")
-    count, first = bounds(layout.shape[dim], start, stop, step)
-    return {dim: index_map.strided(count, first, step)}
-
-
-@rule(aten.slice.Tensor, behaviour=SLICE)
-def slice_(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, dim, start, stop, step = _torch.arguments(operator, args, kwargs)
-    start, stop = None if start is None else _torch.known(start), None if stop is None else _torch.known(stop)
-    dim %= max(1, input.dim())
-    if not sharded(input, dim):
-        output = plan_local_slice(_torch.spec_of(input), dim, start, stop, step)
-        return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
-    size = _torch.known(input.shape[dim])
-    if step == 1 and bounds(size, start, stop, 1) == (size, 0):
-        return _torch.as_view(operator, args, kwargs, _alias(input))
-    return part(input, dim, start, stop, step)
-
-
-@planned
-def plan_local_slice(spec: _torch.Spec, dim: int, start: int | None, stop: int | None, step: int) -> Layout | None:
-    """Where a slice of a dimension lies that is not sharded; None where only torch's DTensor knows, or complains."""
-    layout = Layout.of(spec)
-    if not _torch.plain_order(spec) or not layout.present or not layout.shape or step < 1:
-        return None
-    count, _ = bounds(layout.shape[dim], start, stop, step)
-    shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :])
-    stride = (*layout.stride[:dim], layout.stride[dim] * step, *layout.stride[dim + 1 :])
-    return Layout(layout.mesh, layout.placements, shape, stride, layout.dtype)
+@plan_rule(aten.slice.Tensor, behaviour=SLICE, foreign=True)
+def slice_(
+    operator: _torch.Operator, input: Layout, dim: int, start: int | None, stop: int | None, step: int
+) -> Call | None:
+    if not input.ndim or step < 1:
+        return None  # torch complains
+    dim %= input.ndim
+    size = input.shape[dim]
+    count, first = bounds(size, start, stop, step)
+    if dim not in input.sharded_dims:
+        shape = (*input.shape[:dim], count, *input.shape[dim + 1 :])
+        stride = (*input.stride[:dim], input.stride[dim] * step, *input.stride[dim + 1 :])
+        return Call((input,), replace(input, shape=shape, stride=stride), operator, view=True)
+    if (count, first, step) == (size, 0, 1):
+        return Call((input,), input, lambda x, *_: aten.alias.default(x), view=True)
+    where = (dim, start, stop, step)
+    return copy_plan(input, {dim: index_map.strided(count, first, step)}).call(
+        lambda x, fill: operator(x, *where).clone(), copy=(
+            lambda full: operator(full, *where),
+            lambda full, part: aten.slice_scatter.default(full, part, *where),
+        ),
+    )  # fmt: skip
 
 
 def view_of(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Layout) -> Any:
@@ -92,43 +85,21 @@ def view_of(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     return _torch.as_view(operator, args, kwargs, _torch.wrap(local, output.spec))
 
 
-def part(input: DTensor, dim: int, start: int | None, stop: int | None, step: int = 1) -> DTensor:
-    """A new tensor with a slice of a sharded dimension."""
-
-    def stock(local: torch.Tensor, fill: object) -> torch.Tensor:
-        result: torch.Tensor = aten.slice.Tensor(local, dim, start, stop, step).clone()
-        return result
-
-    result = copy("slice", input, slice_maps, (dim, start, stop, step), stock)
-    return copy_of(
-        result, input, lambda full: part(full, dim, start, stop, step),
-        lambda full, part: aten.slice_scatter.default(full, part, dim, start, stop, step),
-    )  # fmt: skip
-
-
-def _alias(input: DTensor) -> DTensor:
-    return _torch.wrap(aten.alias.default(_torch.local_of(input)), _torch.spec_of(input))
-
-
-def spread_maps(layout: Layout, size: int, dim: int, start: int | None, stop: int | None, step: int) -> Maps:
-    count, first = bounds(size, start, stop, step)
-    if count != layout.shape[dim]:
-        raise refuse("slice_backward", f"a slice of {count} has a gradient of as many", (("grad_output", layout),),
-                     "give a gradient of the slice's shape")  # fmt: skip
-    return {dim: index_map.spread(size, count, first, step)}
-
-
-@rule(aten.slice_backward.default, behaviour=SLICE_BACKWARD)
-def slice_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    gradient, sizes, dim, start, stop, step = _torch.arguments(operator, args, kwargs)
+@plan_rule(aten.slice_backward.default, behaviour=SLICE_BACKWARD)
+def slice_backward(
+    operator: _torch.Operator, gradient: Layout, sizes: tuple[int, ...], dim: int, start: int, stop: int, step: int
+) -> Call:
     dim %= len(sizes)
+    count, first = bounds(sizes[dim], start, stop, step)
+    if count != gradient.shape[dim]:
+        raise Unfit(f"a slice of {count} has a gradient of as many", "give a gradient of the slice's shape")
 
     def stock(local: torch.Tensor, fill: object) -> torch.Tensor:
         shape = [sizes[dim] if other == dim else size for other, size in enumerate(local.shape)]
-        result: torch.Tensor = aten.slice_backward.default(local, shape, dim, start, stop, step)
+        result: torch.Tensor = operator(local, shape, dim, start, stop, step)
         return result
 
-    return copy("slice_backward", gradient, spread_maps, (_torch.known(sizes[dim]), dim, start, stop, step), stock)
+    return copy_plan(gradient, {dim: index_map.spread(sizes[dim], count, first, step)}).call(stock)
 
 
 @rule(aten.split.Tensor, aten.split_with_sizes.default, behaviour=SPLIT)
@@ -139,7 +110,7 @@ def split(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
         return _torch.stock(operator, args, kwargs)
     parts = _part_sizes(input, sizes, dim)
     starts = [sum(parts[:number]) for number in range(len(parts))]
-    return [part(input, dim, start, start + size) for start, size in zip(starts, parts, strict=True)]
+    return [aten.slice.Tensor(input, dim, start, start + size) for start, size in zip(starts, parts, strict=True)]
 
 
 def _part_sizes(input: DTensor, sizes: int | Sequence[int], dim: int) -> list[int]:
