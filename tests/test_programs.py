@@ -28,6 +28,10 @@ FOUND = {
     "a linear layer of nothing": Program(
         (2,), (Leaf("x", (1, 0, 7), ("P",)), Leaf("w", (3, 7), ("R",))), ("y = F.linear(x, w)",)
     ),
+    "a linear layer of one feature, which some ranks have nothing of": Program(
+        (2, 2), (Leaf("x", (2, 2, 1), (2, "R")), Leaf("w", (3, 1), (0, "R")), Leaf("v", (1, 1), ("R", 0))),
+        ("y = F.linear(x, w)", "z = F.linear(x, v)"),
+    ),
     "rows of which some ranks have no part": Program(
         (1, 4), (Leaf("x", (2, 2, 9), (0, 2)), Leaf("m", (2,), ("R", 0), "true")), ("y = x[m]",)
     ),
