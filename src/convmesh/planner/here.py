@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
-from signal import SIGKILL
 from statistics import median
 from threading import Thread
 from typing import Any
-from warnings import catch_warnings
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +47,9 @@ def step_seconds(problem: Problem, mesh: Mesh, rank: int, trace: Trace, memory: 
     in memory. None where the step is too large for that. `trace` is of the same rank."""
     if sum(event.flops for event in trace.step if isinstance(event, Compute)) > LARGEST:
         return None
-    neighbours = min(ranks_of(mesh), len(os.sched_getaffinity(0))) - 1
-    if _most_held(trace) * (1 + neighbours) > memory // 3:
+    if _most_held(trace) > memory // 3:
         return None
-    return in_thread(lambda: _one_thread(lambda: _step_seconds(problem, mesh, rank, neighbours)))
+    return in_thread(lambda: _one_thread(lambda: _step_seconds(problem, mesh, rank)))
 
 
 def _most_held(trace: Trace) -> int:
@@ -83,38 +79,12 @@ def _received(name: str, given: Any, *args: Any) -> Any:
     return given.new_zeros((lengths[name](), *given.shape[1:])) if name in lengths else given
 
 
-def _step_seconds(problem: Problem, mesh: Mesh, rank: int, neighbours: int) -> float:
+def _step_seconds(problem: Problem, mesh: Mesh, rank: int) -> float:
     with _torch.rank_of_threads(rank, ranks_of(mesh), _torch.SilentStore()), _Alone():
         on = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         step, inputs = problem.build(on), problem.tensors(on)
         step(**inputs)
-        with _neighbours(lambda: step(**inputs), neighbours):
-            return _timed(lambda: step(**inputs))
-
-
-@contextmanager
-def _neighbours(step: Callable[[], object], count: int) -> Iterator[None]:
-    """So many other processes do the same meanwhile, as ranks on the other cores would, with which a rank shares caches
-    and the way to memory. They are copies of this one, so that a step which cannot be sent to a process will do."""
-    begun: list[int] = []
-    parent = os.getpid()
-    try:
-        for _ in range(count):
-            with catch_warnings(action="ignore"):  # other threads are not copied, and nothing here needs them
-                child = os.fork()
-            if child:
-                begun.append(child)
-                continue
-            try:
-                while os.getppid() == parent:
-                    step()
-            finally:
-                os._exit(0)
-        yield
-    finally:
-        for child in begun:
-            os.kill(child, SIGKILL)
-            os.waitpid(child, 0)
+        return _timed(lambda: step(**inputs))
 
 
 def _one_thread(work: Callable[[], float]) -> float:
