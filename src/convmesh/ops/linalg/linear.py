@@ -180,9 +180,9 @@ def linear_gradients(
 
     def run(x: torch.Tensor, gy: torch.Tensor, w: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         """[... I] [... O] [O I] -> [... I] [O I] [O]"""
-        flat = gy.reshape(-1, gy.shape[-1])
+        flat = gy.flatten(0, -2)
         gx = flat.mm(w).view(x.shape) if for_input else None
-        gw = flat.t().mm(x.reshape(-1, x.shape[-1])) if for_weight else None
+        gw = flat.t().mm(x.flatten(0, -2)) if for_weight else None
         return gx, gw, flat.sum(0) if for_bias else None
 
     return Call(operands, moved, run)
