@@ -58,6 +58,8 @@ def _summary(results: Sequence[Found]) -> Iterator[str]:
         f"{run}, on {len(results)} layouts: {right} were right, {sharded} of these sharded throughout "
         f"({100 * sharded / max(1, len(results)):.1f} %).\n"
     )
+    if missing := [f"{one.package}'s `{one.name}`" for one in entries if (one.package, one.name) not in names]:
+        yield f"Not run yet as they are now: {', '.join(missing)}.\n"
     yield "| package | version | networks |"
     yield "|---|---|---|"
     yield f"| torch | {version('torch')} | |"
