@@ -1,6 +1,6 @@
 """Which algorithm is the quickest on CPUs: a list of cases, of which the first that fits counts.
 
-It was made from the times of 63 layers, none of which the benchmarks have, for all products and ways of mapping them,
+It was made from the times of 70 layers, none of which the benchmarks have, for all products and ways of mapping them,
 with one and two threads and vectors of 512 and of 256 bits. By this list they take 5 % longer than if the quickest were
 always taken, and 1.3 to 2 times less than if all were left to torch. `enable(benchmark=True)` measures instead.
 """
@@ -14,7 +14,7 @@ from .contraction import Role
 
 # Channels of which transforms cost more than what they save, and of which a library does well to have more.
 FEW_CHANNELS = 8
-FEW_CHANNELS_OF_VOLUMES = 12
+FEW_CHANNELS_OF_VOLUMES = 16
 # So few places, of all images of a sample: transforms of a kernel's gradient cost more than what they save.
 FEW_PLACES = 48
 
@@ -36,7 +36,7 @@ def quickest(task: Task, fold: str, winograd: bool) -> tuple[str, str]:
     if groups == 1 and kernel and not activation and min(c, o if wanted is Role.RESPONSE else c) <= few:
         return fold, "few channels, which many kernels over one activation fill up"
     # Transforms of planes are for all taps of the depth: there they save more of a kernel's gradient.
-    enough = FEW_CHANNELS if wanted is Role.KERNEL and len(taps) == 3 else FEW_CHANNELS + 1
+    enough = 5 if wanted is Role.KERNEL and len(taps) == 3 else FEW_CHANNELS + 1
     if winograd and min(o, c) >= enough and not (wanted is Role.KERNEL and places < FEW_PLACES):
         return "winograd", "3 x 3 taps that take no steps: fewer multiplications"
     kernels, activations = task.batch * prod(product.kernel), prod(product.image) + task.batch * prod(product.response)

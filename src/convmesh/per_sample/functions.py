@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from ..batching.machines import agreed_on
 from . import samples
 from .layer_calls import Use, run_by_layer
-from .layer_gradients import gradients_of
+from .layer_gradients import gradients_of, scaled_sum
 from .layer_norms import WORKSPACE, squared_norms_of, squares_of, sum_of
 from .samples import UnmappableError, batch_size
 from .spread import Spread
@@ -103,8 +103,8 @@ def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Any) -> Tensor:
 def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Any, max_norm: float) -> Tensors:
     """Sum the gradients of all samples, each scaled down to norm `max_norm` if it is longer: the sum of DP-SGD.
 
-    No per-sample gradient is stored: the norms are computed first, then one backward pass of the scaled losses. Noise
-    is not added; see [Differential privacy](privacy.md).
+    No per-sample gradient is stored: the norms are computed first, then the sum of the scaled gradients, a layer at a
+    time where that can be. Noise is not added; see [Differential privacy](privacy.md).
 
     Args:
         model: As in `per_sample_gradients`.
@@ -166,6 +166,10 @@ class _Step:
         """Where the samples of other ranks are, if this rank computes with plain tensors and only some of them."""
         return self.spread if self.spread is not None and self.spread.samples_are_local else None
 
+    @property
+    def has_plain_tensors(self) -> bool:
+        return self.spread is None or self.own_samples is not None
+
     def choosing_alike(self) -> AbstractContextManager[None]:
         """Ranks that have the same samples get the same bits."""
         return nullcontext() if self.spread is None else agreed_on(self.spread.mesh, self.spread.placements)
@@ -193,7 +197,7 @@ class _Step:
         if size == 0:
             return {name: value.new_zeros((0, *value.shape)) for name, value in self.trainable.items()}
         # torch's own rules for losses and norms under vmap write in place, which no DTensor can.
-        if self.spread is None or self.own_samples is not None:
+        if self.has_plain_tensors:
             with suppress(UnmappableError):
                 return self.gradients_by(samples.mapped, chunk_size=chunk_size, randomness=randomness)
         parts = [each.gradients_by_layer() for each in self.parts(chunk_size or size)]
@@ -228,13 +232,22 @@ class _Step:
         return torch.cat(norms) if norms else next(iter(self.trainable.values())).new_zeros(0)
 
     def clipped(self, max_norm: float) -> Tensors:
-        """Of one forward pass: another one might drop out something else."""
+        """Of one forward pass: another one might drop out something else.
+
+        What layers read and write is enough for the sum, too. For DTensors and embeddings it takes another backward
+        pass.
+        """
         if batch_size(self.batch) == 0:
             return {name: torch.zeros_like(value) for name, value in self.trainable.items()}
         leaves = {name: value.detach().requires_grad_() for name, value in self.trainable.items()}
-        run = self.by_layer(leaves, keep_graph=True)
+        sums_by_layer = self.has_plain_tensors and not any(
+            isinstance(each, nn.Embedding) for each in self.model.modules()
+        )
+        run = self.by_layer(leaves, keep_graph=not sums_by_layer)
         norms = self.norms(run)
         scales = (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
+        if run is not None and sums_by_layer:
+            return {name: scaled_sum(run[1][name], scales, value) for name, value in self.trainable.items()}
         with torch.enable_grad():
             scaled = ((self.losses(leaves) if run is None else run[0]) * scales).sum()
         gradients = torch.autograd.grad(scaled, list(leaves.values()), materialize_grads=True)

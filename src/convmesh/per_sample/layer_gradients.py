@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+from .layer_calls import Use
 
 Norm = nn.GroupNorm | nn.LayerNorm | _InstanceNorm | _BatchNorm
 
@@ -41,6 +43,26 @@ def gradients_of(layer: nn.Module, name: str, read: Tensor, grad: Tensor) -> Ten
 
     mapped: Tensor = vmap(one)(read, grad)
     return mapped
+
+
+def scaled_sum(uses: Sequence[Use], scales: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient of a parameter from all samples, each of them scaled. Its layers are no embeddings."""
+    total = torch.zeros_like(parameter, requires_grad=False)
+    for layer, name, read, grad in uses:
+        scaled = grad * scales.to(grad.dtype).view(-1, *[1] * (grad.ndim - 1))
+        total += _summed(layer, name, read, scaled)
+    return total
+
+
+def _summed(layer: nn.Module, name: str, read: Tensor, grad: Tensor) -> Tensor:
+    """[...]: what backward gives this parameter from all samples together."""
+    if name == "weight" and isinstance(layer, _ConvNd):
+        image, response, padding = image_and_response(layer, read.to(grad.dtype), grad)
+        shape = read.new_empty(layer.weight.shape, dtype=grad.dtype)
+        return _backward(response, image, shape, None, *_geometry(layer, padding), (False, True, False))[1]
+    if name == "weight" and isinstance(layer, nn.Linear):
+        return rows(grad).flatten(0, 1).mT @ rows(read.to(grad.dtype)).flatten(0, 1)
+    return gradients_of(layer, name, read, grad).sum(0)
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -78,13 +100,18 @@ def _of_kernel(layer: _ConvNd, read: Tensor, grad: Tensor) -> Tensor:
     image, response, padding = image_and_response(layer, read, grad)
     shape = read.new_empty(layer.weight.shape)  # of the weight the operator reads nothing else
     weight = _beside(read, layer.weight.detach().to(read.dtype)) if isinstance(read, DTensor) else shape
-    geometry: tuple[Any, ...] = (layer.stride, padding, layer.dilation, False, [0] * len(padding), layer.groups)
+    geometry = _geometry(layer, padding)
 
     def one(x: Tensor, g: Tensor) -> Tensor:
         return _backward(g.unsqueeze(0), x.unsqueeze(0), weight, None, *geometry, (False, True, False))[1]
 
     mapped: Tensor = vmap(one)(image, response)
     return mapped
+
+
+def _geometry(layer: _ConvNd, padding: list[int]) -> tuple[Any, ...]:
+    """Of the convolution that takes the image to the response."""
+    return layer.stride, padding, layer.dilation, False, [0] * len(padding), layer.groups
 
 
 _backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten.convolution_backward.default

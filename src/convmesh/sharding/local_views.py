@@ -35,21 +35,24 @@ def local_view_rule(
         plans = Table()
         known, other = plans.plans, as_on_one_device(tolerant(handler))
 
+        def planned(operator: _torch.Operator, spec: _torch.Spec, key: tuple[Any, ...]) -> Layout | _Otherwise:
+            return plans.look_up(key, lambda: where(operator, spec, *key[2:]) or _Otherwise())
+
         @wraps(handler)
         def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             local = None if kwargs else _torch.plain_local_of(args[0])
             if local is None:
                 return other(operator, args, kwargs)
             spec = _torch.eager_spec_of(args[0])
-            numbers = [tuple(number) if type(number) is list else number for number in args[1:]]
+            numbers = args[1:] if type(args[-1]) is not list else (tuple(args[-1]),)
             key = (id(operator), spec, *numbers)
             try:
-                output = known.get(key) or plans.look_up(key, lambda: where(operator, spec, *numbers) or _Otherwise())
+                output = known.get(key) or planned(operator, spec, key)
             except TypeError:  # symbols
                 return other(operator, args, kwargs)
             if output.mesh is not spec.mesh:
                 return other(operator, args, kwargs)
-            return _torch.aliased(_torch.wrap(operator(local, *args[1:]), output.spec), args[0])
+            return _torch.aliased(_torch.wrap(operator(local, *numbers), output.spec), args[0])
 
         rule(*operators, behaviour=behaviour, knows_strides=True, tolerates=True)(run)
         return handler

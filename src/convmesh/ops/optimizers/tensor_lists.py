@@ -50,7 +50,7 @@ def of_one_layout(
     given = [values[number] for number in lists]
     key = id(operator), len(given[0]), get_ident()
     found, opened = _known.get(key), _torch.opened_like(given)
-    if found is None or opened is None or not _same(opened[1], found.specs):
+    if found is None or opened is None or opened[1] != found.specs:
         if opened is not None:
             _torch.share_specs(given)
             opened = _torch.opened_like(given)
@@ -64,17 +64,12 @@ def of_one_layout(
             odd = [(number, at, specs[at].stride) for number, at, one in each if has_idle_strides(one.shape)]
             _known[key] = Known(opened[1], odd, has_gaps)
     else:
-        locals, specs, has_gaps = opened[0], found.specs[0], found.has_gaps
+        locals, (specs, *_), has_gaps = *opened, found.has_gaps
         for number, at, stride in found.odd:
             locals[number][at] = usual(locals[number][at], stride)
     for number, local in zip(lists, locals, strict=True):
         values[number] = local
     return values, specs, has_gaps
-
-
-def _same(some: list[list[_torch.Spec]], others: list[list[_torch.Spec]]) -> bool:
-    """The same objects, which says the same of all tensors in no time."""
-    return [[*map(id, one)] for one in some] == [[*map(id, one)] for one in others]
 
 
 class Lists:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ... import _torch
 from ...geometry import IndexMap, index_map
-from ...sharding.call import Call, Operand
+from ...sharding.call import Call
 from ...sharding.errors import Unfit
 from ...sharding.implicit_replication import the_same_everywhere
 from ...sharding.layout import Layout
@@ -95,13 +95,17 @@ def cat(operator: _torch.Operator, tensors: Sequence[Layout], dim: int) -> Call:
     dtype = _common_dtype(tensors)
     placed, output, remap = _join(operator, operands, rows, shape, dtype, (dim, index_map.joined(sizes)))
 
+    def plainly(tensors: list[torch.Tensor], _: int) -> torch.Tensor:
+        return torch.cat(tensors, dim)
+
     def run(tensors: Sequence[torch.Tensor | None], _: int) -> torch.Tensor:
         local = [one if one.dtype == dtype else one.to(dtype) for one in tensors if one is not None]
         return torch.cat(local, dim) if remap is None else remap(local)
 
     used = iter(placed)
-    joined: Operand = [next(used) if any(layout is one for one in operands) else None for layout in tensors]
-    return Call((joined,), output, run)
+    joined: list[Layout | None] = [next(used) if any(layout is one for one in operands) else None for layout in tensors]
+    plain = remap is None and None not in joined and all(layout.dtype == dtype for layout in tensors)
+    return Call((joined,), output, plainly if plain else run)
 
 
 @plan_rule(aten.stack.default, behaviour=JOIN, completes=_list_placed)

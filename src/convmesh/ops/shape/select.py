@@ -160,9 +160,9 @@ def squeeze(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     dims = [dim % max(1, rank) for dim in named]
     single = sorted((dim for dim in dims if dim < rank and input.shape[dim] == 1), reverse=True)
     # DTensor does not squeeze a tensor that is sharded along a dimension of size 0 either.
-    if not any(sharded(input, dim) for dim in single) and (0 not in input.shape or not single):
+    if not any(sharded(input, dim) for dim in single) and 0 not in input.shape:
         return _torch.stock(operator, args, kwargs)
-    result = input
+    result = input if single else aten.view.default(input, input.shape)
     for dim in single:
         result = aten.select.int(result, dim, 0)
     return result
