@@ -52,6 +52,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to keep what was found, beside what was found before")
     parser.add_argument("--skip", choices=("known", "sharded"), help="networks that are in that file, or sharded there")
     parser.add_argument("--page", type=Path, help="the page that is written of all of it")
+    parser.add_argument("--note", default="", help="what is to be said on the page about this run")
     options = parser.parse_args()
     before = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     results = {(one["package"], one["name"], tuple(one["mesh"]), tuple(one["dims"])): Found(**one) for one in before}
@@ -69,7 +70,7 @@ def main() -> int:
         if options.json:
             _keep(options.json, list(results.values()))
     if options.page:
-        options.page.write_text(page(list(results.values())))
+        options.page.write_text(page(list(results.values()), options.note))
     wrong = [one for one in results.values() if not one.right]
     return 1 if wrong else 0
 

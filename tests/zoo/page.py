@@ -45,11 +45,11 @@ Code around a network that mixes plain tensors and DTensors, such as MONAI's
 """
 
 
-def page(results: Sequence[Found]) -> str:
-    return "\n".join([ABOUT, *_summary(results), *_tables(results), BEHIND.strip(), ""])
+def page(results: Sequence[Found], note: str = "") -> str:
+    return "\n".join([ABOUT, *_summary(results, note), *_tables(results), BEHIND.strip(), ""])
 
 
-def _summary(results: Sequence[Found]) -> Iterator[str]:
+def _summary(results: Sequence[Found], note: str) -> Iterator[str]:
     names = {(one.package, one.name) for one in results}
     right, sharded = sum(one.right for one in results), sum(one.sharded for one in results)
     entries = networks([])
@@ -58,6 +58,10 @@ def _summary(results: Sequence[Found]) -> Iterator[str]:
         f"{run}, on {len(results)} layouts: {right} were right, {sharded} of these sharded throughout "
         f"({100 * sharded / max(1, len(results)):.1f} %).\n"
     )
+    if missing := [f"{one.package}'s `{one.name}`" for one in entries if (one.package, one.name) not in names]:
+        yield f"Not run yet as they are now: {', '.join(missing)}.\n"
+    if note:
+        yield f"{note}\n"
     yield "| package | version | networks |"
     yield "|---|---|---|"
     yield f"| torch | {version('torch')} | |"

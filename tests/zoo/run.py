@@ -145,7 +145,7 @@ def compare(network: Network, layout: Layout, expected: tuple[list[torch.Tensor]
     one, sizes = expected
     # Keys and values of these small configurations would all be gathered, and blocks of random numbers be larger.
     attention.GATHERED_BYTES = 0
-    bernoulli.BLOCK = 1 << 12
+    bernoulli.BLOCK = 1 << 9
     torch.manual_seed(0)
     try:
         names = tuple(f"m{number}" for number in range(len(mesh)))

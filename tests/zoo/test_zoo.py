@@ -23,7 +23,7 @@ CHOSEN = {
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "GATHERED_BYTES", 0)
-    monkeypatch.setattr(bernoulli, "BLOCK", 1 << 12)
+    monkeypatch.setattr(bernoulli, "BLOCK", 1 << 9)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the packages

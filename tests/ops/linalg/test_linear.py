@@ -73,6 +73,11 @@ def test_blocks_stay_sharded(pool: Pool, mesh: tuple[int, ...], at: tuple[Any, .
     pool.run_cases(check, blocks(at), mesh=mesh)
 
 
+def test_fewer_features_than_ranks(pool: Pool) -> None:
+    tensors = ((3, 5, 6), ("R",)), ((2, 6), (0,)), ((2,), (0,))
+    pool.run_cases(check, [Sharded(linear, tensors)], mesh=(4,))
+
+
 def test_layers_of_any_rank(pool: Pool) -> None:
     places = [((1,), ("R",), ("R",)), ((0,), ("R",), ("R",)), (("P",), ("R",), ("R",)), (("R",), (0,), (0,))]
     pool.run_cases(check, [case for place in places for case in layers(*place)], mesh=(2,))

@@ -1,1 +1,1 @@
-"""Linear layers, matrix products, attention, embeddings, Fourier transforms."""
+"""Linear and recurrent layers, matrix products, attention, embeddings, Fourier transforms."""

@@ -1,0 +1,72 @@
+"""Recurrent layers, whose steps follow each other: batch is sharded while they run.
+
+torch makes them of linear layers and functions of each element, one step after the other, in place: where the state is
+put at first decides where all of it is. Time or features that are sharded are exchanged for the batch before the first
+step, and come back after the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from ... import _torch
+from ...sharding.buffers import Buffer
+from ...sharding.registry import Behaviour, composite
+
+RECURRENT = Behaviour(
+    "batch; time and features, if there is more than one sample",
+    "nothing for batch; an all-to-all before and after for time and features, by gloo an all-gather; of one sample all "
+    "of it, gathered",
+)
+
+
+def _layer(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    operator = getattr(torch.ops.aten, name).input
+
+    @composite(f"{name}.input", RECURRENT)
+    def layer(
+        input: torch.Tensor, state: torch.Tensor | Sequence[torch.Tensor], *rest: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """[T B I] or, batch first, [B T I], and states [L B H] -> [T B O], states."""
+        batch_first = rest[-1]
+        if not isinstance(input, DTensor) or isinstance(input, Buffer) or input.dim() != 3:
+            return _steps(operator, input, state, rest)
+        batch, before = (0 if batch_first else 1), input.placements
+        placements = _over_batch(before, batch, input.shape[batch])
+        if placements != before:
+            input = input.redistribute(placements=placements)
+        at = tuple(Shard(1) if isinstance(p, Shard) and p.dim == batch else Replicate() for p in placements)
+        states = [_placed(one, at) for one in ([state] if isinstance(state, torch.Tensor) else state)]
+        output, *last = _steps(operator, input, states[0] if isinstance(state, torch.Tensor) else states, rest)
+        if isinstance(output, DTensor) and placements != before:
+            back = [p if isinstance(p, Shard) else q for p, q in zip(before, output.placements, strict=True)]
+            output = output.redistribute(placements=back)
+        return (output, *last)
+
+    return layer
+
+
+def _steps(operator: Any, input: torch.Tensor, state: Any, rest: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    made: tuple[torch.Tensor, ...] = _torch.composite(operator, (input, state, *rest), {})
+    return made
+
+
+def _over_batch(placements: Sequence[Placement], batch: int, samples: int) -> tuple[Placement, ...]:
+    """Of one sample no part can be computed without the others' steps."""
+    return tuple(Shard(batch) if isinstance(p, Shard) and samples > 1 else p for p in placements)
+
+
+def _placed(state: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+    if isinstance(state, Buffer) and state.undecided():
+        state.lie_at(placements, state.content.mesh)
+        return state
+    return state.redistribute(placements=placements) if isinstance(state, DTensor) else state
+
+
+for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    _layer(_name)
