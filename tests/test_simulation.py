@@ -470,7 +470,8 @@ SHARED = {
     "by memory, a process group, a mesh, or an object that only one rank has":
         "arrivals._arrivals interception._known interception._started mailbox._letters mailbox._mailboxes "
         "agreement._paths partial._kept implicit_replication._modules foreach._stepping ranks._groups tracing._kept "
-        "idle_optimizers._models idle_optimizers._replaced idle_optimizers._looked_at",
+        "idle_optimizers._models idle_optimizers._replaced idle_optimizers._looked_at opened._shared",
+    "by thread": "tensor_lists._known",
     "the same for all ranks of one machine": "benchmark._fastest choice._when_forgotten rules._known shapes._known",
     "rules, which the first rank installs, and the end of the simulation removes":
         "registry._rules registry._behaviour registry._composites registry._guards registry._replaced "

@@ -75,6 +75,7 @@ def serve(rank: int, world: int, pipe: Connection, store_file: Path, stack_file:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    convmesh.disable()  # a test that wants the rules says so
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())  # a host name that does not resolve must not matter
     meshes: dict[MeshKey, DeviceMesh] = {}
 

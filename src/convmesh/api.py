@@ -15,6 +15,7 @@ from .sharding import registry
 from .sharding.debug import agreement
 
 _one_at_a_time = Lock()  # threads may be ranks
+_told = False  # whether the program itself has switched the rules on or off
 
 
 class Enabled:
@@ -37,7 +38,7 @@ class Enabled:
         batching.set_settings(self._settings_before)
         batching.agree(self._agreed_before)
         if not self._before:
-            disable()
+            switch_off()
 
 
 def enable(
@@ -51,7 +52,8 @@ def enable(
     """Switch on convmesh's rules for sharded DTensors and for `torch.func.vmap` over convolutions.
 
     Convolutions, pooling, norms and the other [operators](operators.md) then give the results of one device on any
-    sharded DTensor. `distribute` calls this function. Call it yourself if you use DTensors without `distribute`.
+    sharded DTensor. `distribute` calls this function, and so do `shard`, `from_region` and `loader`, unless the program
+    has called `enable` or `disable` before. Call it yourself if you use other DTensors without `distribute`.
 
     The rules stay on until `disable()`, or until the end of the `with` block.
 
@@ -88,6 +90,8 @@ def enable(
         >>> y.full_tensor()[0, 0, 3].tolist()  # row 3 reads row 4, which another rank owns
         [6.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 6.0]
     """
+    global _told
+    _told = True
     with _one_at_a_time:
         state = Enabled()
         registry.install()
@@ -111,6 +115,20 @@ def disable() -> None:
     Examples:
         >>> convmesh.disable()
     """
+    global _told
+    _told = True
+    switch_off()
+
+
+def enable_unless_told() -> None:
+    """For whoever gets a sharded tensor of us: without the rules torch would compute wrong results of it, silently."""
+    if not _told and not (registry.installed() and batching.installed()):
+        with _one_at_a_time:
+            registry.install()
+            batching.install()
+
+
+def switch_off() -> None:
     agreement.end()
     batching.set_settings(batching.Settings())
     batching.agree(None)

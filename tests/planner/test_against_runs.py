@@ -30,7 +30,7 @@ def test_eight_ranks() -> None:
 
 @pytest.mark.parametrize(
     "case", [Case("unet2d", MESHES[0]), Case("unet2d", MESHES[1]), Case("unet2d", MESHES[1], "bf16"),
-             Case("unet2d", MESHES[1], checkpoints=True)], ids=str,
+             Case("unet2d", MESHES[1], checkpoints=True), Case("unet2d", MESHES[1], "bf16", checkpoints=True)], ids=str,
 )  # fmt: skip
 def test_processes(pool: Pool, case: Case) -> None:
     runs = on_processes(pool, case)

@@ -36,6 +36,16 @@ class Picky(nn.Module):
         return x if x.max() > 0 else -x
 
 
+class Positive(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0]
+
+
+class Silent(nn.Module):
+    def forward(self, x: torch.Tensor) -> None:
+        return None
+
+
 def test_says_the_essence_in_five_lines() -> None:
     plan = convmesh.plan(nn.Conv2d(1, 1, 3, padding=1), {"input": (1, 1, 8, 8)}, {"h": 4})
     assert len(repr(plan).splitlines()) == 5
@@ -77,6 +87,12 @@ def test_a_step_of_ones_own() -> None:
     assert convmesh.plan(build, inputs, {"h": 2}).largest.layers  # type: ignore[arg-type]
 
 
+def test_ranks_with_fewer_samples_are_a_class_of_their_own() -> None:
+    plan = convmesh.plan(nn.Conv2d(1, 1, 3, padding=1), {"input": (8, 1, 8, 8)}, {"data": 3})
+    assert [rank.name for rank in plan.ranks] == ["any (data 0)", "any (data 2)"]  # which have 3 and 2
+    assert len(convmesh.plan(nn.ReLU(), {"input": (8, 1, 8, 8)}, {"data": 4, "h": 4}).ranks) == 3
+
+
 def test_what_is_sent_is_the_least_and_goes_to_neighbours() -> None:
     plan = convmesh.plan(UNet(3, 1, 2, (4, 8), (2,)), {"x": (1, 1, 16, 16, 16)}, {"d": 4, "w": 2})
     halos = {layer.layer: layer for rank in plan.ranks for layer in rank.layers if layer.halo_bytes}
@@ -116,6 +132,16 @@ def test_the_smallest_number_of_ranks_that_fits() -> None:
     assert any("2 ranks would be enough" in line for line in plan.advice)
 
 
+def test_more_ranks_are_tried_where_it_does_not_fit() -> None:
+    model, inputs = UNet(2, 1, 2, (4, 8), (2,)), {"x": (1, 1, 64, 64)}
+    needed = convmesh.plan(model, inputs, {"h": 3, "w": 2}).peak
+    small = convmesh.Device("small", needed, {"float32": 1e9}, 1e9, *[convmesh.planner.Link(1e-6, 1e9)] * 2)
+    plan = convmesh.plan(model, inputs, {"h": 2}, device=small)
+    assert not plan.fits
+    assert plan.smallest == 6
+    assert {row.ranks: row.fits for row in plan.scaling} == {1: False, 2: False, 4: False, 5: False, 6: True, 8: True}
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 1, 16, 16), (1, 1, 16, 16, 16)], ids=str)
 def test_the_page_has_everything_in_it(shape: tuple[int, ...], tmp_path: Path) -> None:
     plan = convmesh.plan(UNet(len(shape) - 2, 1, 2, (4, 8), (2,)), {"x": shape}, ranks=4)
@@ -148,9 +174,10 @@ def test_this_machine() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_values_are_not_asked_for() -> None:
+@pytest.mark.parametrize("model", [Picky(), Positive()])
+def test_values_are_not_asked_for(model: nn.Module) -> None:
     with pytest.raises(convmesh.PlanError, match=r"depends on values.*test_plan.py:\d+"):
-        convmesh.plan(Picky(), {"x": (1, 1, 8, 8)}, {"h": 2})
+        convmesh.plan(model, {"x": (1, 1, 8, 8)}, {"h": 2})
 
 
 @pytest.mark.parametrize(
@@ -158,6 +185,13 @@ def test_values_are_not_asked_for() -> None:
     [
         (["nowhere:Net", "--input", "1,1,8,8", "--ranks", "2"], "cannot be imported"),
         (["convmesh.models:UNet", "--input", "1,1,8,8", "--ranks", "2"], "cannot be built"),
+        ([":UNet", "--input", "1,1,8,8", "--ranks", "2"], "names no model"),
+        (["tests.planner.test_plan:Silent", "--input", "1,1,8,8", "--mesh", "h=2"], "no floating point tensor"),
+        (["torch.nn:Bilinear", "--with", "in1_features=8", "in2_features=8", "out_features=1",
+          "--input", "1,1,8,8", "--mesh", "h=2"], "missing 1 required positional argument"),
+        (["torch.nn:ReLU", "--input", "1,1,8,8", "--mesh", "h=2,h=2"], "twice"),
+        (["torch.nn:ReLU", "--input", "1,1,8,8", "--ranks", "two"], "is no number of ranks"),
+        (["torch.nn:ReLU", "--input", "1,1,8,8", "--ranks", "3000"], "take 16"),
         (["convmesh.models", "--input", "1,1,8,8", "--ranks", "2"], "names no model"),
         (["torch.nn:ReLU", "--input", "1,1,8,8", "--mesh", "h=9"], "more ranks than the 8 indices"),
         (["torch.nn:ReLU", "--input", "1,1,8,8", "--mesh", "z=2"], "shards nothing"),

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import convmesh
+from convmesh import api
+from convmesh.sharding import registry
 from tests.harness import Pool
 
 NAMES = ("data", "h")
@@ -102,6 +105,24 @@ def check_models(mesh: DeviceMesh) -> None:
     model(x)  # still works
     assert (x * torch.ones(())).shape == x.shape
     convmesh.disable()
+
+
+def forgotten(mesh: DeviceMesh) -> None:
+    """Nobody has switched the rules on: torch would compute wrong convolutions of the sharded image, silently."""
+    x = convmesh.shard(torch.arange(36.0).view(1, 1, 6, 6), mesh, data=2)
+    refused(DISTRIBUTE, lambda: nn.Conv2d(1, 1, 3)(x))
+    ones = convmesh.replicate(torch.ones(1, 1, 3, 3), mesh)
+    assert torch.equal(F.conv2d(x, ones).full_tensor(), F.conv2d(x.full_tensor(), ones.full_tensor()))
+
+
+def test_a_sharded_tensor_brings_the_rules_unless_they_were_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_told", False)
+    for _ in range(2):  # the end of a simulation does not count as a decision
+        convmesh.simulate(forgotten, (3,), ("data",))
+        assert not registry.installed()
+    convmesh.disable()
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        convmesh.simulate(forgotten, (3,), ("data",))
 
 
 def test_models_and_inputs_that_do_not_go_together(pool: Pool) -> None:

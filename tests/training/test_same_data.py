@@ -168,6 +168,17 @@ def test_checksums_tell_bits_and_their_order(dtype: torch.dtype, size: int) -> N
         assert checksum(tensor.flip(0)) != checksum(tensor)
 
 
+def late(mesh: DeviceMesh) -> None:
+    for number in range(40):
+        values = torch.full((4,), -1.0 if number > 36 and mesh.get_rank() == 3 else float(number))
+        convmesh.shard(values, mesh)
+
+
+def test_simulated_ranks_are_always_compared() -> None:
+    with pytest.raises(convmesh.ShardingError, match="different values where they should be equal"):
+        convmesh.simulate(late, (2, 2), NAMES)
+
+
 def test_checksums_tell_patterns_whose_sums_are_equal() -> None:
     """Masks that lie elsewhere have the same bits, and often the same sums of rows and of columns, of any length."""
     masks = []

@@ -65,7 +65,7 @@ ENTRIES: list[Entry] = [
     }, IMAGES, LATENTS, IMAGE, decode),
     ("AutoencoderKLTemporalDecoder", "AutoencoderKLTemporalDecoder", {
         "block_out_channels": (32, 32), "down_block_types": ("DownEncoderBlock2D",) * 2,
-    }, (3, 3, 32, 48), (3, 4, 12, 20), (((2, 2), (2, 3)), ((3,), (0,))), decode_frames),
+    }, (3, 3, 32, 48), (6, 4, 12, 20), (((2, 2), (2, 3)), ((3,), (0,))), decode_frames),
     ("AutoencoderKLWan 2.1", "AutoencoderKLWan", WAN, FRAMES, LATENT_FRAMES, VIDEO, decode),
     ("AutoencoderKLWan 2.2", "AutoencoderKLWan", {
         **WAN, "is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "decoder_base_dim": 8,
@@ -78,7 +78,7 @@ ENTRIES: list[Entry] = [
     ("AutoencoderKLLTXVideo", "AutoencoderKLLTXVideo", {
         "latent_channels": 8, "block_out_channels": (8, 8, 8, 8), "decoder_block_out_channels": (8, 8, 8, 8),
         "layers_per_block": (1, 1, 1, 1, 1), "decoder_layers_per_block": (1, 1, 1, 1, 1), "patch_size": 1,
-    }, FRAMES, (1, 8, 2, 6, 8), VIDEO, decode),
+    }, FRAMES, (1, 8, 4, 6, 8), VIDEO, decode),
     ("AutoencoderKLMochi", "AutoencoderKLMochi", {
         "latent_channels": 4, "encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4,
         "layers_per_block": (1, 1, 1, 1, 1), "latents_mean": (0.0,) * 4, "latents_std": (1.0,) * 4,
@@ -96,10 +96,15 @@ ENTRIES: list[Entry] = [
     }, (2, 2, 256), (2, 4, 40), SIGNAL, decode),
 ]  # fmt: skip
 
+# Variances of norms, and attention; and what is made larger, nearest, in decoders.
+SINGLE = {("AutoencoderDC", "encode"), ("AutoencoderDC", "decode"), ("AutoencoderKLWan", "decode"),
+          ("AutoencoderKLQwenImage", "decode"), ("AutoencoderKLLTXVideo", "encode"),
+          ("AutoencoderKLLTXVideo", "decode")}  # fmt: skip
+
 ZOO = [
     Network(
         "diffusers", f"{name}: {what}", partial(make, kind, **options), shape, layouts, call,
-        single=kind == "AutoencoderDC",  # variances of its norms, and its attention
+        single=(kind, what) in SINGLE,
     )
     for name, kind, options, pictures, latents, layouts, decoder in ENTRIES
     for what, shape, call in (("encode", pictures, encode), ("decode", latents, decoder))

@@ -67,9 +67,9 @@ ZOO = [
     Network("diffusers", "SanaTransformer2DModel", partial(make, "SanaTransformer2DModel", in_channels=4,
             out_channels=4, num_layers=1, num_attention_heads=2, attention_head_dim=12, num_cross_attention_heads=2,
             cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=8, sample_size=24), (1, 4, 24, 24),
-            IMAGE, with_text),
+            IMAGE, with_text, single=True),  # its attention
     Network("diffusers", "WanTransformer3DModel", partial(make, "WanTransformer3DModel", num_attention_heads=2,
-            attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8, freq_dim=16, ffn_dim=32, num_layers=2,
+            attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8, freq_dim=16, ffn_dim=96, num_layers=2,
             rope_max_seq_len=32), VIDEOS, VIDEO, with_text, single=True),  # its norms
     Network("diffusers", "CogVideoXTransformer3DModel", partial(make, "CogVideoXTransformer3DModel",
             num_attention_heads=2, attention_head_dim=16, num_layers=1,
@@ -83,7 +83,7 @@ ZOO = [
             lambda model, x: with_mask(model, x, pooled_projections=numbers(1, 8))),
     Network("diffusers", "MochiTransformer3DModel", partial(make, "MochiTransformer3DModel",
             **{**HEADS, "num_layers": 2}, pooled_projection_dim=8, in_channels=4, text_embed_dim=8,
-            time_embed_dim=16, max_sequence_length=5), VIDEOS, VIDEO, with_mask),
+            time_embed_dim=16, max_sequence_length=5), VIDEOS, VIDEO, with_mask, single=True),  # its norms
     Network("diffusers", "LTXVideoTransformer3DModel", partial(make, "LTXVideoTransformer3DModel", **HEADS,
             in_channels=8, out_channels=8, cross_attention_dim=24, caption_channels=8), (2, 64, 8), TOKENS,
             lambda model, x: with_mask(model, x, num_frames=4, height=4, width=4)),

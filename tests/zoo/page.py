@@ -26,9 +26,10 @@ Differences are relative to the largest number of a tensor. Right is below 1e-7;
 to it somewhere inside whatever they are given, below 1e-4. `largest` is the largest tensor that any rank makes, and
 `received` the most that reaches a rank at once, both relative to the largest activation of one process; parameters and
 their gradients do not count. A network is *sharded* if no rank makes a tensor as large as that, nor receives 0.75
-of one at once. Keys and values of attention would be [gathered](operators.md) in configurations this small;
-for this page they go round. Ranks are [simulated](simulate.md). These are one step each: the page says nothing about
-long trainings. `make test` trains some of these networks on real processes (`tests/test_networks.py`).
+of one at once. Keys and values of attention would be [gathered](operators.md) in configurations this small; for this
+page they go round, and random numbers, which are drawn in blocks of 1 MiB, are drawn in smaller ones. Ranks are
+[simulated](simulate.md). These are one step each: the page says nothing about long trainings.
+`make test` trains some of these networks on real processes (`tests/test_networks.py`).
 
 `convmesh.models` has ConvNeXt, ResNet and U-Net in plain PyTorch. They are tested on meshes in `tests/models`.
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import convmesh
 from convmesh.ops.linalg import attention
+from convmesh.ops.random import bernoulli
 from tests.gathers import MOST, Sizes
 from tests.zoo.network import Layout, Network, tensors
 
@@ -47,10 +48,11 @@ class Found:
 
 
 def _is_of(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Whether a tensor may be a parameter or its gradient: as it is, as a list, as a matrix, or part of a kernel."""
-    matrix = tuple(size for size in parameter if size > 1)
+    """Whether a tensor may be a parameter or its gradient: in any order, as a list or a matrix, or part of a kernel."""
     part = len(parameter) > 2 and shape[:2] == parameter[:2] and prod(shape) <= prod(parameter)
-    return part or shape in (parameter, (prod(parameter),), matrix, matrix[::-1])
+    part |= len(parameter) > 2 and shape[2:] == parameter[2:] and prod(shape) == prod(parameter)
+    alike = sorted(size for size in shape if size > 1) == sorted(size for size in parameter if size > 1)
+    return part or alike or shape == (prod(parameter),)
 
 
 class Activations(Sizes):
@@ -141,8 +143,9 @@ def compare(network: Network, layout: Layout, expected: tuple[list[torch.Tensor]
     found = Found(network.package, network.name, mesh, dims, tolerance=network.tolerance)
     started = time.monotonic()
     one, sizes = expected
-    # Keys and values of these small configurations would all be gathered.
+    # Keys and values of these small configurations would all be gathered, and blocks of random numbers be larger.
     attention.GATHERED_BYTES = 0
+    bernoulli.BLOCK = 1 << 12
     torch.manual_seed(0)
     try:
         names = tuple(f"m{number}" for number in range(len(mesh)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from convmesh.ops.linalg import attention
+from convmesh.ops.random import bernoulli
 from tests.zoo.registry import networks
 from tests.zoo.run import compare, on_one
 
@@ -22,6 +23,7 @@ CHOSEN = {
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "GATHERED_BYTES", 0)
+    monkeypatch.setattr(bernoulli, "BLOCK", 1 << 12)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the packages

@@ -20,7 +20,7 @@ VIT: dict[str, Any] = {
 }  # fmt: skip
 LABELS: dict[str, Any] = {"num_labels": 3}
 SWIN: dict[str, Any] = {
-    "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "image_size": 64, "drop_path_rate": 0.0,
+    "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "image_size": 64, "drop_path_rate": 0.0,
 }  # fmt: skip
 IMAGES = (2, 3, 64, 64)  # of one sample torch's own gradients of batch norms can be wrong, on one device
 

@@ -17,6 +17,7 @@ from .collectives import wait as wait
 from .compiled_results import before_compiled_writes as before_compiled_writes
 from .compiled_results import mark_returned_copies as mark_returned_copies
 from .dispatch import accumulating as accumulating
+from .dispatch import aliased as aliased
 from .dispatch import as_view as as_view
 from .dispatch import attach_hooks as attach_hooks
 from .dispatch import gradient_hooks as gradient_hooks
@@ -28,6 +29,7 @@ from .dispatch import keeps_communication as keeps_communication
 from .dispatch import replicate_implicitly as replicate_implicitly
 from .dispatch import replicates_implicitly as replicates_implicitly
 from .dispatch import stock as stock
+from .dispatch import view_of_itself as view_of_itself
 from .dispatch import view_rule as view_rule
 from .dispatch import when_backward_ends as when_backward_ends
 from .fake import checked_on_one_device as checked_on_one_device
@@ -57,6 +59,11 @@ from .names import Operator as Operator
 from .names import Spec as Spec
 from .names import Store as Store
 from .names import check_version as check_version
+from .opened import key_of as key_of
+from .opened import opened as opened
+from .opened import opened_like as opened_like
+from .opened import opened_lists as opened_lists
+from .opened import share_specs as share_specs
 from .operators import Signature as Signature
 from .operators import arguments as arguments
 from .operators import autograd_keys as autograd_keys
@@ -85,6 +92,8 @@ from .planning import fsdp_without_values as fsdp_without_values
 from .planning import has_values as has_values
 from .planning import running_node as running_node
 from .planning import silent_group as silent_group
+from .recording import recorded as recorded
+from .recording import records_whole as records_whole
 from .symbols import has_symbols as has_symbols
 from .symbols import known as known
 from .symbols import meta_tensors as meta_tensors
@@ -97,13 +106,10 @@ from .tensors import eager_spec_of as eager_spec_of
 from .tensors import give_attributes as give_attributes
 from .tensors import in_rank_order as in_rank_order
 from .tensors import is_one_rank as is_one_rank
-from .tensors import key_of as key_of
 from .tensors import local_of as local_of
 from .tensors import make_spec as make_spec
 from .tensors import noted as noted
 from .tensors import notes_of as notes_of
-from .tensors import opened as opened
-from .tensors import opened_lists as opened_lists
 from .tensors import plain as plain
 from .tensors import plain_local_of as plain_local_of
 from .tensors import plain_order as plain_order
@@ -131,5 +137,6 @@ from .tracing import never_alone as never_alone
 from .tracing import no_modes as no_modes
 from .tracing import tie as tie
 from .tracing import tracing as tracing
+from .zero_tensors import any_lazy as any_lazy
 from .zero_tensors import give_zeros_memory as give_zeros_memory
 from .zero_tensors import is_lazy as is_lazy

@@ -66,9 +66,26 @@ def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], r
     Not while a graph is traced: autograd knows it anyway, and so do the local tensors. What a graph returns as sharing
     memory with an input torch.compile makes once more, by strides and offsets, which DTensors do not have.
     """
-    if tracing() and not operator._schema.is_mutable:
-        return result
+    if not operator._schema.is_mutable:
+        if tracing():
+            return result
+        if type(result) is DTensor and type(args[0]) is DTensor:  # nearly always
+            return aliased(result, args[0])
     return return_and_correct_aliasing(operator, args, kwargs, result)
+
+
+def aliased(view: DTensor, tensor: DTensor) -> DTensor:
+    """The same outside of a trace."""
+    torch._functionalize_unsafe_set(view, tensor)
+    return view
+
+
+def view_of_itself(operator: Operator, tensor: Any) -> DTensor | None:
+    """A DTensor's view of all of its memory, by `detach` or `alias`; None for what needs a closer look."""
+    local = tensor._local_tensor if type(tensor) is DTensor else None
+    if type(local) is not torch.Tensor:
+        return None
+    return aliased(DTensor.__new__(DTensor, operator(local), tensor._spec, requires_grad=False), tensor)
 
 
 def keeps_communication(handler: Handler) -> Handler:

@@ -111,6 +111,9 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._guards.TracingContext, "try_get"),
     (torch._subclasses.functional_tensor, "FunctionalTensor"),
     (torch._subclasses, "FakeTensor"),
+    (torch, "_functionalize_unsafe_set"),
+    (torch._C, "DispatchKeySet"),
+    (torch.autograd.forward_ad, "_current_level"),
     (torch.Tensor, "_is_zerotensor"),
     (torch.library, "get_kernel"),
 )

@@ -199,9 +199,11 @@ def by_name(operator: Operator, values: Sequence[Any]) -> tuple[tuple[Any, ...],
 def autograd_keys(name: str) -> tuple[str, ...]:
     """Where a function has to be registered to stand in for an operator above autograd, for all kinds of tensors.
 
-    What torch makes of other operators at once it prefers to anything that is registered for all backends alike.
+    What torch makes of other operators at once it prefers to anything that is registered for all backends alike. What
+    it has for nested tensors stays for these.
     """
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd"):
+    special = ("CompositeImplicitAutograd", "NestedTensorCPU")
+    if not any(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key) for key in special):
         return ("Autograd",)
     return tuple(f"Autograd{backend}" for backend in ("CPU", "CUDA", "XPU", "HPU", "MPS", "PrivateUse1", "Meta"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -137,90 +137,6 @@ def make_spec(
     dtype: torch.dtype,
 ) -> DTensorSpec:
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
-
-
-def opened(
-    args: Sequence[Any], numbers: bool = True
-) -> tuple[list[Any], list[Any], list[Any], DeviceMesh | None] | None:
-    """Of the arguments of a call: the key by which its plan is found, which has a spec for each tensor, and `numbers`
-    or None for them; the arguments with local tensors, as they are; the shapes of these; and the mesh of the last one.
-
-    None for calls that need a closer look: while tracing, where a collective is under way, beside plain tensors.
-    """
-    key: list[Any] = []
-    values: list[Any] = []
-    shapes: list[Any] = []
-    mesh = None
-    for argument in args:
-        kind = type(argument)
-        if kind is DTensor:
-            local = argument._local_tensor
-            if type(local) is not torch.Tensor:
-                return None
-            spec = argument._spec
-            mesh = spec.mesh
-            key.append(spec)
-            values.append(local)
-            shapes.append(local.shape)
-        elif kind is list and argument and type(argument[0]) is not int:
-            inner = opened(argument)
-            if inner is None:
-                return None
-            key.append(tuple(inner[0]))
-            values.append(inner[1])
-            shapes += inner[2]
-            mesh = inner[3] or mesh
-        elif isinstance(argument, torch.Tensor):
-            return None
-        else:
-            key.append((tuple(argument) if kind is list else argument) if numbers else None)
-            values.append(argument)
-    return key, values, shapes, mesh
-
-
-def opened_lists(
-    lists: Sequence[Sequence[Any]], fits: Callable[[DTensorSpec], bool]
-) -> tuple[list[list[Any]], list[DTensorSpec]] | None:
-    """The local tensors of lists of tensors, and where the tensors of each number are, which is the same in all lists
-    and `fits`; numbers that are plain tensors stand beside them.
-
-    None for what needs a closer look. An optimizer has hundreds of tensors, so this does nothing twice.
-    """
-    specs: list[DTensorSpec] = []
-    opened: list[list[Any]] = []
-    for tensors in lists:
-        opened.append([])
-        first, add = not specs, opened[-1].append
-        for number, tensor in enumerate(tensors):
-            if type(tensor) is not DTensor:
-                if first or type(tensor) is not torch.Tensor or tensor.dim():
-                    return None
-                add(tensor)
-                continue
-            local, spec = tensor._local_tensor, tensor._spec
-            if type(local) is not torch.Tensor:
-                return None
-            if first:
-                same = specs and spec.placements == specs[-1].placements and spec.shard_order == specs[-1].shard_order
-                if not same and not fits(spec):
-                    return None
-                specs.append(spec)
-            elif spec is not specs[number]:
-                other = specs[number]
-                if spec.placements != other.placements or spec.shape != other.shape or spec.mesh is not other.mesh:
-                    return None
-                if spec.shard_order != other.shard_order:
-                    return None
-            shape = local.shape
-            add(usual(local, spec.tensor_meta.stride) if 1 in shape or 0 in shape else local)  # type: ignore[union-attr]
-    return opened, specs
-
-
-def key_of(value: Any) -> Any:
-    """What `opened` has in a key, of calls that need a closer look: symbols of a compiler by the numbers they are."""
-    if isinstance(value, list | tuple):
-        return tuple(map(key_of, value))
-    return spec_of(value) if isinstance(value, DTensor) else known(value)
 
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

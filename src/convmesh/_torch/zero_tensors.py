@@ -26,6 +26,11 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
 
 
+def any_lazy(*tensors: torch.Tensor | None) -> bool:
+    """Whether one of these is, of real numbers."""
+    return True in [tensor is not None and (tensor.is_neg() or tensor._is_zerotensor()) for tensor in tensors]
+
+
 def give_zeros_memory() -> Callable[[], None]:
     """Beside a DTensor let such a zero be an ordinary tensor; returns what undoes that."""
     library = torch.library.Library("aten", "IMPL")

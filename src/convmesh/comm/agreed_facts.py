@@ -34,7 +34,7 @@ def agreed(fact: str, holds: Callable[[], bool], mesh: DeviceMesh | None, togeth
     without other processes, it is the rank's own.
     """
     answers = _everybodys(fact, lambda: str(holds()), mesh, together)
-    return answers is not None and set(answers) == {"True"}
+    return answers is not None and answers.count("True") == len(answers)
 
 
 def of_first_rank(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, together: bool = True) -> str | None:
@@ -59,7 +59,7 @@ def asked_anew(occasion: str) -> Iterator[None]:
 def _everybodys(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, together: bool) -> list[str] | None:
     if _torch.tracing():
         return None
-    world = dist.group.WORLD if dist.is_initialized() else None
+    world = dist.group.WORLD
     if mesh is None or world is None:
         return [say()]
     known = _answers.setdefault(world, {})

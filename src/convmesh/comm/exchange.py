@@ -77,6 +77,8 @@ def joined(pieces: list[torch.Tensor], like: torch.Tensor, alike: bool = False) 
         return pieces[0].contiguous().view(-1)
     if not pieces:
         return like.new_empty(0)
+    if alike and type(like) is torch.Tensor and like.is_contiguous():
+        return torch.stack(pieces).view(-1)
     if alike:
         # In memory of its own, or else torch chooses an order by the pieces' strides.
         rows = like.new_empty((len(pieces), *pieces[0].shape))

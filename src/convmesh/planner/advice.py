@@ -32,7 +32,7 @@ def _fit(plan: Plan) -> Iterator[str]:
     peak, limit = plan.peak, plan.device.memory
     if peak > limit:
         yield (
-            f"It does not fit: a rank needs {size(peak)}, and a {plan.device.name} has {size(limit)}. "
+            f"It does not fit: a rank needs {size(peak)} of {size(limit)} ({plan.device.name}). "
             "Take more ranks, checkpoint activations, or compute in bf16."
         )
     elif peak > ROOM * limit:

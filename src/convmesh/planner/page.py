@@ -43,13 +43,13 @@ def page(plan: Plan) -> str:
 def _cards(plan: Plan) -> list[tuple[str, str]]:
     halos = sum(layer.halo_bytes for layer in plan.busiest.layers)
     return [
-        (size(plan.peak), f"at the peak, of {size(plan.device.memory)} that a {plan.device.name} has"),
+        (size(plan.peak), f"at the peak, of {size(plan.device.memory)}: {plan.device.name}"),
         (
             duration(plan.seconds),
             f"for a training step, an estimate; {duration(plan.largest.time.waiting)} of it waiting",
         ),
         (size(plan.busiest.bytes_sent), f"sent by a rank in a step, {size(halos)} of it halos"),
-        (str(plan.smallest or DASH), "ranks are the fewest that fit, of those that were tried"),
+        (str(plan.smallest or DASH), f"{'rank is' if plan.smallest == 1 else 'ranks are'} the fewest that fit"),
     ]
 
 

@@ -15,7 +15,7 @@ _WHERE = ("interior", "face", "edge", "corner")
 
 def classes(problem: Problem, mesh: Mesh) -> dict[str, int]:
     """A rank of every class: where it is, and its number. Ranks of a class have as many neighbours, and as much."""
-    places = [_places(problem.extent(name), size) for name, size in mesh.items()]
+    places = [_places(problem.extent(name), size, name == DATA) for name, size in mesh.items()]
     sizes = list(mesh.values())
     found: dict[str, int] = {}
     for place in product(*places):
@@ -35,15 +35,18 @@ def largest_class(problem: Problem, mesh: Mesh) -> int:
     return rank
 
 
-def _places(extent: int | None, size: int) -> list[int]:
-    """The first, the last, and of those between them one for each number of indices that they own."""
+def _places(extent: int | None, size: int, alone: bool) -> list[int]:
+    """The first, the last, and of those between them one for each number of indices that they own. Samples have no
+    neighbours: where they are shared out, it only matters how many a rank owns."""
     if extent is None:
         return [0]
     owned = [len(own) for own in shards(extent, (size,))]
-    between: dict[int, int] = {}
-    for at in range(1, size - 1):
-        between.setdefault(owned[at], at)
-    return sorted({0, size - 1, *between.values()})
+    ends = set() if alone else {0, size - 1}
+    others: dict[int, int] = {}
+    for at in range(size):
+        if at not in ends:
+            others.setdefault(owned[at], at)
+    return sorted(ends | set(others.values()))
 
 
 def _words(mesh: Mesh, place: tuple[int, ...]) -> str:
@@ -52,9 +55,7 @@ def _words(mesh: Mesh, place: tuple[int, ...]) -> str:
         for (name, size), at in zip(mesh.items(), place, strict=True) if name != DATA
     )  # fmt: skip
     dims = sum(size > 1 for name, size in mesh.items() if name != DATA)
-    if not dims:
-        return f"any ({', '.join(f'{name} {size}' for name, size in mesh.items())})"
-    kind = _WHERE[min(borders + 3 - dims, 3)] if borders else "interior"
+    kind = "any" if not dims else _WHERE[min(borders + 3 - dims, 3)] if borders else "interior"
     return f"{kind} ({', '.join(f'{name} {at}' for name, at in zip(mesh, place, strict=True))})"
 
 

@@ -12,7 +12,8 @@ from ..geometry import Box, shards
 
 RANKS = ("#4f9dff", "#ff9d4f", "#5fd38d", "#f06fb0", "#c59bff", "#ffd84f", "#4fe0e0", "#ff7a7a")
 _SLANT = 0.5, 0.42  # how far one index of depth goes to the right and up, in indices of width and height
-MOST_TAGS = 16  # ranks whose names are written into their shards
+MOST_TAGS, MOST_ACROSS = 16, 4  # ranks whose names are written into their shards, in all and side by side
+FLATTEST = 6  # a plane that is narrower is not drawn to scale: a line of indices would not be seen
 
 
 def color(rank: int) -> str:
@@ -26,12 +27,14 @@ def plane(sizes: Sequence[int], parts: Sequence[int], picture: str | None = None
     for rank, (down, across) in enumerate(product(range(parts[0]), range(parts[1]))):
         rows, columns = shards(height, (parts[0],))[down], shards(width, (parts[1],))[across]
         boxes.append(rectangle((rows, columns), color(rank), 0.13 if picture else 0.3))
-        if parts[0] * parts[1] <= MOST_TAGS:
+        if parts[0] * parts[1] <= MOST_TAGS and parts[1] <= MOST_ACROSS:
+            sizes_of_it = f" · {len(rows)} &times; {len(columns)}" if parts[1] <= 2 else ""
             tags.append(
                 f'<span class="tag" style="top: {rows.start / height:.2%}; left: {columns.start / width:.2%}; '
-                f'color: {color(rank)}">rank {rank} · {len(rows)} &times; {len(columns)}</span>'
+                f'color: {color(rank)}">rank {rank}{sizes_of_it}</span>'
             )
-    back = f'<img src="{picture}" alt="">' if picture else f'<div style="aspect-ratio: {width} / {height}"></div>'
+    shape = min(max(width / height, 1 / FLATTEST), FLATTEST)
+    back = f'<img src="{picture}" alt="">' if picture else f'<div style="aspect-ratio: {shape:.3f}"></div>'
     read = "" if halo is None else f'<g class="reads">{rectangle(halo, "currentColor", 0.12, dashed=True)}</g>'
     return Markup(
         f'<div class="over" role="img" aria-label="{parts[0]} x {parts[1]} shards">{back}<svg viewBox="0 0 {width} '

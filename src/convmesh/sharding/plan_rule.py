@@ -48,6 +48,7 @@ def plan_rule(
     remembers: bool = False,
     asks: Callable[..., Hashable] | None = None,
     adapt: Callable[..., tuple[Any, ...]] | None = None,
+    completes: Callable[..., tuple[Any, ...]] | None = None,
     varies: Container[str] = (),
     foreign: bool = False,
 ) -> Callable[[AnyPlanner], AnyPlanner]:
@@ -61,7 +62,8 @@ def plan_rule(
     With `remembers`, the gradient of the first tensor is written into zeros of its shape, and goes where it was. What
     a plan depends on beside the arguments `asks` finds out, of specs and numbers: the planner gets it as one more.
     Numbers that change from call to call, and on which no plan depends, have a name in `varies`: it gets None for them.
-    `adapt` gets the arguments of each call, as they are, and returns those that are planned for.
+    `adapt` gets the arguments of each call, as they are, and returns those that are planned for; `completes` does so
+    where not all of its tensors are DTensors, and leaves others as they are.
     """
 
     def declare(planner: AnyPlanner) -> AnyPlanner:
@@ -75,7 +77,7 @@ def plan_rule(
 
         prepared_rule(
             *operators, behaviour=behaviour, make=make, written=planner, asks=asks, varies=varies, adapt=adapt,
-            foreign=foreign,
+            completes=completes, foreign=foreign,
         )  # fmt: skip
         return planner
 
@@ -85,11 +87,12 @@ def plan_rule(
 def prepared_rule(
     *operators: _torch.Operator, behaviour: Behaviour, make: Make, written: Callable[..., Any],
     asks: Callable[..., Hashable] | None = None, varies: Container[str] = (),
-    adapt: Callable[..., tuple[Any, ...]] | None = None, foreign: bool = False,
+    adapt: Callable[..., tuple[Any, ...]] | None = None, completes: Callable[..., tuple[Any, ...]] | None = None,
+    foreign: bool = False,
 ) -> None:  # fmt: skip
     """Declare rules whose calls are prepared once; `written` is what the author of the rule has written."""
     for operator in operators:
-        handler = _handler(operator, make, written, asks, varies, foreign)
+        handler = _handler(operator, make, written, asks, varies, completes, foreign)
         handler = handler if adapt is None else _adapted(handler, adapt)
         rule(operator, behaviour=behaviour, knows_strides=True, tolerates=True)(handler)
 
@@ -104,7 +107,7 @@ def _adapted(handler: _torch.Handler, adapt: Callable[..., tuple[Any, ...]]) -> 
 
 def _handler(
     operator: _torch.Operator, make: Make, written: Callable[..., Any], asks: Callable[..., Hashable] | None,
-    varies: Container[str], foreign: bool,
+    varies: Container[str], completes: Callable[..., tuple[Any, ...]] | None, foreign: bool,
 ) -> _torch.Handler:  # fmt: skip
     plans, names = Table(), _torch.signature(operator).names
     known, count = plans.plans, len(names)
@@ -133,6 +136,9 @@ def _handler(
     @wraps(written)
     def unknown(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _torch.arguments(operator, args, kwargs)
+        if completes is not None:
+            given, kwargs = completes(*given), {}
+            args = given
         named = _named(operator, given)
         specs_of(_torch.name_of(operator), named)  # refuses plain tensors
         key = [None if number in varying else _torch.key_of(value) for number, value in enumerate(given)]

@@ -12,7 +12,7 @@ writes decide about it, which all ranks count alike, and never whether somebody 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
@@ -59,7 +59,7 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         targets = (args[0],) if first_only else tuple(_written(known, args, kwargs))
-        if not any(map(_is_of_others if copy_notes.anything_noted else _is_view, targets)):
+        if not (any(map(_is_of_others, targets)) if copy_notes.anything_noted else _has_view(targets)):
             return handler(operator, args, kwargs)  # nearly always
         for target in targets:
             _before(target)
@@ -89,6 +89,10 @@ def _is_of_others(target: Any) -> bool:
 
 def _is_view(target: Any) -> bool:
     return target is not None and target._is_view()
+
+
+def _has_view(targets: Iterable[Any]) -> bool:
+    return True in [target is not None and target._is_view() for target in targets]  # an optimizer has hundreds
 
 
 def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

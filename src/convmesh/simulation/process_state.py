@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from .. import _torch
+from .. import _torch, api
 from ..batching import choice, machines
 from ..comm import agreed_facts, traffic
 from ..comm.failures import first_failure, interception
@@ -26,6 +26,7 @@ OWN: tuple[tuple[Any, str], ...] = (
     (warnings, "showwarning"),
     (sys, "stdout"),
     (sys, "stderr"),
+    (api, "_told"),
     (agreed_facts, "_answers"),
     (agreed_facts, "_occasion"),
     (traffic, "_counters"),

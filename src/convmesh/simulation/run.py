@@ -87,7 +87,7 @@ class _Simulation:
         finally:
             torch.set_num_threads(threads)
             if (registry.installed(), batching.installed()) != on:
-                api.disable()
+                api.switch_off()
         self._raise()
         return [self._results[rank] for rank in range(self._world.size)]
 

@@ -128,15 +128,20 @@ def entry_of(target: object) -> Entry | None:
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Those whose gradients nobody else looks after: FSDP reduces the ones that it has sharded, also over our mesh."""
-    sharded = {
-        id(parameter) for part in module.modules() if isinstance(part, FSDPModule) for parameter in part.parameters()
-    }
-    return [parameter for parameter in module.parameters() if id(parameter) not in sharded]
+    parameters = list(module.parameters())
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    sharded = {id(parameter) for part in parts for parameter in part.parameters()}
+    return [parameter for parameter in parameters if id(parameter) not in sharded] if parts else parameters
 
 
 def _has_other_parameters(module: nn.Module) -> bool:
-    parameters = list(module.parameters())
-    return bool(parameters) and not any(isinstance(parameter, DTensor) for parameter in parameters)
+    """None of them is a DTensor: where one is, it is nearly always the first."""
+    any_at_all = False
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            return False
+        any_at_all = True
+    return any_at_all
 
 
 def _refuse_plain(target: Any, args: Any, kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from .. import _torch
+from ..api import enable_unless_told
 from ..sharding.errors import ShardingError, refuse
 from ..sharding.layout import Layout, dense_stride
 from ..sharding.redistribute import check_one_rank
@@ -224,10 +225,12 @@ def _region(layout: Layout) -> Region:
 
 
 def _wrap(part: torch.Tensor, layout: Layout) -> DTensor:
+    pinned = False
+    if not torch.compiler.is_compiling():
+        enable_unless_told()
+        pinned = part.is_pinned()  # from there the copy need not be waited for
     # Views of a DTensor are made by its global strides, so the local ones must agree with them.
-    pinned = not torch.compiler.is_compiling() and part.is_pinned()  # from there the copy need not be waited for
-    part = part.to(layout.mesh.device_type, non_blocking=pinned)
-    part = part.contiguous(memory_format=layout.memory_format)
+    part = part.to(layout.mesh.device_type, non_blocking=pinned).contiguous(memory_format=layout.memory_format)
     return DTensor.from_local(
         part, layout.mesh, layout.placements, run_check=False, shape=torch.Size(layout.shape), stride=layout.stride
     )

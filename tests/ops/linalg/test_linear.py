@@ -121,3 +121,29 @@ def test_a_view_that_had_to_move_lies_as_its_strides_say(pool: Pool) -> None:
     """Views of it are made by these, and random numbers drawn; they are those of one device."""
     places = ((2, 2), (0, 2), (3, 3), (2, 3), (0, 3))
     pool.run_cases(check_dense, [(last, at) for last in (False, True) for at in places], mesh=(2, 2))
+
+
+def _derived_twice(mesh: DeviceMesh) -> None:
+    """Of a layer on sharded space, features, and both; by a penalty of the gradient, which derives it once more."""
+    convmesh.enable()
+    torch.manual_seed(0)
+    tensors = [torch.randn(size).double() for size in ((3, 5, 4, 6), (5, 6), (5,))]
+    for at in ((1, None), (1, 2), (2, 3), (3, None)):
+        for of_weight in ((None, None), (0, None), (None, 1)):
+            of_bias = tuple(0 if dim == 0 else None for dim in of_weight)
+            given = [one.clone().requires_grad_() for one in tensors]
+            places = zip(tensors, (at, of_weight, of_bias), strict=True)
+            placed = [place(one.clone(), mesh, where).requires_grad_() for one, where in places]
+            found = []
+            for some in (given, placed):
+                y = linear(*some)
+                first = torch.autograd.grad(y.square().sum(), some, create_graph=True)
+                second = torch.autograd.grad(sum(one.square().sum() for one in first), some)
+                found.append([y, *first, *second])
+            for right, one in zip(*found, strict=True):
+                torch.testing.assert_close(one.full_tensor(), right)
+            assert type(y.grad_fn).__name__ == "LinearBackward0"  # one node, and no views around it
+
+
+def test_a_layer_is_one_operator_and_can_be_derived_twice() -> None:
+    convmesh.simulate(_derived_twice, mesh=(2, 2), names=("a", "b"))

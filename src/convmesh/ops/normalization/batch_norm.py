@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import _torch
-from ...kernels.batch_norm import Merge, Running, channel_moments, normalised_by_ranks, normalised_by_statistics
+from ...kernels.batch_norm import Running, channel_moments, normalised_by_ranks, normalised_by_statistics
 from ...sharding.call import Call, Move, Moved
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, made_of_others
-from .._core.cached_tensors import Numbers
 from ..reductions.plan import wide
 from .common import Spread, arrange, rows
 
@@ -57,18 +55,6 @@ class Placed:
             one is None or one.dtype == self.input.dtype for one in (*self.parameters, *others, self.statistics)
         )
         return alike and self.input.is_contiguous and self.input.dtype in (torch.float32, torch.float64)
-
-    @cached_property
-    def merge(self) -> Merge:
-        shares, counts = self.spread.shares, self.spread.counts
-        owners = Numbers([rank for rank, count in enumerate(counts) if count]).on if 0 in counts else None
-        owned = Numbers([count for count in counts if count]).on
-        return Merge(self.spread.weights.on, len(set(shares)) <= 1, self.spread.count, owned, owners)
-
-    @cached_property
-    def merged(self) -> Merge:
-        """That of moments which are those of all ranks together."""
-        return Merge(Numbers([1.0]).on, True, self.spread.count, Numbers([self.spread.count]).on)
 
 
 def check(named: dict[str, Any]) -> None:
@@ -141,7 +127,6 @@ class _Training:
 
     def __init__(self, placed: Placed, running: tuple[Layout | None, ...], more: int, functional: bool):
         self._placed, self._spread = placed, placed.spread
-        self._merge, self._merged, self._ranks = placed.merge, placed.merged, len(placed.spread.shares)
         self._dtype, self._functional, self._more = placed.statistics.dtype, functional, more
         self._fits = placed.compiled(*running)
         at = placed.statistics.placements
@@ -151,7 +136,7 @@ class _Training:
 
     def __call__(self, x: Any, w: Any, b: Any, *rest: Any) -> tuple[Any, ...]:
         running: tuple[Any, Any] = rest[:2] if self._to else (None, None)
-        compiled = self._fits and self._spread.compiled() and not any(map(is_lazy, (x, w, b, *running)))
+        compiled = self._fits and self._spread.compiled() and not _torch.any_lazy(x, w, b, *running)
         x = x.contiguous() if compiled else x
         own = channel_moments(x, self._dtype, compiled=compiled)
         moved: Any = running if self._simple else [*map(self._moved, self._to, running)]
@@ -159,7 +144,7 @@ class _Training:
         y, mean, rstd = normalised_by_ranks(
             x,
             moments,
-            self._merge if len(moments) == self._ranks else self._merged,
+            self._spread.merging(moments),
             rest[-1],
             w,
             b,
@@ -182,7 +167,3 @@ class _Training:
         if old is None or (move is None and not self._functional):
             return old
         return old.clone() if move is None else move(old).clone()
-
-
-def is_lazy(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and _torch.is_lazy(tensor)

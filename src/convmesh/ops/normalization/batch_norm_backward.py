@@ -11,7 +11,7 @@ from ...kernels.batch_norm import channel_sums, gradient_by_sums
 from ...sharding.call import Call, Moved
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
-from .batch_norm import BACKWARD, STATISTICS, Placed, check, is_lazy
+from .batch_norm import BACKWARD, STATISTICS, Placed, check
 from .common import parameter_gradient
 
 aten = torch.ops.aten
@@ -70,7 +70,7 @@ class _Gradients:
             mean, rstd = mean.to(self._dtype), rstd.to(self._dtype)
         if not self._training:
             rstd = (rstd + values[self._eps]).rsqrt()
-        compiled = self._fits and self._spread.compiled() and not any(map(is_lazy, (gy, x, w, mean, rstd)))
+        compiled = self._fits and self._spread.compiled() and not _torch.any_lazy(gy, x, w, mean, rstd)
         if compiled:
             gy, x, mean, rstd = gy.contiguous(), x.contiguous(), mean.contiguous(), rstd.contiguous()
         sums = channel_sums(gy, x, mean, rstd, compiled=compiled)

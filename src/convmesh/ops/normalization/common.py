@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import kernels
 from ...comm import agreed, all_gather_summaries, all_reduce, are_few, start_reducing
+from ...kernels.batch_norm import Merge
 from ...kernels.normalization import Pair
 from ...sharding.layout import Layout
 from ...sharding.redistribute import place
@@ -68,6 +69,21 @@ class Spread:
     @cached_property
     def weights(self) -> Numbers:
         return Numbers(self.shares)
+
+    def merging(self, moments: torch.Tensor) -> Merge:
+        """How what `gather` has brought is merged."""
+        return self._of_ranks if len(moments) == len(self.shares) else self._of_all
+
+    @cached_property
+    def _of_ranks(self) -> Merge:
+        owners = Numbers([rank for rank, count in enumerate(self.counts) if count]).on if 0 in self.counts else None
+        owned = Numbers([count for count in self.counts if count]).on
+        return Merge(self.weights.on, len(set(self.shares)) <= 1, self.count, owned, owners)
+
+    @cached_property
+    def _of_all(self) -> Merge:
+        """Of moments which are those of all ranks together."""
+        return Merge(Numbers([1.0]).on, True, self.count, Numbers([self.count]).on)
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""

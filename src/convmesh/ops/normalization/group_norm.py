@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from ... import _torch
 from ...geometry import Interval
+from ...kernels.batch_norm import Running, channel_moments, channel_sums, gradient_by_sums, normalised_by_ranks
 from ...kernels.normalization import Pair, input_gradient, moments_of_groups, normalised, sums_by_set
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout, all_absent
@@ -143,7 +144,39 @@ def group_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[st
     return plan.output.wrap(y), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
 
 
+def _as_batch_norm(plan: GroupNormPlan, *tensors: torch.Tensor) -> bool:
+    """Whether every channel of every sample is normalised by itself: a batch norm of one sample with all of them as
+    channels, which takes fewer operators. Those of half precision are computed in another."""
+    alike = plan.whole_groups and plan.per_group == 1 and plan.output.dtype == plan.statistics.dtype
+    return alike and plan.output.is_contiguous and all(tensor.is_contiguous() for tensor in tensors)
+
+
+def _one_sample(x: torch.Tensor) -> torch.Tensor:
+    """[N C space] -> [1 NC space]"""
+    return x.view(1, x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _for_samples(x: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
+    return parameter if parameter is None or len(x) == 1 else parameter.repeat(len(x))
+
+
+def _by_library(plan: GroupNormPlan, *tensors: torch.Tensor | None) -> bool:
+    """Whether the compiled library computes it, as far as this rank's tensors tell."""
+    alike = all(tensor is None or tensor.dtype == plan.output.dtype for tensor in tensors)
+    known = plan.output.dtype in (torch.float32, torch.float64)
+    return alike and known and plan.spread.compiled() and not _torch.any_lazy(*tensors)
+
+
 def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
+    if _as_batch_norm(plan, x):
+        compiled, sample = _by_library(plan, x, w, b), _one_sample(x)
+        own = plan.spread.gather(channel_moments(sample, plan.statistics.dtype, compiled=compiled))
+        parameters = _for_samples(x, w), _for_samples(x, b)
+        no_statistics = Running(None, None, 0.0)
+        found = normalised_by_ranks(
+            sample, own, plan.spread.merging(own), eps, *parameters, no_statistics, compiled=compiled
+        )
+        return found.output.view(x.shape), found.mean.view(x.shape[:2]), found.rstd.view(x.shape[:2])
     # A group of which the rank has some channels only is made of these, one by one.
     local_groups = plan.groups if plan.whole_groups else len(plan.channels)
     compiled = plan.spread.compiled()
@@ -191,6 +224,13 @@ def group_norm_backward(
 def _gradients(
     plan: GroupNormPlan, gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, w: Any
 ) -> tuple[torch.Tensor, ...]:
+    if _as_batch_norm(plan, gy, x) and mean.dtype == gy.dtype == x.dtype:
+        compiled, values = _by_library(plan, gy, x, w, mean, rstd), prod(plan.output.shape[2:])
+        given = _one_sample(gy), _one_sample(x), mean.contiguous().view(-1), rstd.contiguous().view(-1)
+        own = channel_sums(*given, compiled=compiled)
+        gx = gradient_by_sums(*given, _for_samples(x, w), plan.spread.total(own), values, compiled=compiled)
+        products, plain = own.unbind() if len(x) == 1 else own.view(2, *x.shape[:2]).sum(1).unbind()
+        return gx.view(x.shape), products, plain
     gy, x = (t.to(mean.dtype) for t in (gy, x))
     compiled = plan.spread.compiled()
     moments = plan.by_channel(mean, x.dim()), plan.by_channel(rstd, x.dim())

@@ -18,7 +18,7 @@ from ...sharding.layout import Layout
 from ...sharding.partial import is_pending, reduce_once
 from ...sharding.registry import Behaviour, overloads, rule, tolerant, while_installed
 from ...sharding.result_strides import as_on_one_device
-from .tensor_lists import Lists, is_new_like, of_one_layout
+from .tensor_lists import Lists, of_one_layout
 
 aten = torch.ops.aten
 
@@ -69,13 +69,14 @@ def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     known = of_one_layout(operator, args, kwargs)
     if known is None:
         return (_elsewhere if writes else _elsewhere_as_on_one_device)(operator, args, kwargs)
-    local, specs = known
+    local, specs, has_gaps = known
     results = _torch.call(operator, local)
     if results is None:
         return None
     several = results if isinstance(results, tuple) else (results,)
-    if not all(is_new_like(one, spec) for some in several for one, spec in zip(some, specs, strict=True)):
-        return _elsewhere_as_on_one_device(operator, args, kwargs)
+    dtypes = [spec.tensor_meta.dtype for spec in specs]  # type: ignore[union-attr]
+    if has_gaps or not all([one.dtype for one in some] == dtypes for some in several):
+        return _elsewhere_as_on_one_device(operator, args, kwargs)  # results are not as the tensors are
     wrapped = [[*map(_torch.wrap, some, specs)] for some in several]
     return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Any
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,29 +18,58 @@ from ...sharding.layout import Layout, is_sum
 from ...sharding.partial import is_pending, kept, put_back, reduce_once
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
-from ...strides import format_of
+from ...strides import Stride, format_of, has_idle_strides, usual
 
 LINEAR = frozenset(f"_foreach_{name}" for name in (
     "neg.default", "mul.Scalar", "div.Scalar", "mul.ScalarList", "div.ScalarList", "add.List", "sub.List",
 ))  # fmt: skip
 
 
+class Known(NamedTuple):
+    """Lists of tensors that an operator got before, of which nothing had to be moved."""
+
+    specs: list[list[_torch.Spec]]
+    odd: list[tuple[int, int, Stride]]  # of which list which tensor has strides that say nothing, and those of all
+    has_gaps: bool
+
+
+# The last ones, by operator and number of tensors; threads may be ranks.
+_known: dict[tuple[int, int, int], Known] = {}
+
+
 def of_one_layout(
     operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], list[_torch.Spec]] | None:
-    """Nearly always nothing has to be moved: all arguments with local tensors, and where the tensors of each number
-    are. None where something may have to be."""
+) -> tuple[list[Any], list[_torch.Spec], bool] | None:
+    """Nearly always nothing has to be moved: all arguments with local tensors, where the tensors of each number are,
+    and whether one of these has gaps in memory. None where something may have to be."""
     values = list(_torch.arguments(operator, args, kwargs))
     lists = [number for number in _torch.signature(operator).lists if values[number]]
     lengths = {len(values[number]) for number in lists}
     if len(lengths) != 1 or any(isinstance(value, DTensor) for value in values):
         return None
-    opened = _torch.opened_lists([values[number] for number in lists], _is_settled)
-    if opened is None:
-        return None
-    for number, local in zip(lists, opened[0], strict=True):
+    given = [values[number] for number in lists]
+    key = id(operator), len(given[0]), get_ident()
+    found, opened = _known.get(key), _torch.opened_like(given)
+    if found is None or opened is None or opened[1] != found.specs:
+        if opened is not None:
+            _torch.share_specs(given)
+            opened = _torch.opened_like(given)
+        checked = _torch.opened_lists(given, _is_settled)
+        if checked is None:
+            return None
+        locals, specs = checked
+        has_gaps = any(format_of(tuple(spec.shape), spec.stride) is None for spec in specs)
+        if opened is not None:
+            each = [(number, at, one) for number, some in enumerate(locals) for at, one in enumerate(some)]
+            odd = [(number, at, specs[at].stride) for number, at, one in each if has_idle_strides(one.shape)]
+            _known[key] = Known(opened[1], odd, has_gaps)
+    else:
+        locals, (specs, *_), has_gaps = *opened, found.has_gaps
+        for number, at, stride in found.odd:
+            locals[number][at] = usual(locals[number][at], stride)
+    for number, local in zip(lists, locals, strict=True):
         values[number] = local
-    return values, opened[1]
+    return values, specs, has_gaps
 
 
 class Lists:
@@ -164,13 +194,6 @@ class Lists:
         value = self._reduced.get(id(value), value)
         layout = Layout.of(_torch.spec_of(value))
         return move(value, layout.placed((Replicate(),) * layout.mesh.ndim))
-
-
-def is_new_like(result: torch.Tensor, spec: _torch.Spec) -> bool:
-    """Whether a result, in new memory, is on one device as the tensor is that it was made of: without gaps."""
-    meta = spec.tensor_meta
-    assert meta is not None, "a DTensor's spec knows its shape"
-    return result.dtype == meta.dtype and format_of(tuple(meta.shape), meta.stride) is not None
 
 
 def _is_settled(spec: _torch.Spec) -> bool:

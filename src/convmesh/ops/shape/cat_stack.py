@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ... import _torch
 from ...geometry import IndexMap, index_map
-from ...sharding.call import Call, Operand
+from ...sharding.call import Call
 from ...sharding.errors import Unfit
 from ...sharding.implicit_replication import the_same_everywhere
 from ...sharding.layout import Layout
@@ -79,7 +79,7 @@ def _common_dtype(tensors: Sequence[Layout]) -> torch.dtype:
     return dtype
 
 
-@plan_rule(aten.cat.default, behaviour=JOIN, adapt=_list_placed)
+@plan_rule(aten.cat.default, behaviour=JOIN, completes=_list_placed)
 def cat(operator: _torch.Operator, tensors: Sequence[Layout], dim: int) -> Call:
     # torch lets tensors of shape (0,) stand beside any others.
     operands = [layout for layout in tensors if layout.shape != (0,)] or list(tensors[:1])
@@ -95,16 +95,20 @@ def cat(operator: _torch.Operator, tensors: Sequence[Layout], dim: int) -> Call:
     dtype = _common_dtype(tensors)
     placed, output, remap = _join(operator, operands, rows, shape, dtype, (dim, index_map.joined(sizes)))
 
+    def plainly(tensors: list[torch.Tensor], _: int) -> torch.Tensor:
+        return torch.cat(tensors, dim)
+
     def run(tensors: Sequence[torch.Tensor | None], _: int) -> torch.Tensor:
         local = [one if one.dtype == dtype else one.to(dtype) for one in tensors if one is not None]
         return torch.cat(local, dim) if remap is None else remap(local)
 
     used = iter(placed)
-    joined: Operand = [next(used) if any(layout is one for one in operands) else None for layout in tensors]
-    return Call((joined,), output, run)
+    joined: list[Layout | None] = [next(used) if any(layout is one for one in operands) else None for layout in tensors]
+    plain = remap is None and None not in joined and all(layout.dtype == dtype for layout in tensors)
+    return Call((joined,), output, plainly if plain else run)
 
 
-@plan_rule(aten.stack.default, behaviour=JOIN, adapt=_list_placed)
+@plan_rule(aten.stack.default, behaviour=JOIN, completes=_list_placed)
 def stack(operator: _torch.Operator, tensors: Sequence[Layout], dim: int) -> Call:
     first = tensors[0].shape
     if any(operand.shape != first for operand in tensors) or not -len(first) - 1 <= dim <= len(first):
@@ -115,7 +119,7 @@ def stack(operator: _torch.Operator, tensors: Sequence[Layout], dim: int) -> Cal
     return Call((placed,), output, lambda local, _: torch.stack([one.to(dtype) for one in local], dim))
 
 
-@plan_rule(aten.slice_scatter.default, behaviour=PUT, adapt=_pair_placed)
+@plan_rule(aten.slice_scatter.default, behaviour=PUT, completes=_pair_placed)
 def slice_scatter(
     operator: _torch.Operator, full: Layout, part: Layout, dim: int, start: int | None, stop: int | None, step: int
 ) -> Call:
@@ -136,7 +140,7 @@ def slice_scatter(
     return Call(placed, output, run)
 
 
-@plan_rule(aten.select_scatter.default, behaviour=PUT, adapt=_pair_placed)
+@plan_rule(aten.select_scatter.default, behaviour=PUT, completes=_pair_placed)
 def select_scatter(operator: _torch.Operator, full: Layout, part: Layout, dim: int, index: int) -> Call:
     dim, size = dim % max(1, full.ndim), full.shape[dim]
     if part.shape != (*full.shape[:dim], *full.shape[dim + 1 :]) or not -size <= index < size:

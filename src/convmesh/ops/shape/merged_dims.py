@@ -6,11 +6,12 @@ A feature map that becomes tokens, and then a feature map again, is sharded as i
 from __future__ import annotations
 
 from collections.abc import Hashable
+from math import prod
 
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ... import _torch
-from ...geometry import groups, where_sharded
+from ...geometry import Group, groups, where_sharded
 from ...sharding.gradient_placements import LARGEST, Placements, key_of
 from ...sharding.layout import Layout, reduced
 from ...sharding.plan_cache import planned
@@ -45,23 +46,22 @@ def _merged(spec: _torch.Spec, shape: tuple[int, ...]) -> tuple[tuple[Hashable, 
 
 def recall(spec: _torch.Spec, shape: tuple[int, ...]) -> Placements | None:
     """Where a tensor should go whose dimensions are split: None where that is not known, or it is in backward, which
-    has ways of its own to know it."""
-    if _torch.in_backward():
+    has ways of its own to know it. What was sharded along another dimension meanwhile, as the batch, goes back too."""
+    if _torch.in_backward() or not _splits(spec, shape):
         return None
     layout = Layout.of(spec)
     placements: list[Placement] = [reduced(p, "sum") for p in layout.placements]
-    known = False
-    for group in groups(layout.shape, shape):
-        over = [m for m, p in enumerate(layout.placements) if isinstance(p, Shard) and p.dim in group.before]
-        dims = [dim for dim in group.after if shape[dim] > 1]
-        split = sum(layout.shape[dim] > 1 for dim in group.before) == 1 and len(dims) > 1
-        within = _seen.get(key_of((layout.mesh, tuple(shape[dim] for dim in dims)))) if split and over else None
-        if within is not None and [m for m, _ in within] == over:
-            known = True
+    restored: set[int] = set()
+    found = groups(layout.shape, shape)
+    for group in found:
+        over, dims, split = _of_group(layout, group, shape)
+        within = _within(layout, [shape[dim] for dim in dims]) if split else None
+        if within and set(over) <= dict(within).keys() and _all_sharded(layout, within):
+            restored |= dict(within).keys()
             for mesh_dim, place in within:
                 placements[mesh_dim] = Shard(dims[place])
-            continue
-        for mesh_dim in over:
+    for group in found if restored else ():
+        for mesh_dim in set(_of_group(layout, group, shape)[0]) - restored:
             placement = layout.placements[mesh_dim]
             assert isinstance(placement, Shard)
             sizes = tuple(layout.mesh.size(m) for m in layout.sharded_dims[placement.dim])
@@ -69,4 +69,41 @@ def recall(spec: _torch.Spec, shape: tuple[int, ...]) -> Placements | None:
             if new is None:
                 return None
             placements[mesh_dim] = Shard(new)
-    return tuple(placements) if known else None
+    return tuple(placements) if restored else None
+
+
+def _within(layout: Layout, sizes: list[int]) -> Within | None:
+    """What is known of dimensions of these sizes: of all together, or of the last ones, and of what they became."""
+    known = _seen.get(key_of((layout.mesh, tuple(sizes))))
+    for first in range(1, len(sizes) - 1) if known is None else ():
+        inner = _seen.get(key_of((layout.mesh, tuple(sizes[first:]))))
+        outer = _seen.get(key_of((layout.mesh, (*sizes[:first], prod(sizes[first:])))))
+        if inner is not None and outer is not None:
+            places = dict(inner)
+            return tuple((m, place if place < first else first + places.get(m, 0)) for m, place in outer)
+    return known
+
+
+@planned
+def _splits(spec: _torch.Spec, shape: tuple[int, ...]) -> bool:
+    layout = Layout.of(spec)
+    return any(_of_group(layout, group, shape)[2] for group in groups(layout.shape, shape))
+
+
+def _of_group(layout: Layout, group: Group, shape: tuple[int, ...]) -> tuple[list[int], list[int], bool]:
+    """Over which mesh dimensions it is sharded, what it becomes, and whether one dimension is split: one that is
+    sharded, or of a tensor that meanwhile is sharded along another one that is too short for its ranks."""
+    over = [m for m, p in enumerate(layout.placements) if isinstance(p, Shard) and p.dim in group.before]
+    dims = [dim for dim in group.after if shape[dim] > 1]
+    split = (bool(over) or _idle(layout)) and sum(layout.shape[dim] > 1 for dim in group.before) == 1 and len(dims) > 1
+    return over, dims, split
+
+
+def _idle(layout: Layout) -> bool:
+    over = layout.sharded_dims.items()
+    return any(layout.shape[dim] < prod(layout.mesh.size(m) for m in mesh_dims) for dim, mesh_dims in over)
+
+
+def _all_sharded(layout: Layout, within: Within) -> bool:
+    """Else a tensor would be sharded that others may expect to be replicated, or that is a pending sum."""
+    return all(isinstance(layout.placements[mesh_dim], Shard) for mesh_dim, _ in within)

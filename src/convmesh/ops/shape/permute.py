@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from ... import _torch
 from ...sharding.layout import Layout, is_plain
+from ...sharding.local_views import local_view_rule
 from ...sharding.plan_cache import planned
 from ...sharding.registry import Behaviour, rule, tolerant
 from .slice_split import view_of
@@ -34,21 +35,19 @@ NEW: dict[_torch.Operator, _torch.Operator] = {
 }
 
 
+def _local(operator: _torch.Operator, spec: _torch.Spec, *dims: Any) -> Layout | None:
+    output = plan_rename(operator, spec, dims[0] if operator is aten.permute.default else dims)
+    return output if output is not None and output.present else None
+
+
+@local_view_rule(
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, behaviour=RENAME, where=_local
+)
 @rule(
-    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.detach.default,
-    aten.alias.default, aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default,
-    aten._neg_view.default, behaviour=RENAME, knows_strides=True, tolerates=True,
+    aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default, aten._neg_view.default,
+    behaviour=RENAME, knows_strides=True,
 )  # fmt: skip
 def rename(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) == 1 and not kwargs and (local := _torch.plain_local_of(args[0])) is not None:  # `detach`, mostly
-        known = plan_rename(operator, _torch.eager_spec_of(args[0]), ())
-        if known is not None and known.present and not local.is_conj():
-            return _torch.as_view(operator, args, kwargs, _torch.wrap(operator(local), known.spec))
-    return _renamed(operator, args, kwargs)
-
-
-@tolerant
-def _renamed(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, *dims = _torch.arguments(operator, args, kwargs)
     given = tuple(dims[0]) if operator is aten.permute.default else tuple(dims)
     output = plan_rename(operator, _torch.spec_of(input), given)
@@ -60,6 +59,16 @@ def _renamed(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     if operator is aten.view_as_real.default and local.is_conj():
         return _torch.wrap(operator(local.resolve_conj()), output.spec)  # of a DTensor, nobody sees that it is one
     return view_of(operator, args, kwargs, output)
+
+
+_renamed = tolerant(rename)
+
+
+@rule(aten.detach.default, aten.alias.default, behaviour=RENAME, knows_strides=True, tolerates=True)
+def itself(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What autograd saves of the results of operators is detached when it is saved, and again when it is used."""
+    view = _torch.view_of_itself(operator, args[0])
+    return _renamed(operator, args, kwargs) if view is None else view
 
 
 @planned

@@ -50,10 +50,9 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
             return _torch.stock(operator, args, kwargs)
         return _as_it_is(operator, args, kwargs, output)
     back = _came_from.recall((input.device_mesh, before, shape, input.placements))
-    if len(shape) < len(before):
+    if prod(shape) == prod(before):
         merged_dims.remember(_torch.spec_of(input), shape)
-    elif back is None and len(shape) > len(before) and prod(shape) == prod(before):
-        back = merged_dims.recall(_torch.spec_of(input), shape)
+        back = merged_dims.recall(_torch.spec_of(input), shape) if back is None else back
     plan = plan_view(_torch.spec_of(input), shape, back)
     if plan is None:
         output = plan_parts_view(_torch.spec_of(input), shape)

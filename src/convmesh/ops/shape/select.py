@@ -20,12 +20,15 @@ from ...geometry import Interval
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import Hints
 from ...sharding.layout import Layout, dense_stride, reduced
+from ...sharding.local_views import local_view_rule
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
 from .slice_split import index_of, sharded, view_of
 
 aten = torch.ops.aten
+
+SELECT = Behaviour("all other dimensions", "the one index, from its owner to all")
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,14 @@ def plan_select(spec: _torch.Spec, dim: int, index: int) -> SelectPlan:
     return SelectPlan(source, source.without((dim,)), schedule, own, here)
 
 
-@planned
-def plan_local_select(spec: _torch.Spec, dim: int, index: int) -> Layout | None:
+def _local_select(operator: _torch.Operator, spec: _torch.Spec, dim: int, index: int) -> Layout | None:
     """Where an index of a dimension lies that is not sharded; None where only torch's DTensor knows, or complains."""
     layout = Layout.of(spec)
     plain = _torch.plain_order(spec) and layout.mesh.get_coordinate() is not None
+    dim %= max(1, layout.ndim)
     if not plain or not layout.shape or not -layout.shape[dim] <= index < layout.shape[dim]:
+        return None
+    if dim in layout.sharded_dims:
         return None
     return replace(layout.without((dim,)), stride=(*layout.stride[:dim], *layout.stride[dim + 1 :]))
 
@@ -66,7 +71,12 @@ def plan_local_select(spec: _torch.Spec, dim: int, index: int) -> Layout | None:
 _sharded_before = Hints()
 
 
-@rule(aten.select.int, behaviour=Behaviour("all other dimensions", "the one index, from its owner to all"))
+@planned
+def plan_local_select(spec: _torch.Spec, dim: int, index: int) -> Layout | None:
+    return _local_select(aten.select.int, spec, dim, index)
+
+
+@local_view_rule(aten.select.int, behaviour=SELECT, where=_local_select)
 def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, dim, index = _torch.arguments(operator, args, kwargs)
     dim %= max(1, input.dim())
@@ -150,9 +160,9 @@ def squeeze(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     dims = [dim % max(1, rank) for dim in named]
     single = sorted((dim for dim in dims if dim < rank and input.shape[dim] == 1), reverse=True)
     # DTensor does not squeeze a tensor that is sharded along a dimension of size 0 either.
-    if not any(sharded(input, dim) for dim in single) and (0 not in input.shape or not single):
+    if not any(sharded(input, dim) for dim in single) and 0 not in input.shape:
         return _torch.stock(operator, args, kwargs)
-    result = input
+    result = input if single else aten.view.default(input, input.shape)
     for dim in single:
         result = aten.select.int(result, dim, 0)
     return result
