@@ -146,7 +146,7 @@ class Prepared:
         if self.hint is not None:
             gradient_placements.by_shape.remember(*self.hint)
         if not self.present:
-            return self._outside(values, args)
+            return self._outside(values, args, kwargs)
         for (outer, number), move in self.moves:
             into = values if outer is None else values[outer]
             into[number] = move(into[number])
@@ -169,12 +169,14 @@ class Prepared:
             assign(args[0], result.wrap(local))
         return args[0]
 
-    def _outside(self, values: list[Any], args: tuple[Any, ...]) -> Any:
+    def _outside(self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a rank outside of the mesh returns."""
         if self.call.writes:
             return args[0]
         outer, number = self.tensors[0][0]
         like = (values if outer is None else values[outer])[number]
+        if self.call.view and self.results[0] is not None:  # of nothing, and yet in the same memory
+            return _torch.as_view(self.operator, args, kwargs, _torch.wrap(like, self.results[0].spec))
         results = [one and one.layout.absent(like) for one in self.results]
         return results[0] if self.single else tuple(results)
 

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import convmesh
+from convmesh import _torch
 from convmesh.ops.optimizers.foreach import OPTIMIZERS, POINTWISE
-from convmesh.sharding.registry import declared, overloads
+from convmesh.sharding.registry import declared
 from tests.cases import place
 from tests.compare import assert_close
 from tests.harness import Pool, RankError
@@ -78,7 +79,7 @@ def check_pointwise(mesh: DeviceMesh, case: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(("mesh", "step"), [((3,), 1), ((2, 2), 3)])
 def test_every_operator_on_lists(pool: Pool, mesh: tuple[int, ...], step: int) -> None:
-    operators = overloads(*(f"_foreach_{name}" for name in (*POINTWISE, "zero")))
+    operators = _torch.overloads(*(f"_foreach_{name}" for name in (*POINTWISE, "zero")))
     operators = [operator for operator in operators if operator in declared()]
     cases = [(operator._schema.name.removeprefix("aten::"), operator._overloadname) for operator in operators]
     assert len(cases) > 120

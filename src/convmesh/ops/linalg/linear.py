@@ -121,7 +121,7 @@ def _fits(input: Layout) -> Callable[[Assignment], bool]:
 
 def _check(input: Layout, weight: Layout) -> None:
     if weight.ndim not in (1, 2) or not input.ndim or input.shape[-1] != weight.shape[-1]:
-        raise Unfit("the weight has another number of features than the input",
+        raise Unfit(f"an input of shape {tuple(input.shape)} and a weight of shape {tuple(weight.shape)}",
                     "give an input (*, I) and a weight (O, I)")  # fmt: skip
 
 

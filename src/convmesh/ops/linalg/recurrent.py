@@ -20,8 +20,7 @@ from ...sharding.registry import Behaviour, composite
 
 RECURRENT = Behaviour(
     "batch; time and features, if there is more than one sample",
-    "nothing for batch; an all-to-all before and after for time and features, by gloo an all-gather; of one sample all "
-    "of it, gathered",
+    "nothing for batch; time and features are exchanged for the batch before, and back after; of one sample each step",
 )
 
 
