@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Replicate
 
 import convmesh
 from convmesh import _torch
@@ -14,6 +15,7 @@ from convmesh.sharding.redistribute import move, move_beside, place
 from tests.cases import place as placed
 from tests.gathers import Sizes
 from tests.harness import Pool
+from tests.simulated import Simulated
 
 Case = tuple[tuple[Any, ...], tuple[Any, ...]]
 
@@ -34,6 +36,23 @@ def check(mesh: DeviceMesh, case: Case) -> None:
     assert sizes.largest < whole.nbytes
 
 
-def test_another_dimension_is_cut(pool: Pool) -> None:
+def test_another_dimension_is_sharded(pool: Pool) -> None:
     pool.run_cases(check, [((1,), (2,)), ((2,), (0,)), ((0,), (1,))], mesh=(3,))
     pool.run_cases(check, [((0, 1), (0, 2)), ((0, 1), (2, 1)), (("R", 2), ("R", 1)), ((1, 0), (2, 0))], mesh=(2, 2))
+
+
+def contribute(mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    full = torch.cat([torch.randn(100, dtype=torch.float64) * 100, torch.tensor([torch.inf, 2**24 + 1])]).to(dtype)
+    source = placed(full, mesh, ("R",) * mesh.ndim)
+    target = Layout.of(_torch.spec_of(source)).placed((*(Replicate(),) * (mesh.ndim - 1), Partial()))
+    with convmesh.enable():
+        made = place(source.to_local(), Layout.of(_torch.spec_of(source)), target)
+        assert made is not None
+        assert made.placements == target.placements
+        assert made.to_local().dtype == dtype
+        assert torch.equal(made.full_tensor(), full)
+
+
+def test_a_replicated_tensor_becomes_a_sum_without_rounding() -> None:
+    for mesh in ((3,), (2, 3)):
+        Simulated().run_cases(contribute, [torch.float64, torch.float16, torch.int64, torch.uint8], mesh=mesh)

@@ -16,7 +16,7 @@ from ..comm import Schedule, boxes, broadcast_from_owner, fetch, rank_line, resh
 from ..geometry import Box, Grid, Interval, shards
 from ..strides import usual
 from .errors import PlainTensor, ShardingError, refuse
-from .layout import Layout
+from .layout import Layout, is_sum
 from .plan_cache import planned
 
 Named = Sequence[tuple[str, Any]]
@@ -127,7 +127,20 @@ class ByTorch:
         return _torch.redistribute(local, self.source, self.target)
 
 
-Step = Exchange | ByTorch
+@dataclass(frozen=True)
+class Term:
+    """A step that makes a Partial(sum) of what every rank has: one rank keeps it, the others contribute zeros.
+
+    torch divides it among the ranks, which rounds, and makes floating point numbers of integers.
+    """
+
+    keeps: bool
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        return local if self.keeps else _torch.tie(torch.zeros_like(local), local)
+
+
+Step = Exchange | ByTorch | Term
 
 
 @planned
@@ -147,8 +160,14 @@ def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
             while (found := advance(source, target)) is not None:
                 exchange, source = found
                 steps += [] if exchange is None else [exchange]
-    if source.placements != target.placements:
-        steps.append(ByTorch(source.spec, target.spec))
+    pairs = list(zip(source.placements, target.placements, strict=True))
+    added = [m for m, (p, q) in enumerate(pairs) if isinstance(p, Replicate) and is_sum(q)]
+    summed = source.placed(tuple(p if m in added else q for m, (p, q) in enumerate(pairs)))
+    if source.placements != summed.placements:
+        steps.append(ByTorch(source.spec, summed.spec))
+    if added:
+        here = source.mesh.get_coordinate()
+        steps.append(Term(here is not None and not any(here[m] for m in added)))
     return tuple(steps)
 
 

@@ -135,7 +135,8 @@ def _before(gradient: torch.Tensor) -> None:
     for mesh_dim, (old, new) in enumerate(zip(earlier.placements, gradient.placements, strict=True)):
         if is_sum(new) and isinstance(old, Replicate):
             placements[mesh_dim] = Partial()
-            local = local if mesh.get_coordinate() is None or mesh.get_local_rank(mesh_dim) == 0 else local * 0
+            first = mesh.get_coordinate() is None or mesh.get_local_rank(mesh_dim) == 0
+            local = local if first else torch.zeros_like(local)
     if placements != list(earlier.placements) and not torch.is_grad_enabled():
         parameter.grad = _torch.wrap(local, Layout.of(_torch.spec_of(earlier)).placed(tuple(placements)).spec)
 
