@@ -167,8 +167,19 @@ def pending(mesh: DeviceMesh) -> None:
     assert_close(alone.full_tensor(), values.sqrt().nan_to_num(5.0) * (values + 20))
 
 
-def test_pending_sums(pool: Pool) -> None:
+def infinite(mesh: DeviceMesh) -> None:
+    """Terms of a sum have other signs than the sum: multiplied by infinity, or divided by zero, they do not add up."""
+    values = torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=torch.float64)
+    terms = [values - 3, torch.full_like(values, 3), torch.zeros_like(values)]
+    with convmesh.enable():
+        for scale in (lambda x: x * torch.inf, lambda x: x / 0, lambda x: x.mul_(-torch.inf), lambda x: x.div_(0.0)):
+            x = DTensor.from_local(terms[mesh.get_rank()].clone(), mesh, [Partial()])
+            assert_close(scale(x).full_tensor(), scale(values.clone()))
+
+
+def test_partial_sums(pool: Pool) -> None:
     pool.run(pending, mesh=(2,))
+    pool.run(infinite, mesh=(3,))
 
 
 def types(mesh: DeviceMesh) -> None:

@@ -6,6 +6,7 @@ tensor that is broadcast along them. A network has hundreds of these calls, so t
 
 from __future__ import annotations
 
+from cmath import isfinite
 from functools import wraps
 from typing import Any
 
@@ -19,7 +20,7 @@ from ...sharding.plan_cache import Table
 from ...sharding.redistribute import move, specs_of
 from ...sharding.registry import Behaviour, made_of_others, rule, tolerant
 from ...strides import usual
-from .pointwise_plan import PointwisePlan, Step, plan_pointwise
+from .pointwise_plan import PointwisePlan, Step, is_number, plan_pointwise
 
 aten = torch.ops.aten
 
@@ -46,6 +47,7 @@ BACKWARD = (
     "native_dropout", "sigmoid", "silu", "softplus", "softshrink", "tanh", "threshold",
 )
 # fmt: on
+DIVISIONS = _torch.overloads("div")
 # These have a rule of their own, in `scale`.
 APART = (aten.div.Scalar, aten.mul.Scalar, aten.neg.default)
 
@@ -128,8 +130,8 @@ def _run(
     """With operands that may have to be redistributed or narrowed before they are used."""
     if plan.leaves:
         return _torch.stock(operator, args, kwargs)
-    if plan.reduces or (plan.writes_terms and _sum_is_known(*args)):
-        return _on_sum(rule, operator, args, kwargs)
+    if plan.reduces or (plan.writes_terms and _sum_is_known(*args)) or (plan.scales and _makes_infinite(operator, args)):
+        return _on_sums(rule, operator, args, kwargs)
     values = [_torch.local_of(arg) if isinstance(arg, DTensor) else arg for arg in args]
     if plan.output.present and not plan.ready:
         values = [_brought(arg, value, step) for arg, value, step in zip(args, values, plan.steps, strict=True)]
@@ -152,10 +154,18 @@ def _brought(tensor: Any, local: Any, step: Step | None) -> Any:
     return local.new_zeros(()).expand(local.shape) if step.zero else local
 
 
-def _on_sum(rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Write into the sum of a Partial tensor what cannot be written term by term, or need not be: the sum is known."""
+def _makes_infinite(operator: _torch.Operator, args: tuple[Any, ...]) -> bool:
+    """Whether a number makes the terms of a sum infinite or NaN: their signs may be others than the sum's."""
+    numbers = [arg for arg in args if is_number(arg)]
+    return any(not isfinite(number) or (number == 0 and operator in DIVISIONS) for number in numbers)
+
+
+def _on_sums(rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """With the sums of Partial tensors: for what cannot be done term by term, or need not be because they are known."""
+    sums = reduce_once([arg for arg in args if isinstance(arg, DTensor) and is_pending(arg)])
+    result: DTensor = rule(operator, tuple(sums.get(id(arg), arg) for arg in args), kwargs)
+    if not operator._schema.is_mutable:
+        return result
     target: DTensor = args[0]
-    sum = reduce_once([target])[id(target)]
-    rule(operator, (sum, *args[1:]), kwargs)
-    put_back(target, sum)
+    put_back(target, sums[id(target)])
     return target

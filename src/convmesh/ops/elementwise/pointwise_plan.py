@@ -8,7 +8,7 @@ cost.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -56,6 +56,7 @@ class PointwisePlan:
     output: Layout
     reduces: bool = False  # the tensor that is written is a Partial(sum), and has to be added up before
     writes_terms: bool = False  # the tensor that is written is Partial, and every rank writes its own term of the sum
+    scales: bool = False  # what stays Partial is multiplied or divided by a number
     leaves: bool = False  # to torch's DTensor: on several meshes, or sharded in an order other than the mesh's
     ready: bool = False  # all arguments are used as they are
     odd: tuple[tuple[int, Stride], ...] = ()  # arguments of which this rank has one index, or none, of a dimension
@@ -85,7 +86,13 @@ def plan_pointwise(
     chosen = _choose(operator, operands, output, kwargs)
     if chosen is None:
         return PointwisePlan((), output, reduces=True)
-    return _plan(operands, output.placed(output_placements(chosen, 0)), chosen, operator._schema.is_mutable)
+    plan = _plan(operands, output.placed(output_placements(chosen, 0)), chosen, operator._schema.is_mutable)
+    scales = any(isinstance(p, Partial) for p in plan.output.placements) and any(map(is_number, args))
+    return replace(plan, scales=True, ready=False) if scales else plan
+
+
+def is_number(arg: Any) -> bool:
+    return isinstance(arg, int | float | complex)
 
 
 def _odd(specs: Sequence[_torch.Spec | None]) -> tuple[tuple[int, Stride], ...]:
