@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils._pytree import tree_map
 
 import convmesh
+from tests import conformance_meshes
 from tests.cases import place, places_of
 from tests.compare import assert_close
 from tests.conformance_record import Record, digest
@@ -264,7 +265,7 @@ def in_markdown(tallies: Tallies, stock: bool) -> str:
         for operator, some, of, reason in found:
             why = f": {reason}" if verdict == "refused" else ""
             lines.append(f"- `{operator}`: {some} of {of}{why}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + ("" if stock else conformance_meshes.section())
 
 
 def main() -> int:
@@ -278,8 +279,8 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="write the result to this file")
     parser.add_argument("--update", action="store_true", help="put what gathers or is refused now on record, and take "
                         "off what no longer does")  # fmt: skip
-    parser.add_argument("--mesh", help="only on a mesh of such a shape, for example 2x2x2, of simulated ranks; what "
-                        "gathers or is refused there is on no record")  # fmt: skip
+    parser.add_argument("--mesh", help="only on a mesh of such a shape, for example 2x2x2, of simulated ranks; on "
+                        "record, and on the page, is how many cases came out how")  # fmt: skip
     options = parser.parse_args()
     shape = tuple(map(int, options.mesh.split("x"))) if options.mesh else ()
     meshes = (prod(shape),) if shape else RANKS
@@ -307,7 +308,11 @@ def main() -> int:
     console.print(on_screen(tallies))
     if options.markdown is not None:
         options.markdown.write_text(in_markdown(tallies, options.stock))
-    if options.update:
+    if options.update and shape:
+        counts: Counter[str] = sum((tally.all for tally in tallies.values()), Counter())
+        operators = sum(len(tally.by_operator) for tally in tallies.values())
+        conformance_meshes.update(options.mesh, options.most, operators, {one: counts[one] for one in VERDICTS})
+    elif options.update:
         record.updated(found).save()
     changes = [] if options.stock or options.update or shape else record.changes(found)
     for change in changes:

@@ -50,13 +50,14 @@ def launch(
     names: Sequence[str] = ("h", "w"),
     group_seconds: float = GROUP_SECONDS,
     limit: float = LIMIT_SECONDS,
-    backend: str = "gloo",
+    backend: str | None = "gloo",
 ) -> list[Outcome]:
     """Run the module-level `fn(mesh, *args)` on new processes, and say how each of them ended.
 
     `group_seconds` is the time-out that is given to `init_process_group`, and so is `backend`, which may be the
-    stand-in for NCCL (`tests/accelerator`): then the mesh is one of its devices. The call is over when every rank has
-    ended or is stopped by a signal, at the latest after `limit` seconds; what still runs then is killed.
+    stand-in for NCCL (`tests/accelerator`): then the mesh is one of its devices; None leaves it to PyTorch. The call is
+    over when every rank has ended or is stopped by a signal, at the latest after `limit` seconds; what still runs then
+    is killed.
     """
     world = prod(mesh)
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_SECONDS), wait_for_workers=False)

@@ -25,7 +25,7 @@ KNOWN: dict[str, tuple[int, str]] = {
     "batching/direct.py": (1, "accelerator/test_training.py"),
     "batching/machines.py": (1, "accelerator/test_training.py"),
     "comm/failures/interception.py": (1, "accelerator/test_training.py"),
-    "comm/reduce.py": (2, "accelerator/test_norms.py"),
+    "comm/reduce.py": (1, "accelerator/test_norms.py"),
     "kernels/attention.py": (1, "accelerator/test_families.py"),
     "kernels/backend.py": (1, "accelerator/test_families.py"),
     "kernels/library.py": (1, "accelerator/test_families.py"),

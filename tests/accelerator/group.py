@@ -35,7 +35,10 @@ REDUCTIONS = {dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.
 POISON = 0xFF  # NaN
 
 Tensors = list[torch.Tensor]
+Begun = dict[str, tuple[tuple[int, ...], int]]
 _Work: Any = dist.Work
+# The ranks of this process' communicators, and how many communications it has begun on each.
+_begun: Begun = {}
 
 
 class Work(_Work):  # type: ignore[misc]
@@ -102,14 +105,23 @@ class Group(SimulatedGroup):
         gives = _flat(call.gives)
         for tensor in (*gives, *takes):
             _refuse(tensor, call.op)
+        if len({tensor.dtype for tensor in (*gives, *takes)}) > 1:
+            raise TypeError("Tensors must have identical type")
         given = [[host_alias(tensor).clone() for tensor in tensors] for tensors in call.gives]
         coming = [[torch.empty_like(host_alias(tensor)) for tensor in tensors] for tensors in call.takes]
         for tensor in takes:
             _bytes(host_alias(tensor)).fill_(POISON)
-        running = self._communicator.submit(self._run, replace(call, gives=given, takes=coming))
+        running = self._communicator.submit(self._run, replace(call, gives=given, takes=coming), self._begin())
         in_place = {tensor.data_ptr() for tensor in takes}
         sent = [pair for pair in zip(gives, _flat(given), strict=True) if pair[0].data_ptr() not in in_place]
         return Work(running, takes, [tensor for tensor, _ in sent], [copy for _, copy in sent])
+
+    def _begin(self) -> Begun:
+        """Count a communication; returns what this rank has begun before it."""
+        before = dict(_begun)
+        ranks, count = before.get(self._name, (tuple(dist.get_process_group_ranks(self)), 0))
+        _begun[self._name] = ranks, count + 1
+        return before
 
     def barrier(self, opts: Any = None) -> Any:
         torch.ops.acc.note("barrier")
@@ -133,9 +145,12 @@ class Group(SimulatedGroup):
         running = self._communicator.submit(run)
         return Work(running, [], [tensor], [buffer.clone()]) if sends else Work(running, [tensor], [], [])
 
-    def _run(self, call: Call) -> Tensors:
-        """In the communicator's thread: every rank gets to know what all ranks give."""
-        calls: list[Call] = [replace(said, run=call.run) for said in self._all_gather(replace(call, run=_unsaid))]
+    def _run(self, call: Call, before: Begun) -> Tensors:
+        """In the communicator's thread: every rank gets to know what all ranks give, and have begun before."""
+        told = self._all_gather((replace(call, run=_unsaid), before, dist.get_rank()))
+        for _, others, other in told:
+            _check_order(call.what, before, others, other)
+        calls: list[Call] = [replace(said, run=call.run) for said, _, _ in told]
         prints = [Fingerprint(one.what, (), one.sends, one.receives, "") for one in calls]
         if why := disagreement(prints):
             raise RuntimeError(
@@ -168,6 +183,18 @@ def register() -> None:
 
 def _unsaid(calls: list[Call]) -> None:
     """In place of a function that every rank has."""
+
+
+def _check_order(what: str, mine: Begun, others: Begun, other: int) -> None:
+    """Of the communicators that this rank and another one are both part of."""
+    for name in mine.keys() | others.keys():
+        ranks = (mine.get(name) or others[name])[0]
+        counts = [begun.get(name, (ranks, 0))[1] for begun in (mine, others)]
+        if {dist.get_rank(), other} <= set(ranks) and counts[0] != counts[1]:
+            raise RuntimeError(
+                f"{what}: before it rank {dist.get_rank()} has begun {counts[0]} communications among ranks {ranks}, "
+                f"and rank {other} {counts[1]}: ranks use their communicators in the same order, or NCCL may hang"
+            )
 
 
 def _flat(lists: Iterable[Sequence[torch.Tensor]]) -> Tensors:

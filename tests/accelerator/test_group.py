@@ -73,6 +73,9 @@ def what_nccl_lacks_is_refused(mesh: DeviceMesh) -> None:
             dist.all_reduce(given, op)
     with pytest.raises(TypeError, match="int16"):
         dist.broadcast(tensor(1, dtype=torch.int16), 0)
+    mixed = [tensor(1), tensor(1, dtype=torch.float64)]
+    with pytest.raises(TypeError, match="identical type"):
+        torch.ops._c10d_functional.all_reduce_coalesced(mixed, "sum", mesh.get_group().group_name)
 
 
 def order_is_the_same_on_all_ranks(mesh: DeviceMesh) -> None:
@@ -81,9 +84,44 @@ def order_is_the_same_on_all_ranks(mesh: DeviceMesh) -> None:
         work.wait()
 
 
+def order_of_communicators_is_the_same_on_all_ranks(mesh: DeviceMesh) -> None:
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    in_order = groups if dist.get_rank() else groups[::-1]
+    works = [dist.all_reduce(tensor(1), group=group, async_op=True) for group in in_order]
+    with pytest.raises(RuntimeError, match="in the same order, or NCCL may hang"):
+        works[0].wait()
+
+
+def what_is_sent_may_be_let_go(mesh: DeviceMesh) -> None:
+    """As NCCL's groups keep the memory of a communication until it is waited for."""
+    into = torch.empty(2, device="acc")
+    work = dist.all_to_all_single(into, tensor(3, 4), async_op=True)
+    others = [torch.ones(2, device="acc") for _ in range(100)]
+    work.wait()
+    assert into.tolist() == [[3, 3], [4, 4]][dist.get_rank()], len(others)
+
+
+def objects_travel_on_the_device(mesh: DeviceMesh) -> None:
+    said: list[Any] = [None, None]
+    dist.all_gather_object(said, {"rank": dist.get_rank()})
+    assert said == [{"rank": 0}, {"rank": 1}]
+    told = [f"of {dist.get_rank()}"]
+    dist.broadcast_object_list(told, 1)
+    assert told == ["of 1"]
+
+
+def nothing_may_be_sent_to_some(mesh: DeviceMesh) -> None:
+    for sends in ([0, 3], [0, 0]):
+        receives = [sends[dist.get_rank()]] * 2
+        sent, into = torch.ones(sum(sends), device="acc"), torch.empty(sum(receives), device="acc")
+        dist.all_to_all_single(into, sent, receives, sends)
+        assert into.tolist() == [1] * sum(receives)
+
+
 LAWS = (
     collectives_are_right, results_come_when_waited_for, writing_too_early_is_found, what_nccl_lacks_is_refused,
-    order_is_the_same_on_all_ranks,
+    what_is_sent_may_be_let_go, objects_travel_on_the_device, nothing_may_be_sent_to_some,
+    order_is_the_same_on_all_ranks, order_of_communicators_is_the_same_on_all_ranks,
 )  # fmt: skip
 
 

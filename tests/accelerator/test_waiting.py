@@ -35,6 +35,13 @@ WAIT: dict[str, Call] = {
     "allclose": lambda x, mask, i: torch.allclose(x, x),
     "item": lambda x, mask, i: x.sum().item(),
     "x[:, [0, 2]]": lambda x, mask, i: x[:, [0, 2]],
+    "shard": lambda x, mask, i: convmesh.shard(torch.ones(2, 4, 8, 8), x.device_mesh, h=2),  # type: ignore[attr-defined]
+    "from_region": lambda x, mask, i: convmesh.from_region(
+        torch.ones(2, 4, 4, 8),
+        (2, 4, 8, 8),
+        x.device_mesh,
+        h=2,  # type: ignore[attr-defined]
+    ),
 }
 DO_NOT: dict[str, Call] = {
     "masked_fill": lambda x, mask, i: x.masked_fill(mask, 0.0),

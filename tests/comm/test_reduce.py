@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import CommDebugMode
 
 import convmesh
 from convmesh.comm import all_gather_stacked, all_reduce
 from convmesh.comm.reduce import FEW_BYTES
 from tests.compare import assert_close
 from tests.harness import Pool
+from tests.launch import launch
 
+ops = torch.ops.c10d_functional
 MESHES = [(2,), (3,), (2, 2), (1, 4)]
 FEW, MANY = (2, 5), (FEW_BYTES, 2)
 
@@ -57,3 +60,20 @@ def test_all_ranks_have_the_sum_and_the_extremes_of_all(pool: Pool, mesh: tuple[
 def test_what_each_has_stands_in_the_order_of_ranks(pool: Pool, mesh: tuple[int, ...]) -> None:
     shapes, types = [FEW, MANY, (0, 3), (1,)], (torch.int64, torch.int16, torch.bool, torch.complex64)
     pool.run_cases(stack, [(shape, dtype) for shape in shapes for dtype in types], mesh=mesh)
+
+
+def one_message_to_each(mesh: DeviceMesh) -> tuple[str, int]:
+    """The kinds of collectives that a sum of few numbers and one of more take."""
+    with convmesh.enable(), CommDebugMode() as counted:
+        for count in (2, FEW_BYTES // 8):
+            all_reduce(torch.ones(count), mesh, (0,))
+    return str(torch.distributed.get_backend()), counted.get_comm_counts()[ops.all_to_all_single]
+
+
+@pytest.mark.parametrize("backend", ["gloo", None, "cpu:gloo"])
+def test_by_whatever_name_gloo_was_asked_for(backend: str | None) -> None:
+    for outcome in launch(one_message_to_each, mesh=(2,), names=("h",), backend=backend):
+        assert outcome.exit_code == 0, outcome.message
+        name, messages = outcome.result
+        assert name == (backend or "undefined")
+        assert messages == 2, outcome.result

@@ -1,4 +1,4 @@
-"""`python -m tests.hosts`: trainings on several hosts, some of which are lost on the way."""
+"""`python -m tests.hosts [number of a check ...]`: trainings on several hosts, some of which are lost on the way."""
 
 from __future__ import annotations
 
@@ -128,11 +128,14 @@ def main() -> int:
     if why := obstacle():
         print(f"make hosts: not here: {why}", file=sys.stderr)
         return 2
+    wanted = [int(number) for number in sys.argv[1:]]  # of the checks, from 1; all if none is named
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="convmesh-hosts-") as root:
         (Path(root) / "alone").mkdir()
         expected = alone(Path(root) / "alone")
-        for number, (what, check) in enumerate(checks(expected)):
+        for number, (what, check) in enumerate(checks(expected), 1):
+            if wanted and number not in wanted:
+                continue
             folder = Path(root) / str(number)
             folder.mkdir()
             start = time.monotonic()

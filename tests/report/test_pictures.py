@@ -8,7 +8,7 @@ from convmesh.geometry import Interval
 from convmesh.report.areas import Point, areas
 from convmesh.report.charts import stacked
 from convmesh.report.shards import loupe, plane, volume, window
-from convmesh.report.words import count, duration, size
+from convmesh.report.words import count, duration, number, size
 
 
 def test_a_plane_has_a_box_for_each_rank_and_one_for_what_is_read() -> None:
@@ -48,5 +48,6 @@ def test_a_bar_of_parts() -> None:
 
 def test_words() -> None:
     assert [duration(seconds) for seconds in (2.5, 0.0314, 12e-6)] == ["2.50 s", "31.4 ms", "12.0 µs"]
-    assert [size(number) for number in (999_600, 5e13)] == ["1.00 MB", "50.0 TB"]
-    assert [count(number, "rank") for number in (1, 4096)] == ["1 rank", "4,096 ranks"]
+    assert [number(value) for value in (0, 0.001234, 1, 12.34, 3350)] == ["0", "0.00123", "1.00", "12.3", "3,350"]
+    assert [size(value) for value in (999_600, 5e13)] == ["1.00 MB", "50.0 TB"]
+    assert [count(ranks, "rank") for ranks in (1, 4096)] == ["1 rank", "4,096 ranks"]

@@ -67,7 +67,7 @@ def test_what_is_slow(report: Report) -> None:
     report.scaling[1] = Scaling(4, 64, 3.0, 0.1)
     slow = [text for text, verdict in verdicts(report).items() if verdict == "slow"]
     assert len(slow) == 4
-    assert any("ranks 4 and 5 exchange 10 GB/s" in text for text in slow)
+    assert any("ranks 4 and 5 exchange 10.0 GB/s" in text for text in slow)
     assert not report.wrong, "who is slow is not wrong"
 
 

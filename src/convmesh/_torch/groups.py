@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,20 @@ def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
     return found
 
 
+_by_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+
+
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether a group's messages between CPUs go by gloo: not by MPI, nor are they made up for a test."""
-    cpu = torch.device("cpu")
-    return cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
+    """Whether a group's messages between CPUs go by gloo: not by MPI, nor are they made up for a test.
+
+    The name that `dist.get_backend` has does not tell: it is "undefined" where nobody named a backend, and a list where
+    each device has one of its own.
+    """
+    found = _by_gloo.get(group)
+    if found is None:
+        cpu = torch.device("cpu")
+        found = _by_gloo[group] = cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
+    return found
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:

@@ -79,9 +79,9 @@ def _start_extreme(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> C
 def _goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Whether every rank sends what it has to every other, and each combines it all by itself, in the same order."""
     size = tensor.numel() * tensor.element_size() * group.size()
-    if size > FEW_SHARED_BYTES or _torch.tracing() or dist.get_backend(group) != "gloo":
+    if size > FEW_SHARED_BYTES or not tensor.is_cpu or _torch.tracing() or not _torch.is_gloo(group):
         return False
-    return size <= FEW_BYTES or (tensor.is_cpu and mailbox_of(group) is not None)
+    return size <= FEW_BYTES or mailbox_of(group) is not None
 
 
 def _tell_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:

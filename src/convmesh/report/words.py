@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from math import log10
+from math import floor, log10
 
 TIMES, DASH, MINUS = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{MINUS SIGN}"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def number(value: float) -> str:
+    """To three digits that matter, and no power of ten: `0.00123`, `12.3`, `1,235`."""
+    digits = 2 - floor(log10(value)) if value > 0 else 0
+    return f"{value:,.{max(0, digits)}f}"
 
 
 def size(count: float) -> str:

@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from ..report.charts import bars
 from ..report.page import render
-from ..report.words import duration
+from ..report.words import duration, number
 from .report import Report
 from .tables import tables
 
@@ -26,7 +26,7 @@ def _pictures(report: Report) -> list[tuple[str, Markup]]:
                   "var(--two)") for row in report.scaling]  # fmt: skip
         found.append(("A step of a U-Net", bars(steps)))
     if report.links:
-        links = [(f"ranks {link.ranks[0]} and {link.ranks[1]}", link.bandwidth, f"{link.bandwidth / 1e9:.3g} GB/s",
+        links = [(f"ranks {link.ranks[0]} and {link.ranks[1]}", link.bandwidth, f"{number(link.bandwidth / 1e9)} GB/s",
                   "var(--four)" if link.between_hosts else "var(--two)") for link in report.links]  # fmt: skip
         found.append(("Bytes a second between neighbours", bars(links)))
     if report.overlap is not None:

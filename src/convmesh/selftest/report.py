@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
+from ..report.words import count, number
 from .exactness import Exactness
 from .links import Link, Overlap
 from .topology import Topology
@@ -76,8 +77,8 @@ class Report:
             yield Finding(WRONG, f"{one.function} in {one.dtype} on {mesh} ranks differs from one device: {said}")
         if self.exactness and not bad:
             functions = len({one.function for one in self.exactness})
-            yield Finding(RIGHT, f"{functions} functions of {len(self.families())} operator families, forward and "
-                          "backward, are as exact as one device")  # fmt: skip
+            said = f"{count(functions, 'function')} of {len(self.families())} operator families"
+            yield Finding(RIGHT, f"{said}, forward and backward: as exact as one device")
 
     def _losses(self) -> Iterator[Finding]:
         if self.losses is not None:
@@ -90,8 +91,8 @@ class Report:
             usual = median(link.bandwidth for link in links) if links else 0.0
             for link in links:
                 if link.bandwidth < LEAST_BANDWIDTH * usual:
-                    pair, found = "ranks {} and {}".format(*link.ranks), f"{link.bandwidth / 1e9:.2g} GB/s"
-                    yield Finding(SLOW, f"{pair} exchange {found}, and others of their kind {usual / 1e9:.2g} GB/s")
+                    pair, found = "ranks {} and {}".format(*link.ranks), f"{number(link.bandwidth / 1e9)} GB/s"
+                    yield Finding(SLOW, f"{pair} exchange {found}, and others of their kind {number(usual / 1e9)} GB/s")
 
     def _overlap(self) -> Iterator[Finding]:
         if self.overlap is not None:

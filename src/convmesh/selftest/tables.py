@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..report.words import number
 from .report import Report
 
 
@@ -26,30 +27,29 @@ def tables(report: Report) -> Iterator[Numbers]:
         yield Numbers("Exactness", ("operator family", "functions", "error / allowed"), families)
     if report.device is not None:
         found = [
-            (f"products of {dtype}", f"{value / 1e12:.3g} TFLOP/s") for dtype, value in report.device.flops.items()
+            (f"products of {dtype}", f"{number(value / 1e12)} TFLOP/s") for dtype, value in report.device.flops.items()
         ]
-        found.append(
-            ("memory", f"{report.device.memory_bandwidth / 1e9:.3g} GB/s of {report.device.memory / 1e9:.3g} GB")
-        )
+        bandwidth, memory = report.device.memory_bandwidth / 1e9, report.device.memory / 1e9
+        found.append(("memory", f"{number(bandwidth)} GB/s of {number(memory)} GB"))
         yield Numbers("Device", ("", ""), found)
     if report.links:
         links = [
             (f"{link.ranks[0]} - {link.ranks[1]}", "two hosts" if link.between_hosts else "one host",
-             f"{link.latency * 1e6:.1f}", f"{link.bandwidth / 1e9:.3g}")
+             number(link.latency * 1e6), number(link.bandwidth / 1e9))
             for link in report.links
         ]  # fmt: skip
         yield Numbers("Halos between neighbours", ("ranks", "on", "latency (us)", "GB/s"), links)
     if report.overlap is not None:
-        ms = [f"{seconds * 1e3:.3g}" for seconds in (report.overlap.exchange, report.overlap.work, report.overlap.both)]
+        ms = [number(seconds * 1e3) for seconds in (report.overlap.exchange, report.overlap.work, report.overlap.both)]
         row = (*ms, f"{report.overlap.hidden:.0%}")
         yield Numbers("Overlap", ("exchange alone (ms)", "work alone (ms)", "both at once (ms)", "hidden"), [row])
     if report.host_time is not None:
         one, rank = report.host_time.one, report.host_time.rank
-        row = (f"{one * 1e3:.3g}", f"{rank * 1e3:.3g}", f"{rank / one:.1f}")
+        row = (number(one * 1e3), number(rank * 1e3), f"{rank / one:.1f}")
         yield Numbers("Host time of a small U-Net step", ("plain (ms)", "sharded (ms)", "ratio"), [row])
     if report.scaling:
         steps = [
-            (str(row.ranks), f"{row.seconds * 1e3:.3g}", f"{report.scaling[0].seconds / row.seconds:.2f}",
+            (str(row.ranks), number(row.seconds * 1e3), f"{report.scaling[0].seconds / row.seconds:.2f}",
              f"{report.efficiency(row):.0%}", f"{row.waiting:.0%}")
             for row in report.scaling
         ]  # fmt: skip
