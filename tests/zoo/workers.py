@@ -19,7 +19,7 @@ class Worker:
         self.process = context.Process(target=_serve, args=(theirs, work), daemon=True)
         self.process.start()
         theirs.close()
-        self.calls = 0
+        self.calls, self.begun = 0, False
 
     def call(self, arguments: tuple[Any, ...]) -> None:
         self.arguments, self.started = arguments, monotonic()
@@ -30,10 +30,14 @@ class Worker:
         """What the call returned, or why it never will. None: not yet."""
         if self.connection.poll():
             try:
-                return self.connection.recv()
+                found = self.connection.recv()
             except EOFError:
                 return RuntimeError("its process died")
-        return TimeoutError(f"more than {limit:.0f} s") if monotonic() - self.started > limit else None
+            if self.begun:
+                return found
+            self.begun, self.started = True, monotonic()  # until now it has imported
+        late = self.begun and monotonic() - self.started > limit
+        return TimeoutError(f"more than {limit:.0f} s") if late else None
 
     def end(self) -> None:
         self.process.kill()
@@ -42,6 +46,7 @@ class Worker:
 
 
 def _serve(connection: Connection, work: Callable[..., Any]) -> None:
+    connection.send("begun")
     with suppress(EOFError):  # nobody asks any more
         while True:
             connection.send(work(*connection.recv()))
