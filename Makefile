@@ -56,7 +56,7 @@ conformance: $(READY)  ## all of PyTorch's own operator samples, sharded along e
 
 zoo: $(READY)  ## networks of seven packages on simulated ranks against one process, and docs/networks.md of them
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(ZOO)
-	$(BIN)/python -m tests.zoo --json .zoo.json --page docs/networks.md
+	$(BIN)/python -m tests.zoo --page docs/networks.md
 
 hosts: $(READY)  ## trainings on 2 and 4 hosts, made of namespaces, some of which are lost on the way; root on Linux
 	$(BIN)/python -m tests.hosts

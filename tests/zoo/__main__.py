@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 
-from tests.zoo.network import Network
-from tests.zoo.page import page
+from tests.zoo.page import page, read
 from tests.zoo.registry import FAMILIES, networks, run_named
 from tests.zoo.run import Found
-
-MOST_OF_POOL = 12  # networks for each process
+from tests.zoo.workers import call_all
 
 
 def line(found: Found) -> str:
@@ -28,20 +21,20 @@ def line(found: Found) -> str:
             f"received {found.received:.2f}, {found.placed}, {found.seconds:.1f} s")  # fmt: skip
 
 
-def _keep(path: Path, results: list[Found]) -> None:
-    """At once: whoever ends this in the middle of it finds what was there before."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps([asdict(one) for one in results], indent=1))
+def _known(path: Path | None) -> list[Found]:
+    """What a page says of entries that there still are."""
+    entries = {(one.package, one.name) for one in networks([])}
+    found = read(path.read_text()) if path and path.exists() else []
+    return [one for one in found if (one.package, one.name) in entries]
+
+
+def _keep(path: Path, found: list[Found]) -> None:
+    """At once, beside what others have written meanwhile: whoever ends this in the middle of it finds all of that."""
+    names = {(one.package, one.name) for one in found}
+    others = [one for one in _known(path) if (one.package, one.name) not in names]
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(page(others + found))
     part.replace(path)
-
-
-def _jobs(chosen: list[Network], count: int) -> Iterator[Future[list[Found]]]:
-    """In processes that end after a while, and with them what libraries keep. Executors whose processes end by
-    themselves (`max_tasks_per_child`) hang in Python 3.11."""
-    for first in range(0, len(chosen), MOST_OF_POOL * count):
-        with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-            part = chosen[first : first + MOST_OF_POOL * count]
-            yield from as_completed([pool.submit(run_named, one.package, one.name) for one in part])
 
 
 def main() -> int:
@@ -49,29 +42,23 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only networks with one of these in package and name")
     parser.add_argument("--family", action="append", choices=FAMILIES, help="only these files of networks")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", type=Path, help="where to keep what was found, beside what was found before")
-    parser.add_argument("--skip", choices=("known", "sharded"), help="networks that are in that file, or sharded there")
-    parser.add_argument("--page", type=Path, help="the page that is written of all of it")
-    parser.add_argument("--note", default="", help="what is to be said on the page about this run")
+    parser.add_argument("--limit", type=float, default=900, help="seconds that a network may take")
+    parser.add_argument("--page", type=Path, help="the page that is written of what is found, and what it had before")
+    parser.add_argument("--skip", choices=("known", "sharded"), help="networks that are on that page, or sharded there")
     options = parser.parse_args()
-    before = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
-    results = {(one["package"], one["name"], tuple(one["mesh"]), tuple(one["dims"])): Found(**one) for one in before}
-    entries = {(one.package, one.name): one for one in networks([])}
-    results = {key: found for key, found in results.items() if key[:2] in entries}  # and not of former entries
-    unfinished = {key[:2] for key, found in results.items() if not found.sharded and options.skip == "sharded"}
-    done = {key[:2] for key in results} - unfinished if options.skip else set()
-    chosen = [one for one in networks(options.words, options.family) if (one.package, one.name) not in done]
-    for job in _jobs(chosen, options.jobs):
-        of = {(found.package, found.name) for found in job.result()}
-        results = {key: found for key, found in results.items() if key[:2] not in of}  # in layouts of before
-        for found in job.result():
-            results[found.package, found.name, tuple(found.mesh), tuple(found.dims)] = found
-            print(line(found), flush=True)
-        if options.json:
-            _keep(options.json, list(results.values()))
-    if options.page:
-        options.page.write_text(page(list(results.values()), options.note))
-    wrong = [one for one in results.values() if not one.right]
+    known = _known(options.page)
+    unfinished = {(one.package, one.name) for one in known if not one.sharded and options.skip == "sharded"}
+    done = {(one.package, one.name) for one in known} - unfinished if options.skip else set()
+    chosen = [(one.package, one.name) for one in networks(options.words, options.family)]
+    chosen = [name for name in chosen if name not in done]
+    wrong = 0
+    for name, returned in call_all(run_named, chosen, options.jobs, options.limit):
+        found = [Found(*name, (), (), refused=str(returned))] if isinstance(returned, Exception) else returned
+        for one in found:
+            print(line(one), flush=True)
+            wrong += not one.right
+        if options.page:
+            _keep(options.page, found)
     return 1 if wrong else 0
 
 

@@ -22,6 +22,9 @@ SIGNAL: tuple[Layout, ...] = (((4,), (2,)), ((2, 2), (0, 2)))
 VIDEO: tuple[Layout, ...] = (((2, 2), (3, 4)), ((2,), (2,)))  # over height and width, and over time
 TOKENS: tuple[Layout, ...] = (((4,), (1,)), ((2, 2), (0, 1)))
 
+# What may differ after many layers, relative to the largest number of a tensor.
+DOUBLE, SINGLE = 1e-7, 1e-4
+
 
 @dataclass(frozen=True)
 class Network:
@@ -43,8 +46,7 @@ class Network:
 
     @property
     def tolerance(self) -> float:
-        """Of the largest number of a tensor, after many layers."""
-        return 1e-4 if self.single else 1e-7
+        return SINGLE if self.single else DOUBLE
 
     def numbers(self) -> torch.Tensor:
         torch.manual_seed(1)

@@ -1,10 +1,12 @@
-"""docs/networks.md: what the zoo has found, as a page."""
+"""docs/networks.md: what the zoo has found, as a page, which is its record, too."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
+from tests.zoo.network import DOUBLE, SINGLE
 from tests.zoo.registry import networks
 from tests.zoo.run import Found
 
@@ -45,11 +47,33 @@ Code around a network that mixes plain tensors and DTensors, such as MONAI's
 """
 
 
-def page(results: Sequence[Found], note: str = "") -> str:
-    return "\n".join([ABOUT, *_summary(results, note), *_tables(results), BEHIND.strip(), ""])
+def page(results: Sequence[Found]) -> str:
+    return "\n".join([ABOUT, *_summary(results), *_tables(results), BEHIND.strip(), ""])
 
 
-def _summary(results: Sequence[Found], note: str) -> Iterator[str]:
+def read(text: str) -> list[Found]:
+    """What a page was made of, as far as it says."""
+    found, package = [], ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            package = line[3:]
+        elif line.startswith("| `"):
+            found.append(_found(package, *(cell.strip() for cell in line.strip("|").split("|"))))
+    return found
+
+
+def _found(package: str, name: str, where: str, state: str, error: str, largest: str, received: str) -> Found:
+    mesh, dims = (tuple(map(int, re.findall(r"\d+", numbers))) for numbers in where.split(",", 1))
+    found = Found(package, name.strip("`"), mesh, dims)
+    if state == "refused":
+        found.refused = error
+    else:
+        found.tolerance = SINGLE if "float32" in state else DOUBLE
+        found.error, found.largest, found.received = float(error), float(largest), float(received)
+    return found
+
+
+def _summary(results: Sequence[Found]) -> Iterator[str]:
     names = {(one.package, one.name) for one in results}
     right, sharded = sum(one.right for one in results), sum(one.sharded for one in results)
     entries = networks([])
@@ -60,8 +84,6 @@ def _summary(results: Sequence[Found], note: str) -> Iterator[str]:
     )
     if missing := [f"{one.package}'s `{one.name}`" for one in entries if (one.package, one.name) not in names]:
         yield f"Not run yet as they are now: {', '.join(missing)}.\n"
-    if note:
-        yield f"{note}\n"
     yield "| package | version | networks |"
     yield "|---|---|---|"
     yield f"| torch | {version('torch')} | |"
@@ -86,7 +108,7 @@ def _row(one: Found) -> str:
     if one.refused:
         return f"| `{one.name}` | {where} | refused | {_words(one.refused)} | | |"
     state = "sharded" if one.sharded else "right" if one.right else "**wrong**"
-    state += " (float32)" if one.tolerance > 1e-7 else ""
+    state += " (float32)" if one.tolerance > DOUBLE else ""
     return f"| `{one.name}` | {where} | {state} | {one.error:.0e} | {one.largest:.2f} | {one.received:.2f} |"
 
 

@@ -89,9 +89,12 @@ def _finite(total: Tensor) -> Tensor:
     return total.masked_fill(total == -inf, 0)
 
 
-def _cpu_takes(query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None) -> bool:
+def _cpu_takes(
+    query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None, causal: bool, scale: float
+) -> bool:  # fmt: skip
     return (
         kept is None
+        and (scale > 0 or not causal)  # it hides keys by -inf before it scales
         and bool(query.numel() and key.numel())  # the kernel divides by sizes, which ends the process
         and query.dtype in (torch.float32, torch.float64, *_HALVES)
         and key.shape == value.shape
@@ -130,12 +133,14 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 for _device in _AS_CPUS:
-    attend.on(_device, lambda query, key, value, bias, kept, causal, scale: _cpu_takes(query, key, value, kept))(
-        _fused_on_cpu
-    )
+    attend.on(
+        _device, lambda query, key, value, bias, kept, causal, scale: _cpu_takes(query, key, value, kept, causal, scale)
+    )(_fused_on_cpu)
     attend_backward.on(
         _device,
-        lambda gradient, query, key, value, out, total, bias, kept, causal, scale: _cpu_takes(query, key, value, kept),
+        lambda gradient, query, key, value, out, total, bias, kept, causal, scale: _cpu_takes(
+            query, key, value, kept, causal, scale
+        ),
     )(_fused_on_cpu_backward)
 
 

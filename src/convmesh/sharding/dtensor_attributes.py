@@ -110,8 +110,8 @@ def _no_group_collective(operator: _torch.Operator, args: tuple[Any, ...], kwarg
     raise refuse(f"torch.distributed, {_torch.name_of(operator)}", "it sends plain tensors, no DTensors",
                  [(f"tensor {number}", tensor) for number, tensor in enumerate(tensors)],
                  f"around a distributed model {NO_DDP}; a metric of global tensors is global already: "
-                 "convmesh.distribute(metric, mesh) for torchmetrics, for MONAI's see docs/ecosystem.md; else send "
-                 "tensor.to_local(), or let tensor.redistribute(...) and tensor.full_tensor() send it")  # fmt: skip
+                 "convmesh.distribute(metric, mesh), of torchmetrics or MONAI; else send tensor.to_local(), or let "
+                 "tensor.redistribute(...) and tensor.full_tensor() send it")  # fmt: skip
 
 
 for _collective in _torch.group_collectives():

@@ -19,10 +19,10 @@ from . import idle_optimizers
 from .entry import Entry, entry_of
 from .gradients import Gradients
 from .loaded_state import place_loaded
-from .metrics import make_global
+from .metrics import Collecting, collect_global, make_global
 from .random_state import share_random_state
 
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
+AnyModule = TypeVar("AnyModule", bound=nn.Module | Collecting)
 
 
 def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKET_BYTES) -> AnyModule:
@@ -41,10 +41,11 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
     by itself, `torch.func.functional_call`. Tensors that the model creates there are taken as equal on all ranks. The
     same goes for methods of a returned object (`vae.encode(x).latent_dist.sample()`). If your loss creates tensors (a
     one-hot target, a window), make it an `nn.Module` and call `distribute` on it as well. So with the metrics of
-    torchmetrics, which then do not sum over processes: see [Around training](ecosystem.md).
+    torchmetrics and MONAI, which then neither sum over processes nor gather from them: see
+    [Around training](ecosystem.md).
 
     Args:
-        module: Any module. It must have values: neither lazy nor on the meta device.
+        module: Any module, or a metric. A module must have values: it is neither lazy nor on the meta device.
         mesh: The mesh. Ranks must ascend along each of its dimensions, as `init_device_mesh` arranges them.
         bucket_bytes: The approximate size of one all-reduce.
 
@@ -63,6 +64,10 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
         >>> model.weight.grad.placements  # the same gradient on every rank
         (Replicate(), Replicate())
     """
+    if not isinstance(module, nn.Module):
+        collect_global(module, mesh)
+        enable()
+        return module
     _check(module, mesh)
     enable()
     before = list(module.parameters())

@@ -77,6 +77,8 @@ def _choose(
     stay = [p == q == tokens and not query.mostly_empty(mesh_dim) for mesh_dim, (p, q) in both]
     own = prod(key.shape) / prod(len(key.shards(dim)) for dim in range(key.ndim))
     rounds = 2 * held * key.dtype.itemsize > attention.GATHERED_BYTES
+    # Of so few that most ranks have none, some rank has much of all anyway.
+    spread = [p == tokens and not key.mostly_empty(mesh_dim) for mesh_dim, p in enumerate(key.placements)]
 
     def price(row: Row, mesh_dim: int) -> float:
         """Beside what is moved: keys that go round, or are gathered, which takes memory too; results that are put
@@ -84,7 +86,7 @@ def _choose(
         ranks = mesh.size(mesh_dim)
         if row.name == "round":
             return 2 * own * (ranks - 1) * (2 if backward else 1) if rounds else inf
-        if rounds and key.placements[mesh_dim] == tokens and row.inputs[2 if backward else 1] == R:
+        if rounds and spread[mesh_dim] and row.inputs[2 if backward else 1] == R:
             return inf
         if row.name == "keys":
             return 2 * batch * heads * queries * key.shape[-1] * (ranks - 1) / ranks
