@@ -130,7 +130,8 @@ def _run(
     """With operands that may have to be redistributed or narrowed before they are used."""
     if plan.leaves:
         return _torch.stock(operator, args, kwargs)
-    if plan.reduces or (plan.writes_terms and _sum_is_known(*args)) or (plan.scales and _makes_infinite(operator, args)):
+    on_sums = plan.reduces or (plan.writes_terms and _sum_is_known(*args))
+    if on_sums or (plan.scales and _makes_infinite(operator, args)):
         return _on_sums(rule, operator, args, kwargs)
     values = [_torch.local_of(arg) if isinstance(arg, DTensor) else arg for arg in args]
     if plan.output.present and not plan.ready:
