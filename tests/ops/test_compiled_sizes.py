@@ -37,6 +37,21 @@ HERE: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
     "rows": (lambda x: x[1:] * 2, ()),
     "merged": (lambda x: x.flatten(0, 1).flip(0), ()),
 }
+# Of parts of the batch, and with others in another order.
+BATCH: dict[str, Function] = {
+    "flip": lambda x: x.flip(0) * 2,
+    "roll": lambda x: x.roll(1, 0) * 2,
+    "rot90": lambda x: torch.rot90(x, 1, (0, 2)),
+    "pad": lambda x: F.pad(x, (0,) * 6 + (1, 2)),
+    "every other": lambda x: x[::2] * 2,
+    "differences": lambda x: x[1:] - x[:-1],
+    "half": lambda x: x[: x.shape[0] // 2] * 2,
+    "last": lambda x: x[-1] * 2,
+    "chunk": lambda x: x.chunk(2, 0)[1] * 2,
+    "windows": lambda x: x.unfold(0, 3, 2) * 2,
+    "repeat": lambda x: x.repeat(2, 1, 1, 1),
+    "with its mirror": lambda x: torch.cat([x, x.flip(0)]),
+}
 # Of the families, those with a batch of any size: the others have one of 2 in their arguments.
 ALL = [*HERE, *(name for name in FUNCTIONS if name != "grid_sample")]
 SAMPLE = (
@@ -47,6 +62,8 @@ SAMPLE = (
 
 def example(name: str) -> tuple[Function, list[torch.Tensor]]:
     """A function of a batch, and the other tensors that it takes."""
+    if name in BATCH:
+        return BATCH[name], []
     if name in HERE:
         return HERE[name][0], list(HERE[name][1])
     function, shapes = FUNCTIONS[name]
@@ -101,3 +118,8 @@ def test_a_marked_batch(pool: Pool) -> None:
 def test_everything_dynamic(pool: Pool) -> None:
     names = ("elementwise", "convolution", "batch_norm", "view")
     pool.run_cases(check, [(name, 0, "dynamic") for name in names], mesh=(2,))
+
+
+def test_parts_of_a_marked_batch(pool: Pool) -> None:
+    """Marked sizes stay symbols: torch raises where a rule makes a number of one."""
+    pool.run_cases(check, [(name, 0, "marked") for name in BATCH], mesh=(2,), timeout=600)

@@ -16,10 +16,11 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
 from torch.utils._pytree import tree_iter
 
 from .names import Handler, Operator
-from .tracing import no_modes
+from .tracing import no_modes, proxy_mode
 
 
 def known(size: Any) -> Any:
@@ -71,6 +72,7 @@ def settles_symbols(handler: Handler) -> Handler:
 
     @wraps(handler)
     def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _bind_symbols((args, kwargs))
         try:
             return handler(operator, args, kwargs)
         except (TypeError, RuntimeError):
@@ -81,6 +83,24 @@ def settles_symbols(handler: Handler) -> Handler:
         return handler(operator, args, kwargs)
 
     return run
+
+
+def _bind_symbols(arguments: Any) -> None:
+    """Let the graph that is traced know the symbols of global sizes by themselves.
+
+    It is not given them, and finds them by their names: by the last number that had the name. After a sum with 0 that
+    is the sum itself, which would then be made of itself.
+    """
+    mode = proxy_mode()
+    if mode is None:
+        return
+    for leaf in tree_iter(arguments):
+        if not isinstance(leaf, DTensor):
+            continue
+        meta = leaf._spec.tensor_meta
+        for size in (*leaf.shape, *(() if meta is None else meta.shape)):
+            if isinstance(size, torch.SymInt) and (proxy := get_proxy_slot(size, mode.tracer, None)) is not None:
+                set_proxy_slot(size, mode.tracer, proxy)
 
 
 def has_symbols_within(arguments: Any) -> bool:

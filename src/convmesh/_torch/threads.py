@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from itertools import count
 from typing import Any
 
@@ -88,11 +89,17 @@ def threads_as_ranks(make_group: Callable[[Any], dist.ProcessGroup]) -> Iterator
         plugins[BACKEND.upper()] = plugin
 
 
+def _no_groups() -> multi_threaded_pg.WorldData:
+    """What torch knows of process groups before there are any: tables, of which newer releases have more."""
+    others = {"default_pg": None, "group_count": 0, "comms": []}
+    return multi_threaded_pg.WorldData(**{f.name: others.get(f.name, {}) for f in fields(multi_threaded_pg.WorldData)})
+
+
 @contextmanager
 def rank_of_threads(rank: int, size: int, store: Store) -> Iterator[None]:
     """Within it, this thread is a rank, with an initialised process group."""
     _mine.identity = next(_identities)
-    _mine.world = multi_threaded_pg.WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, [])  # type: ignore[arg-type]
+    _mine.world = _no_groups()
     try:
         dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size)
         yield

@@ -41,6 +41,11 @@ def tracing() -> bool:
     )
 
 
+def proxy_mode() -> Any:
+    """What makes a graph of what runs, or None."""
+    return _mode(_PROXY)
+
+
 def compiles_call_of(modules: Container[int]) -> bool:
     """Whether what a compiler traces now is part of a call of a module, of these by their ids.
 

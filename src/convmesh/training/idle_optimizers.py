@@ -47,7 +47,9 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     left = sum(_replaced.get(key) is parameter for key, parameter in held.items())
-    trained = [parameter for model in _models for parameter in model.parameters() if parameter.grad is not None]
+    # During a `functional_call` a model has tensors that are no leaves, of whose gradients torch warns.
+    found = [parameter for model in _models for parameter in model.parameters() if parameter.is_leaf]
+    trained = [parameter for parameter in found if parameter.grad is not None]
     name = type(optimizer).__name__
     if left:
         _warn(f"{left} of the {len(held)} parameters of this {name} are from before convmesh.distribute, which has "

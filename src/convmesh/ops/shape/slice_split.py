@@ -114,14 +114,18 @@ def split(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _part_sizes(input: DTensor, sizes: int | Sequence[int], dim: int) -> list[int]:
-    total = int(input.shape[dim])
+    """Of a symbolic dimension the compiled code holds for as many parts."""
+    total = input.shape[dim]
     if isinstance(sizes, Sequence):
         if sum(sizes) != total or min(sizes, default=0) < 0:
             raise refuse("split", f"parts of {list(sizes)} do not make up {total}", (("input", input),), "make them")
-        return [int(size) for size in sizes]
+        return list(sizes)
     if sizes < 0 or (sizes == 0 and total):
         raise refuse("split", f"parts of {sizes} do not make up {total}", (("input", input),), "give a positive size")
-    return [min(sizes, total - start) for start in range(0, total, sizes)] if total else [0]
+    if not total:
+        return [0]
+    before = int(-(-total // sizes)) - 1
+    return [*[sizes] * before, total - sizes * before]
 
 
 @rule(aten.unbind.int, behaviour=Behaviour("all other dimensions", "all-to-all: another dimension is sharded"))

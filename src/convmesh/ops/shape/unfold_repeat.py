@@ -50,7 +50,7 @@ def unfold(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     if not input.dim():
         return _torch.stock(operator, args, kwargs)
     dim %= input.dim()
-    count = _count("unfold", input, int(input.shape[dim]), size, step)
+    count = _count("unfold", input, input.shape[dim], size, step)
     if not sharded(input, dim):
         output = plan_windows(_torch.spec_of(input), dim, count, size, step)
         return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
@@ -63,7 +63,7 @@ def unfold_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: di
     gradient, sizes, dim, size, step = _torch.arguments(operator, args, kwargs)
     check_placed("unfold_backward", (("grad_output", gradient),))
     dim %= len(sizes)
-    count = _count("unfold_backward", gradient, int(sizes[dim]), size, step)
+    count = _count("unfold_backward", gradient, sizes[dim], size, step)
     total = None
     for k in range(size):
         one = aten.select.int(gradient, -1, k)
@@ -79,7 +79,7 @@ def repeat(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     repeated = [dim for dim in range(input.dim()) if sharded(input, dim) and repeats[new + dim] != 1]
     if new < 0 or not repeated or any(count < 1 for count in repeats):
         return _torch.stock(operator, args, kwargs)
-    sizes = [count * int(size) for count, size in zip(repeats[new:], input.shape, strict=True)]
+    sizes = [count * size for count, size in zip(repeats[new:], input.shape, strict=True)]
     ask_for_memory(Layout.of(_torch.spec_of(input)), sizes)
     for dim in repeated:
         input = aten.cat.default([input] * repeats[new + dim], dim)
