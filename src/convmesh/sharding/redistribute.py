@@ -241,13 +241,3 @@ def move_beside(tensor: DTensor, other: Layout) -> torch.Tensor:
         return local
     source = Layout.of(_torch.spec_of(tensor))
     return relocated(local, source, source.placed(other.placements))
-
-
-def place(local: torch.Tensor | None, computed: Layout | None, wanted: Layout | None) -> DTensor | None:
-    """The DTensor of a result that lies as `computed` says, moved to where it is `wanted`."""
-    if local is None or computed is None or wanted is None:
-        return None
-    if computed.placements != wanted.placements:
-        local = relocated(local, computed, wanted)
-    # Views of a DTensor are made by its global strides, so the local ones must agree with them.
-    return _torch.wrap(local.contiguous(memory_format=wanted.memory_format), wanted.spec)

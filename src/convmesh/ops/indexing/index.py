@@ -20,8 +20,9 @@ from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import rule
+from ...sharding.sharding_table import P
 from .._core.index_bounds import check_within
-from .index_select import INDEX, P, local_index, owned
+from .index_select import INDEX, local_index, owned
 from .masked_select import index_masked, refuse_compiled
 
 aten = torch.ops.aten

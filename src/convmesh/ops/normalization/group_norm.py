@@ -9,21 +9,20 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from ... import _torch
 from ...geometry import Interval
 from ...kernels.batch_norm import Running, channel_moments, channel_sums, gradient_by_sums, normalised_by_ranks
 from ...kernels.normalization import Pair, input_gradient, moments_of_groups, normalised, sums_by_set
+from ...sharding.call import Call, Goal, Moved, Reported
 from ...sharding.errors import refuse
-from ...sharding.layout import Layout, all_absent
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import check_placed, move, move_beside
-from ...sharding.registry import Behaviour, made_of_others, rule
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour, made_of_others
 from .._core.cached_tensors import Numbers
 from ..reductions.plan import counts, wide
-from .common import Named, Spread, arrange, parameter_gradient, place_parameters, rows  # fmt: skip
+from .common import Named, Spread, arrange, parameter_gradient, rows  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -42,7 +41,7 @@ class GroupNormPlan:
     channels: Interval  # this rank's
     per_group: int
     whole_groups: bool  # every rank has whole groups, and knows these only; else it knows all groups
-    parameters: tuple[tuple[Layout, Layout], ...]
+    parameters: tuple[Moved, ...]  # of their gradients
 
     def columns(self, device: torch.device) -> torch.Tensor:
         """For each of this rank's channels, which column of the statistics it belongs to."""
@@ -74,10 +73,9 @@ class GroupNormPlan:
         return len(self.channels) // self.per_group if self.whole_groups else self.statistics.shape[1]
 
 
-@planned
-def plan_group_norm(operator: str, groups: int, *specs: _torch.Spec | None) -> GroupNormPlan:
-    input, weight, bias = (None if spec is None else Layout.of(spec) for spec in specs)
-    assert input is not None
+def plan_group_norm(
+    operator: str, groups: int, input: Layout, weight: Layout | None, bias: Layout | None = None
+) -> GroupNormPlan:
     named: Named = (("input", input), ("weight", weight), ("bias", bias))
     _check(operator, groups, named, input)
     dims = len(input.shape)
@@ -97,7 +95,7 @@ def plan_group_norm(operator: str, groups: int, *specs: _torch.Spec | None) -> G
             wide(input.dtype)),
         Spread.over(placed, range(2, dims)) if whole_groups else _spread_groups(placed, groups, per_group),
         placed.own(1) if input.present else Interval(0, 0), per_group, whole_groups,
-        tuple(parameter_gradient(given or whole, placed, whole, pending=True) for given in (weight, bias)),
+        tuple(Moved(*parameter_gradient(given or whole, placed, whole, pending=True)) for given in (weight, bias)),
     )  # fmt: skip
 
 
@@ -125,23 +123,22 @@ def _spread_groups(placed: Layout, groups: int, per_group: int) -> Spread:
     return Spread(placed.mesh, mesh_dims, tuple(shares), values)
 
 
-@rule(aten.native_group_norm.default, behaviour=BEHAVIOUR)
-def group_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    input, weight, bias, *_, groups, eps = _torch.arguments(operator, args, kwargs)
-    tensors = (input, weight, bias)
-    check_placed("group_norm", tuple(zip(("input", "weight", "bias"), tensors, strict=True)))
-    plan = plan_group_norm("group_norm", groups, *(None if t is None else _torch.spec_of(t) for t in tensors))
-    if not plan.output.present:
-        return tuple(layout.absent(input) for layout in (plan.output, plan.statistics, plan.statistics))
-    x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
-    x = x.contiguous(memory_format=plan.output.memory_format)
-    if not plan.spread.mesh_dims and x.numel():
-        sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
-        y, mean, rstd = operator(x, w, b, *sizes, plan.groups, eps)
-    else:
-        y, mean, rstd = _normalise(plan, x, w, b, eps)
-    statistics = plan.statistics.typed(mean.dtype).spec
-    return plan.output.wrap(y), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
+@plan_rule(aten.native_group_norm.default, behaviour=BEHAVIOUR)
+def group_norm(
+    operator: _torch.Operator, input: Layout, weight: Layout | None, bias: Layout | None, *numbers: Any
+) -> Call:
+    *_, groups, eps = numbers
+    plan = plan_group_norm("group_norm", groups, input, weight, bias)
+
+    def run(x: torch.Tensor, w: Any, b: Any, *_: Any) -> tuple[Any, ...]:
+        x = x.contiguous(memory_format=plan.output.memory_format)
+        if not plan.spread.mesh_dims and x.numel():
+            y, *statistics = operator(x, w, b, x.shape[0], x.shape[1], prod(x.shape[2:]), plan.groups, eps)
+        else:
+            y, *statistics = _normalise(plan, x, w, b, eps)
+        return y, *((one, plan.statistics.typed(one.dtype)) for one in statistics)
+
+    return Call(plan.operands, (plan.output, Reported(plan.statistics), Reported(plan.statistics)), run)
 
 
 def _as_batch_norm(plan: GroupNormPlan, *tensors: torch.Tensor) -> bool:
@@ -197,28 +194,25 @@ def _regroup(plan: GroupNormPlan, mean: torch.Tensor, var: torch.Tensor) -> Pair
     return grouped, plan.by_group(spread) / channels
 
 
-@rule(aten.native_group_norm_backward.default, behaviour=BEHAVIOUR)
+@plan_rule(aten.native_group_norm_backward.default, behaviour=BEHAVIOUR)
 def group_norm_backward(
-    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor | None, ...]:
-    gradient, input, mean, rstd, weight, *_, groups, mask = _torch.arguments(operator, args, kwargs)
-    names = ("grad_output", "input", "mean", "rstd", "weight")
-    check_placed("group_norm_backward", tuple(zip(names, (gradient, input, mean, rstd, weight), strict=True)))
-    specs = (_torch.spec_of(input), None if weight is None else _torch.spec_of(weight), None)
-    plan = plan_group_norm("group_norm_backward", groups, *specs)
-    if not plan.output.present:
-        return all_absent((plan.output, *(wanted for _, wanted in plan.parameters)), input, mask)
-    x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
-    gy = move_beside(gradient, plan.output)
-    m, r = (move(t, plan.statistics.typed(t.dtype)) for t in (mean, rstd))
-    if not plan.spread.mesh_dims and x.numel():
-        sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
-        gy, x = (tensor.contiguous(memory_format=plan.output.memory_format) for tensor in (gy, x))
-        gx, *gradients = operator(gy, x, m, r, w, *sizes, plan.groups, mask)
-    else:
-        gx, *gradients = _gradients(plan, gy, x, m, r, w)
-    for_input = plan.output.wrap(gx) if mask[0] else None
-    return for_input, *place_parameters(gradients, plan.parameters, mask[1:])
+    operator: _torch.Operator, gradient: Layout, input: Layout, mean: Layout, rstd: Layout, weight: Layout | None,
+    *numbers: Any,
+) -> Call:  # fmt: skip
+    *_, groups, mask = numbers
+    plan = plan_group_norm("group_norm_backward", groups, input, weight)
+    output, statistics = plan.output, plan.statistics.placements
+
+    def run(gy: torch.Tensor, x: torch.Tensor, m: torch.Tensor, r: torch.Tensor, w: Any, *_: Any) -> Any:
+        if plan.spread.mesh_dims or not x.numel():
+            return _gradients(plan, gy, x, m, r, w)
+        gy, x = (tensor.contiguous(memory_format=output.memory_format) for tensor in (gy, x))
+        return operator(gy, x, m, r, w, x.shape[0], x.shape[1], prod(x.shape[2:]), plan.groups, mask)
+
+    beside = gradient.placed(output.placements), *plan.operands[:1], mean.placed(statistics), rstd.placed(statistics)
+    every: tuple[Goal, ...] = (output, *plan.parameters)
+    results = [one if asked else None for one, asked in zip(every, mask, strict=True)]
+    return Call((*beside, plan.operands[1]), results, run)
 
 
 def _gradients(

@@ -95,10 +95,9 @@ def _as_it_is(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
 
 def _copy(result: DTensor, input: DTensor) -> DTensor:
     shape, before = tuple(result.shape), tuple(input.shape)
-    return copy_of(
-        result, input, lambda full: aten.view.default(full, shape),
-        lambda full, part: aten.view.default(part, before),
-    )  # fmt: skip
+    ways = lambda full: aten.view.default(full, shape), lambda full, part: aten.view.default(part, before)
+    made: DTensor = copy_of(result, input, ways)
+    return made
 
 
 def _without_elements(spec: _torch.Spec, local: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
