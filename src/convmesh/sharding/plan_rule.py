@@ -54,6 +54,7 @@ def plan_rule(
     varies: Container[str] = (),
     foreign: bool = False,
     quick: Quick | None = None,
+    strided: bool = False,
 ) -> Callable[[AnyPlanner], AnyPlanner]:
     """Declare that `operators` run as a planner says, and what their users can expect.
 
@@ -67,16 +68,19 @@ def plan_rule(
     Numbers that change from call to call, and on which no plan depends, have a name in `varies`: it gets None for them.
     `adapt` gets the arguments of each call, as they are, and returns those that are planned for; `completes` does so
     where not all of its tensors are DTensors, and leaves others as they are. `quick` is asked first, on every call: for
-    what takes less than looking up a plan.
+    what takes less than looking up a plan. With `strided` the planner gets the strides of one device's results as well.
     """
 
     def declare(planner: AnyPlanner) -> AnyPlanner:
         def make(operator: _torch.Operator, args: tuple[Any, ...], given: list[Any]) -> Prepared | Left:
             known = _torch.signature(operator)
-            call = planner(operator, *given)
+            strides = strides_of(operator, *_torch.by_name(operator, args)) if strided else None
+            call = planner(operator, *given) if strides is None else planner(operator, *given, strides)
             if not isinstance(call, Call):
                 return Left(_torch.stock) if call is None else Left.to(call)
-            strides = () if call.view else strides_of(operator, *_torch.by_name(operator, args))
+            if strides is None:
+                own = call.view or call.writes
+                strides = () if own else strides_of(operator, *_torch.by_name(operator, args))
             return Prepared(operator, [given[number] for number in known.places], call, strides, remembers)
 
         prepared_rule(

@@ -19,13 +19,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from ... import _torch
 from ...geometry import Box, Interval, shards
 from ...sharding.layout import Layout
-from ...sharding.plan_cache import planned
 from ...sharding.registry import Behaviour
 from ...strides import Stride
 
@@ -48,29 +45,21 @@ SHARED = Behaviour(STAYS,
 Draw = Callable[[torch.Tensor, torch.Generator | None], Any]
 
 
-@planned
-def where_drawn(spec: _torch.Spec, dtype: torch.dtype | None, stride: Stride | None = None) -> Layout:
+def where_drawn(layout: Layout, dtype: torch.dtype | None = None, stride: Stride | None = None) -> Layout:
     """Where numbers for a tensor are drawn: a Partial(sum) is no place for them. In the order of the strides, which are
     those of one device."""
-    layout = Layout.of(spec)
-    layout = layout if stride is None else replace(layout, stride=stride)
-    placements: tuple[Placement, ...] = tuple(
-        Replicate() if isinstance(placement, Partial) else placement for placement in layout.placements
-    )
-    return layout.placed(placements).typed(dtype or layout.dtype)
+    drawn = layout.without_partial().typed(dtype or layout.dtype)
+    return drawn if stride is None else replace(drawn, stride=stride)
 
 
-def draw_own(layout: Layout, model: DTensor, generator: torch.Generator | None, draw: Draw) -> torch.Tensor:
-    """This rank's part of what `draw` fills an empty tensor with."""
-    local = _torch.local_of(model)
-    if not layout.present:
-        return local.new_empty(0, dtype=layout.dtype)
+def draw_own(layout: Layout, device: torch.device, generator: torch.Generator | None, draw: Draw) -> torch.Tensor:
+    """This rank's local tensor of what `draw` fills an empty tensor with."""
     own = tuple(layout.own(dim) for dim in range(len(layout.shape)))
     if prod(layout.shape) > LARGEST_WHOLE and not _torch.tracing():
-        return _drawn_in_tiles(layout, own, local.device, generator, draw)
-    whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=local.device)
-    drawn: torch.Tensor = draw(whole, generator)
-    return cut_out(drawn, own).clone() if layout.sharded_dims else drawn  # a copy, so that the whole goes
+        return _drawn_in_tiles(layout, own, device, generator, draw)
+    full = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+    drawn: torch.Tensor = draw(full, generator)
+    return cut_out(drawn, own).clone() if layout.sharded_dims else drawn  # a copy, so that the full tensor goes
 
 
 def _drawn_in_tiles(
