@@ -73,16 +73,16 @@ def _plan(
         return UnfoldPlan(source, output, None, Interval(0, 0), Interval(0, 0), Interval(0, 0), per_row)
     sizes = tuple(layout.mesh.size(m) for m in mesh_dims)
     made, owned = Shards(shape[rows], sizes), Shards(layout.shape[rows], sizes)
-    whole = Interval(0, layout.shape[rows])
-    halo_plan = HaloPlan(owned, Reads(made, lambda part: (needs(parts(part)) & whole,), readers))
+    full = Interval(0, layout.shape[rows])
+    halo_plan = HaloPlan(owned, Reads(made, lambda part: (needs(parts(part)) & full,), readers))
     line = rank_line(layout.mesh, mesh_dims)
     own = made[line.rank]
-    schedule = halo(line, Halo(0, halo_plan, (whole,)))
+    schedule = halo(line, Halo(0, halo_plan, (full,)))
     return UnfoldPlan(source, output, schedule, owned[line.rank], parts(own), own, per_row)
 
 
 def _placements(layout: Layout, lead: int, channels: int) -> tuple[Placement, ...]:
-    """Channels stay sharded where every rank has whole ones; they and the width are exchanged for the rows."""
+    """Channels stay sharded where every rank has all of them; they and the width are exchanged for the rows."""
     even = channels % prod(layout.mesh.size(m) for m in layout.sharded_dims.get(lead, ())) == 0
     return tuple(
         Shard(lead + 1) if isinstance(p, Shard) and (p.dim > lead + 1 or (p.dim == lead and not even)) else p
@@ -98,8 +98,8 @@ def _fetch(plan: UnfoldPlan, x: torch.Tensor, needed: Interval) -> torch.Tensor:
 
 def _plan_unfold(layout: Layout, windows: Windows) -> UnfoldPlan:
     with _torch.meta_tensors(_torch.has_symbols(layout.shape)):  # torch's own checks, alike on all ranks
-        whole = torch.empty(layout.shape, device="meta")
-        made = aten.im2col.default(whole, windows.kernel, windows.dilation, windows.padding, windows.stride)
+        full = torch.empty(layout.shape, device="meta")
+        made = aten.im2col.default(full, windows.kernel, windows.dilation, windows.padding, windows.stride)
     shape = tuple(made.shape)
     per_row = shape[-1] // windows.rows.coarse_size(layout.shape[-2])
 
@@ -142,9 +142,9 @@ def _stock(plan: UnfoldPlan, local: torch.Tensor, run: Callable[[], torch.Tensor
 
 
 def _plan_fold(layout: Layout, size: Pair, windows: Windows) -> UnfoldPlan:
-    whole = torch.empty(layout.shape, device="meta")
+    full = torch.empty(layout.shape, device="meta")
     numbers = (windows.kernel, windows.dilation, windows.padding, windows.stride)
-    shape = tuple(aten.col2im.default(whole, size, *numbers).shape)
+    shape = tuple(aten.col2im.default(full, size, *numbers).shape)
     high = windows.rows.coarse_size(size[0])
     per_row = layout.shape[-1] // high
 

@@ -61,13 +61,13 @@ def idle(layout: Layout, placements: tuple[Placement, ...]) -> bool:
     )
 
 
-def travels_within(assignment: Assignment, names: Sequence[str]) -> bool:
+def is_routed_alone(assignment: Assignment, names: Sequence[str]) -> bool:
     """Whether the places of rows called `names` are in what their owners have of all other dimensions, and a
     sharded dimension is not read in two ways at once."""
     kinds = {row.name for row in assignment if row.name in ("asked", "sent", "owned")}
-    travelling = {row.inputs[1] for row in assignment if row.name in names}
+    routed_dims = {row.inputs[1] for row in assignment if row.name in names}
     return len(kinds) < 2 and not any(
-        row.inputs[0] in travelling for row in assignment if isinstance(row.inputs[0], Shard) and row.name not in kinds
+        row.inputs[0] in routed_dims for row in assignment if isinstance(row.inputs[0], Shard) and row.name not in kinds
     )
 
 

@@ -22,7 +22,7 @@ from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import P, R, Row, Shard, choose, input_placements, output_placements
 from .._core.index_bounds import may_route, raised_alike
-from .common import as_lists, has_numbers, idle, others, replication_price, travels_within
+from .common import as_lists, has_numbers, idle, is_routed_alone, others, replication_price
 from .index_select import owned
 
 aten = torch.ops.aten
@@ -93,7 +93,7 @@ def _choose(input: Layout, index: Layout, dim: int, routes: bool) -> tuple[Row, 
 
     def fits(assignment: tuple[Row, ...]) -> bool:
         """Nothing is moved to a dimension of which half of the ranks would have nothing."""
-        return travels_within(assignment, ("asked",)) and not any(
+        return is_routed_alone(assignment, ("asked",)) and not any(
             idle(layout, input_placements(assignment, number)) for number, layout in enumerate((input, index))
         )
 

@@ -26,6 +26,7 @@ aten = torch.ops.aten
 
 @rule(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, behaviour=ADD)
 def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Opens its arguments itself, as `index` does."""
     full, indices, values, adds, *_ = _torch.arguments(operator, args, kwargs)
     if not isinstance(full, DTensor):
         return _torch.stock(operator, args, kwargs)

@@ -21,7 +21,7 @@ from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import R, Row, Shard, Wanted, choose, input_placements, output_placements
 from .._core.index_bounds import check_within, may_route, raised_alike
-from .common import as_lists, has_numbers, idle, others, replication_price, travels_within
+from .common import as_lists, has_numbers, idle, is_routed_alone, others, replication_price
 
 aten = torch.ops.aten
 
@@ -117,7 +117,7 @@ def _choose(operator: str, given: list[Layout], dim: int, routes: bool, wish: Pl
         return replication_price(row, mesh_dim, given) + sent
 
     def fits(assignment: tuple[Row, ...]) -> bool:
-        return travels_within(assignment, ("sent",)) and not any(
+        return is_routed_alone(assignment, ("sent",)) and not any(
             idle(layout, input_placements(assignment, number)) for number, layout in enumerate(given)
         )
 

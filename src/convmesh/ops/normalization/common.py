@@ -110,10 +110,10 @@ def rows(kept: tuple[int, ...], scaled: tuple[tuple[int, int], ...], parameters:
 
     `scaled` are pairs of a dimension of the input and the parameters' dimension that goes with it.
     """
-    whole = (Replicate(),) * parameters
+    full = (Replicate(),) * parameters
     return (
-        Row("replicated", (Replicate(), *whole), ()),
-        *[Row("kept", (Shard(dim), *whole), ()) for dim in kept],
+        Row("replicated", (Replicate(), *full), ()),
+        *[Row("kept", (Shard(dim), *full), ()) for dim in kept],
         *[Row("scaled", (Shard(dim), *[Shard(other)] * parameters), ()) for dim, other in scaled],
     )
 

@@ -40,7 +40,7 @@ class GroupNormPlan:
     spread: Spread
     channels: Interval  # this rank's
     per_group: int
-    whole_groups: bool  # every rank has whole groups, and knows these only; else it knows all groups
+    full_groups: bool  # every rank has all of its groups, and knows these only; else it knows all groups
     parameters: tuple[Moved, ...]  # of their gradients
 
     def columns(self, device: torch.device) -> torch.Tensor:
@@ -49,12 +49,12 @@ class GroupNormPlan:
 
     @cached_property
     def _columns(self) -> Numbers:
-        first = self.channels.start // self.per_group if self.whole_groups else 0
+        first = self.channels.start // self.per_group if self.full_groups else 0
         return Numbers([at // self.per_group - first for at in range(self.channels.start, self.channels.stop)])
 
     def by_channel(self, numbers: torch.Tensor, dims: int) -> torch.Tensor:
         """[N G] -> [N C 1 1 ...], with so many dimensions: for each channel that of its group."""
-        if self.whole_groups:
+        if self.full_groups:
             spread = numbers.unsqueeze(2).expand(-1, -1, self.per_group)
         else:
             spread = numbers[:, self.columns(numbers.device)]
@@ -62,7 +62,7 @@ class GroupNormPlan:
 
     def by_group(self, numbers: torch.Tensor) -> torch.Tensor:
         """[N C] -> [N G]: sums of what this rank's channels have of each group."""
-        if self.whole_groups:
+        if self.full_groups:
             return numbers.view(numbers.shape[0], self.groups, self.per_group).sum(2)
         zeros = numbers.new_zeros(numbers.shape[0], self.groups)
         return zeros.index_add_(1, self.columns(numbers.device), numbers)
@@ -70,7 +70,7 @@ class GroupNormPlan:
     @property
     def groups(self) -> int:
         """Columns of the statistics that this rank holds."""
-        return len(self.channels) // self.per_group if self.whole_groups else self.statistics.shape[1]
+        return len(self.channels) // self.per_group if self.full_groups else self.statistics.shape[1]
 
 
 def plan_group_norm(
@@ -83,19 +83,19 @@ def plan_group_norm(
     placed = operands[0]
     assert placed is not None
     per_group = max(1, input.shape[1] // groups)
-    whole_groups = all(size % per_group == 0 for size, _ in placed.shards(1).runs)
-    kept = (Shard(0), Shard(1)) if whole_groups else (Shard(0),)
+    full_groups = all(size % per_group == 0 for size, _ in placed.shards(1).runs)
+    kept = (Shard(0), Shard(1)) if full_groups else (Shard(0),)
     by_group = tuple(p if p in kept else Replicate() for p in placed.placements)
     by_channel = tuple(Shard(0) if p == Shard(1) else Replicate() for p in placed.placements)
     dtype = next((given.dtype for given in (weight, bias) if given is not None), input.dtype)
-    whole = input.new((input.shape[1],), by_channel, dtype)
+    plain = input.new((input.shape[1],), by_channel, dtype)
     return GroupNormPlan(
         operands, placed.dense,
         input.new((input.shape[0], groups), by_group,
             wide(input.dtype)),
-        Spread.over(placed, range(2, dims)) if whole_groups else _spread_groups(placed, groups, per_group),
-        placed.own(1) if input.present else Interval(0, 0), per_group, whole_groups,
-        tuple(Moved(*parameter_gradient(given or whole, placed, whole, pending=True)) for given in (weight, bias)),
+        Spread.over(placed, range(2, dims)) if full_groups else _spread_groups(placed, groups, per_group),
+        placed.own(1) if input.present else Interval(0, 0), per_group, full_groups,
+        tuple(Moved(*parameter_gradient(given or plain, placed, plain, pending=True)) for given in (weight, bias)),
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def group_norm(
 def _as_batch_norm(plan: GroupNormPlan, *tensors: torch.Tensor) -> bool:
     """Whether every channel of every sample is normalised by itself: a batch norm of one sample with all of them as
     channels, which takes fewer operators. Those of half precision are computed in another."""
-    alike = plan.whole_groups and plan.per_group == 1 and plan.output.dtype == plan.statistics.dtype
+    alike = plan.full_groups and plan.per_group == 1 and plan.output.dtype == plan.statistics.dtype
     return alike and plan.output.is_contiguous and all(tensor.is_contiguous() for tensor in tensors)
 
 
@@ -175,10 +175,10 @@ def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float)
         )
         return found.output.view(x.shape), found.mean.view(x.shape[:2]), found.rstd.view(x.shape[:2])
     # A group of which the rank has some channels only is made of these, one by one.
-    local_groups = plan.groups if plan.whole_groups else len(plan.channels)
+    local_groups = plan.groups if plan.full_groups else len(plan.channels)
     compiled = plan.spread.compiled()
     moments = moments_of_groups(x.to(plan.statistics.dtype), local_groups, compiled)
-    if not plan.whole_groups:
+    if not plan.full_groups:
         moments = _regroup(plan, *moments)
     mean, var = plan.spread.merge(*moments) if plan.spread.mesh_dims else moments
     by_channel = plan.by_channel(mean, x.dim()), plan.by_channel(var, x.dim())

@@ -17,13 +17,13 @@ from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
-from .replicated_draw import cut_out, where_drawn
+from .replicated_draw import narrowed, where_drawn
 
 aten = torch.ops.aten
 
-WHOLE = "all-gather: every rank draws all numbers, of which there are as many as the values ask for"
-BY_VALUE = Behaviour("all; the numbers are those of one device, if all ranks have the same seed", WHOLE)
-MULTINOMIAL = Behaviour("nothing: the result is replicated", WHOLE)
+REPLICATED = "all-gather: every rank draws all numbers, of which there are as many as the values ask for"
+BY_VALUE = Behaviour("all; the numbers are those of one device, if all ranks have the same seed", REPLICATED)
+MULTINOMIAL = Behaviour("nothing: the result is replicated", REPLICATED)
 
 
 @plan_rule(
@@ -35,7 +35,7 @@ def by_value(operator: _torch.Operator, *given: Any) -> Call:
 
     def run(*values: Any) -> torch.Tensor:
         own = tuple(layout.own(dim) for dim in range(layout.ndim))
-        return cut_out(_drawn(operator, given, values), own).clone()  # a copy, so that the full tensor goes
+        return narrowed(_drawn(operator, given, values), own).clone()  # a copy, so that the full tensor goes
 
     return Call([one.replicated() for one in given if isinstance(one, Layout)], layout, run)
 

@@ -16,7 +16,7 @@ from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
 from ...strides import Stride
 from .bernoulli import zeros_and_ones
-from .replicated_draw import DRAWN, SHARED, cut_out, draw_own, where_drawn
+from .replicated_draw import DRAWN, SHARED, draw_own, narrowed, where_drawn
 
 aten = torch.ops.aten
 
@@ -116,7 +116,7 @@ def _beside(operand: Layout, layout: Layout) -> Layout:
 def _broadcast(local: torch.Tensor, operand: Layout, layout: Layout) -> torch.Tensor:
     if operand.shape == layout.shape:
         return local
-    return cut_out(local.expand(layout.shape), tuple(layout.own(dim) for dim in range(layout.ndim)))
+    return narrowed(local.expand(layout.shape), tuple(layout.own(dim) for dim in range(layout.ndim)))
 
 
 @plan_rule(

@@ -3,7 +3,7 @@
 Which of its numbers a generator takes for an element is not known in general: on a CPU that differs between operators,
 and on a GPU the order of elements depends on the size of the tensor. So every rank draws all of the tensor from its
 generator, which has the same state on all ranks, and keeps its own part. This costs the time of one device. It also
-costs memory for the whole tensor, for a moment, so a tensor of more than `LARGEST_WHOLE` elements is drawn in tiles
+costs memory for the full tensor, for a moment, so a tensor of more than `LARGEST_DRAWN` elements is drawn in tiles
 instead, each from a generator of its own: then the numbers are not those of one device, but still do not depend on the
 sharding, and a rank draws only tiles that it needs.
 
@@ -26,9 +26,9 @@ from ...sharding.layout import Layout
 from ...sharding.registry import Behaviour
 from ...strides import Stride
 
-LARGEST_WHOLE = 1 << 26
-TILES = 8  # along each dimension that has at least `SMALLEST_CUT` indices
-SMALLEST_CUT = 64
+LARGEST_DRAWN = 1 << 26
+TILES = 8  # along each dimension that has at least `SMALLEST_TILED` indices
+SMALLEST_TILED = 64
 
 STAYS = "all; the numbers are those of one device, if all ranks have the same seed"
 TILES_BEYOND = (
@@ -55,11 +55,11 @@ def where_drawn(layout: Layout, dtype: torch.dtype | None = None, stride: Stride
 def draw_own(layout: Layout, device: torch.device, generator: torch.Generator | None, draw: Draw) -> torch.Tensor:
     """This rank's local tensor of what `draw` fills an empty tensor with."""
     own = tuple(layout.own(dim) for dim in range(len(layout.shape)))
-    if prod(layout.shape) > LARGEST_WHOLE and not _torch.tracing():
+    if prod(layout.shape) > LARGEST_DRAWN and not _torch.tracing():
         return _drawn_in_tiles(layout, own, device, generator, draw)
     full = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
     drawn: torch.Tensor = draw(full, generator)
-    return cut_out(drawn, own).clone() if layout.sharded_dims else drawn  # a copy, so that the full tensor goes
+    return narrowed(drawn, own).clone() if layout.sharded_dims else drawn  # a copy, so that the full tensor goes
 
 
 def _drawn_in_tiles(
@@ -74,20 +74,20 @@ def _drawn_in_tiles(
             continue
         source = torch.Generator(device).manual_seed((seed + number * 0x9E3779B97F4A7C15) % 2**63)
         empty = torch.empty([len(side) for side in tile], dtype=layout.dtype, device=device)
-        part = cut_out(draw(empty, source), _inside(common, tile))
-        cut_out(result, _inside(common, own)).copy_(part)
+        part = narrowed(draw(empty, source), _inside(common, tile))
+        narrowed(result, _inside(common, own)).copy_(part)
     return result
 
 
 def _tiles(shape: tuple[int, ...]) -> Iterator[Box]:
-    return product(*(shards(size, (TILES,)) if size >= SMALLEST_CUT else (Interval(0, size),) for size in shape))
+    return product(*(shards(size, (TILES,)) if size >= SMALLEST_TILED else (Interval(0, size),) for size in shape))
 
 
 def _inside(box: Box, frame: Box) -> Box:
     return tuple(side.shift(-outer.start) for side, outer in zip(box, frame, strict=True))
 
 
-def cut_out(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, side in enumerate(box):
         if len(side) != tensor.shape[dim]:
             tensor = tensor.narrow(dim, side.start, len(side))

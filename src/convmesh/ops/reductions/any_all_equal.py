@@ -24,7 +24,8 @@ aten = torch.ops.aten
 
 @rule(aten.equal.default, behaviour=EQUAL)
 def equal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """torch asks all ranks of the world, of which those outside of the mesh do not answer."""
+    """torch asks all ranks of the world, of which those outside of the mesh do not answer. The result is no tensor, so
+    there is no `Call` for it."""
     one, other = args
     check_placed("equal", (("self", one), ("other", other)))
     if one.shape != other.shape:

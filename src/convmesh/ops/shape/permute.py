@@ -90,6 +90,7 @@ def _places(operator: _torch.Operator, rank: int, dims: tuple[int, ...]) -> list
 
 @rule(*NEW, behaviour=IN_PLACE)
 def rename_in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """It is the argument itself that gets another layout."""
     renamed = NEW[operator](*args, **kwargs)
     _torch.relocate(args[0], _torch.local_of(renamed), _torch.spec_of(renamed))
     return _torch.as_view(operator, args, kwargs, args[0])

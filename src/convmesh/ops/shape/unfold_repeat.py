@@ -1,4 +1,4 @@
-"""Tensors that repeat their input: windows side by side (`Tensor.unfold`), and whole copies (`repeat`).
+"""Tensors that repeat their input: windows (`Tensor.unfold`), and copies (`repeat`).
 
 Along a sharded dimension both are made of slices and joins, each of which sends what changes its owner.
 """
