@@ -118,8 +118,8 @@ def sole_mask(input: Any, indices: Sequence[Any]) -> DTensor | None:
 
 @rule(aten.index.Tensor, behaviour=INDEX)
 def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x[:, :, indices]`, `x[rows, columns]`, `x[mask]`. A mask's values say how many places it names, so no plan can be
-    made of layouts alone."""
+    """`x[:, :, indices]`, `x[rows, columns]`, `x[mask]`. How many places a mask names only its values say, so
+    no plan is made of layouts alone."""
     input, indices = _torch.arguments(operator, args, kwargs)
     if not isinstance(input, DTensor) or input.dtype == torch.bool:  # which cannot be Partial(sum)
         return _torch.stock(operator, args, kwargs)
