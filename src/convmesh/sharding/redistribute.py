@@ -232,12 +232,3 @@ def _broadcast(source: Layout, target: Layout) -> tuple[Exchange | None, Layout]
                 exchange = Exchange(schedule, (dim,), (owned,), (Interval(0, 1),))
             return exchange, source.placed(placements)
     return None
-
-
-def move_beside(tensor: DTensor, other: Layout) -> torch.Tensor:
-    """This rank's part of `tensor`, sharded as another tensor of its shape is."""
-    local = _torch.local_of(tensor)
-    if tensor.placements == other.placements:
-        return local
-    source = Layout.of(_torch.spec_of(tensor))
-    return relocated(local, source, source.placed(other.placements))

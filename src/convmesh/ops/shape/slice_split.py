@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...geometry import index_map
@@ -36,11 +35,6 @@ made_of_others(
 
 SPLIT = Behaviour("all dimensions, Partial(sum)", "what changes its owner, for each part")
 SLICE_BACKWARD = Behaviour("all dimensions, Partial sums", "what changes its owner along the dimension")
-
-
-def sharded(tensor: DTensor, dim: int) -> bool:
-    """Whether a mesh dimension shards the dimension, be it of one rank only."""
-    return any(getattr(placement, "dim", None) == dim for placement in tensor.placements)
 
 
 def bounds(size: int, start: int | None, stop: int | None, step: int) -> tuple[int, int]:
