@@ -39,7 +39,8 @@ TIER: dict[str, tuple[str, ...]] = {
     "selftest": ("selftest/test_report.py",),
     "sharding": ("sharding/test_fallback.py", "sharding/test_partial.py", "sharding/test_redistribute.py"),
     "simulation": (
-        "test_simulation.py::test_results_are_in_the_order_of_ranks", "test_simulation.py::test_all_collectives",
+        "simulation/test_ranks.py::test_results_are_in_the_order_of_ranks",
+        "simulation/test_ranks.py::test_all_collectives",
     ),
     "training": ("training/test_distribute.py", "training/test_mistakes.py"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""torch's fake process group, which sends nothing, in a process of its own. Threads as ranks: `test_simulation.py`."""
+"""torch's fake process group, which sends nothing, in a process of its own. Threads as ranks: `tests/simulation`."""
 
 from __future__ import annotations
 

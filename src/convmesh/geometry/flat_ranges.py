@@ -52,7 +52,7 @@ class FlatRanges:
         return Interval(part.start * self.inner, part.stop * self.inner)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """The end of a row, whole rows, and the begin of one: those of them that are there, in their order."""
+        """The end of a row, full rows, and the begin of one: those of them that are there, in their order."""
         numbers = self.numbers(rank)
         if not numbers:
             return ()
@@ -60,11 +60,11 @@ class FlatRanges:
         begin, end = numbers.start - first * self.row, numbers.stop - last * self.row
         if first == last:
             return ((Interval(first, first + 1), Interval(begin, end)),)
-        whole = Interval(first + bool(begin), last + (end == self.row))
+        middle = Interval(first + bool(begin), last + (end == self.row))
         boxes = (
-            (Interval(first, whole.start), Interval(begin, self.row)),
-            (whole, Interval(0, self.row)),
-            (Interval(whole.stop, last + 1), Interval(0, end)),
+            (Interval(first, middle.start), Interval(begin, self.row)),
+            (middle, Interval(0, self.row)),
+            (Interval(middle.stop, last + 1), Interval(0, end)),
         )
         return tuple(box for box in boxes if all(box))
 

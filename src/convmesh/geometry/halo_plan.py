@@ -90,8 +90,8 @@ class HaloPlan:
 
     def lacks(self, rank: int) -> int:
         """How many indices a rank has to receive."""
-        own, whole = self.owned[rank], Interval(0, self.size)
-        inside = [part & whole for part in self.needed.parts(rank)]
+        own, full = self.owned[rank], Interval(0, self.size)
+        inside = [part & full for part in self.needed.parts(rank)]
         return sum(part.size - (part & own).size for part in inside)
 
     @cached_property

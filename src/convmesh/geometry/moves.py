@@ -31,10 +31,6 @@ class Moves:
     owned: Regions
     needed: Regions
 
-    def transfer(self, src: int, dst: int) -> tuple[Box, ...]:
-        """What `src` sends `dst`. The adjoint goes the other way and adds."""
-        return _common(self.needed.boxes(dst), self.owned.boxes(src))
-
     def sends(self, rank: int) -> Iterator[tuple[int, tuple[Box, ...]]]:
         """What leaves `rank`: by destination, in their order."""
         owned = self.owned.boxes(rank)

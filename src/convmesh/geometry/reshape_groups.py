@@ -43,7 +43,7 @@ def where_sharded(dim: int, before: Sequence[int], after: Sequence[int], mesh_si
     group = next(group for group in groups(before, after) if dim in group.before)
     if len(group.before) == 1 and len(group.after) == 1:
         return group.after[0]
-    # In the order of the elements only cuts of the outermost dimension are cuts into parts.
+    # Only shards of the outermost dimension are ranges of the elements in their order.
     if prod(before[d] for d in group.before if d < dim) != 1:
         return None
     candidates = [d for d in group.after if prod(after[e] for e in group.after if e < d) == 1]

@@ -58,12 +58,12 @@ class Shards(Sequence[Interval]):
         found = [Interval(0, self.size)]
         for parts in self.mesh_sizes:
             below, found, above, ranks = found, [], ranks, []
-            for rank, whole in zip(above, below, strict=True):
-                step = -((whole.start - whole.stop) // parts)
-                common = whole & part
-                for place in range((common.start - whole.start) // step, -(-(common.stop - whole.start) // step)):
-                    start = whole.start + step * place
-                    found.append(Interval(start, min(start + step, whole.stop)))
+            for rank, full in zip(above, below, strict=True):
+                step = -((full.start - full.stop) // parts)
+                common = full & part
+                for place in range((common.start - full.start) // step, -(-(common.stop - full.start) // step)):
+                    start = full.start + step * place
+                    found.append(Interval(start, min(start + step, full.stop)))
                     ranks.append(rank * parts + place)
         return ranks
 

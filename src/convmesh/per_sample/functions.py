@@ -6,28 +6,11 @@ All of it is mapped along dimension 0. The loss is called with single samples, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad
-from torch.utils._pytree import tree_map_only
 
-from ..batching.machines import agreed_on
-from . import samples
-from .layer_calls import Use, run_by_layer
-from .layer_gradients import gradients_of, scaled_sum
-from .layer_norms import WORKSPACE, squared_norms_of, squares_of, sum_of
-from .samples import UnmappableError, batch_size
-from .spread import Spread
-
-Loss = Callable[..., Tensor]
-Tensors = dict[str, Tensor]
+from .step import Loss, Step, Tensors
 
 
 def per_sample_gradients(
@@ -60,7 +43,7 @@ def per_sample_gradients(
         >>> {name: tuple(gradient.shape) for name, gradient in gradients.items()}
         {'weight': (4, 2, 1, 3, 3), 'bias': (4, 2)}
     """
-    step = _Step.of(model, loss_fn, batch)
+    step = Step.of(model, loss_fn, batch)
     with step.choosing_alike():
         gradients = step.gradients(chunk_size, randomness)
     return (
@@ -94,7 +77,7 @@ def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Any) -> Tensor:
         >>> tuple(convmesh.per_sample_norms(model, F.mse_loss, images, targets).shape)
         (4,)
     """
-    step = _Step.of(model, loss_fn, batch)
+    step = Step.of(model, loss_fn, batch)
     with step.choosing_alike():
         norms = step.norms(step.by_layer(step.trainable))
     return norms if step.own_samples is None else step.own_samples.by_sample(norms)
@@ -128,127 +111,10 @@ def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Any, max_norm: flo
     """
     if not max_norm > 0:
         raise ValueError(f"`max_norm` (={max_norm}) must be positive")
-    step = _Step.of(model, loss_fn, batch)
+    step = Step.of(model, loss_fn, batch)
     with step.choosing_alike():
         gradients = step.clipped(max_norm)
     if step.spread is None:
         return gradients
     parameters = dict(model.named_parameters())
     return {name: step.spread.summed(value, parameters[name]) for name, value in gradients.items()}
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A model, its loss and a batch: of DTensors, as this rank is to compute with them."""
-
-    model: nn.Module
-    loss_fn: Loss
-    batch: tuple[Any, ...]
-    trainable: Tensors
-    fixed: Tensors  # all else that the model holds
-    spread: Spread | None
-
-    @classmethod
-    def of(cls, model: nn.Module, loss_fn: Loss, batch: tuple[Any, ...]) -> _Step:
-        samples.check_independent(model)
-        batch_size(batch)
-        trainable, fixed = samples.parameters_of(model)
-        spread = Spread.of(samples.tensors_of(batch))
-        if spread is not None and spread.samples_are_local:
-            trainable, fixed, batch = spread.own(trainable), spread.own(fixed), samples.local_parts(batch)
-        elif spread is not None:
-            trainable = {name: spread.everywhere(value) for name, value in trainable.items()}
-            fixed = {name: spread.everywhere(value) for name, value in fixed.items()}
-        return cls(model, loss_fn, batch, trainable, fixed, spread)
-
-    @property
-    def own_samples(self) -> Spread | None:
-        """Where the samples of other ranks are, if this rank computes with plain tensors and only some of them."""
-        return self.spread if self.spread is not None and self.spread.samples_are_local else None
-
-    @property
-    def has_plain_tensors(self) -> bool:
-        return self.spread is None or self.own_samples is not None
-
-    def choosing_alike(self) -> AbstractContextManager[None]:
-        """Ranks that have the same samples get the same bits."""
-        return nullcontext() if self.spread is None else agreed_on(self.spread.mesh, self.spread.placements)
-
-    def output(self, trainable: Tensors, inputs: Any) -> Any:
-        kwargs = inputs if isinstance(inputs, dict) else {}
-        args = inputs if isinstance(inputs, tuple) else () if kwargs else (inputs,)
-        return functional_call(self.model, {**trainable, **self.fixed}, args, kwargs)
-
-    def losses(self, trainable: Tensors) -> Tensor:
-        """[B]"""
-        return samples.losses_of(self.loss_fn, self.output(trainable, self.batch[0]), *self.batch[1:])
-
-    def by_layer(self, trainable: Tensors, keep_graph: bool = False) -> tuple[Tensor, dict[str, list[Use]]] | None:
-        size = batch_size(self.batch)
-        return run_by_layer(self.model, trainable, partial(self.losses, trainable), size, keep_graph) if size else None
-
-    def parts(self, at_once: int) -> Iterator[_Step]:
-        for start in range(0, batch_size(self.batch), at_once):
-            own = itemgetter(slice(start, start + at_once))
-            yield replace(self, batch=tree_map_only(Tensor, own, self.batch))
-
-    def gradients(self, chunk_size: int | None, randomness: str) -> Tensors:
-        size = batch_size(self.batch)
-        if size == 0:
-            return {name: value.new_zeros((0, *value.shape)) for name, value in self.trainable.items()}
-        # torch's own rules for losses and norms under vmap write in place, which no DTensor can.
-        if self.has_plain_tensors:
-            with suppress(UnmappableError):
-                return self.gradients_by(samples.mapped, chunk_size=chunk_size, randomness=randomness)
-        parts = [each.gradients_by_layer() for each in self.parts(chunk_size or size)]
-        return {name: torch.cat([part[name] for part in parts]) for name in self.trainable}
-
-    def gradients_by(self, way: Callable[..., Any], **options: Any) -> Tensors:
-        def loss(parameters: Tensors, *sample: Any) -> Tensor:
-            inputs, *others = tree_map_only(Tensor, lambda each: each.unsqueeze(0), sample)
-            return samples.single_number(self.loss_fn(self.output(parameters, inputs), *others))
-
-        gradients: Tensors = way(partial(grad(loss), self.trainable), *self.batch, **options)
-        return gradients
-
-    def gradients_by_layer(self) -> Tensors:
-        run = self.by_layer(self.trainable)
-        if run is None:
-            return self.gradients_by(samples.one_by_one)
-        size, found = batch_size(self.batch), {}
-        for name, value in self.trainable.items():
-            each = [gradients_of(*use) for use in run[1][name]]
-            found[name] = sum_of(each) if each else value.new_zeros(size, *value.shape)
-        return found
-
-    def norms(self, run: tuple[Tensor, dict[str, list[Use]]] | None) -> Tensor:
-        """[B]"""
-        if run is not None:
-            squares = [squared_norms_of(uses) for uses in run[1].values() if uses]
-            return sum_of(squares).sqrt() if squares else run[0].detach() * 0
-        at_once = max(1, WORKSPACE // sum(value.nbytes for value in self.trainable.values()))
-        parts = [part.gradients(None, "error").values() for part in self.parts(at_once)]
-        norms = [sum_of([squares_of(each) for each in part]).sqrt() for part in parts]
-        return torch.cat(norms) if norms else next(iter(self.trainable.values())).new_zeros(0)
-
-    def clipped(self, max_norm: float) -> Tensors:
-        """Of one forward pass: another one might drop out something else.
-
-        What layers read and write is enough for the sum, too. For DTensors and embeddings it takes another backward
-        pass.
-        """
-        if batch_size(self.batch) == 0:
-            return {name: torch.zeros_like(value) for name, value in self.trainable.items()}
-        leaves = {name: value.detach().requires_grad_() for name, value in self.trainable.items()}
-        sums_by_layer = self.has_plain_tensors and not any(
-            isinstance(each, nn.Embedding) for each in self.model.modules()
-        )
-        run = self.by_layer(leaves, keep_graph=not sums_by_layer)
-        norms = self.norms(run)
-        scales = (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
-        if run is not None and sums_by_layer:
-            return {name: scaled_sum(run[1][name], scales, value) for name, value in self.trainable.items()}
-        with torch.enable_grad():
-            scaled = ((self.losses(leaves) if run is None else run[0]) * scales).sum()
-        gradients = torch.autograd.grad(scaled, list(leaves.values()), materialize_grads=True)
-        return dict(zip(leaves, gradients, strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from typing import Any
 
 import torch
@@ -37,6 +37,23 @@ class Moved:
 
 
 @dataclass(frozen=True)
+class Reported:
+    """A result of which only the local call knows the layout, as values tell how large it is: it returns the local
+    tensor and the layout. A rank outside of the mesh returns nothing of `layout`."""
+
+    layout: Layout
+
+    @staticmethod
+    def wrap(found: tuple[torch.Tensor, Layout]) -> DTensor:
+        local, layout = found
+        return Result(layout, None).wrap(local)
+
+
+Goal = Layout | Moved | Reported
+"""Where a result goes."""
+
+
+@dataclass(frozen=True)
 class Call:
     """What a planner makes of a call.
 
@@ -45,11 +62,11 @@ class Call:
     """
 
     operands: Sequence[Operand]  # of the tensors, and lists of tensors, among the arguments
-    results: Layout | Moved | Sequence[Layout | Moved | None]
+    results: Goal | Sequence[Goal | None]
     run: Callable[..., Any]
     view: bool = False  # the result is a view of the first argument
-    # The result is a copy that torch takes for a view: how it is taken of the first argument, and put back there.
-    copy: tuple[copy_notes.Take, copy_notes.PutBack] | None = None
+    # Results are copies that torch takes for views: how each is taken of the first argument, and put back there.
+    copies: Sequence[tuple[copy_notes.Take, copy_notes.PutBack]] = ()
     writes: bool = False  # the result is written into the first argument, which is returned
 
 
@@ -121,10 +138,15 @@ class Prepared:
             for place, layout in self.tensors
             if (target := wanted.get(place)) is not None and (move := Move.of(layout, target)) is not None
         ]
-        self.single = isinstance(call.results, Layout | Moved)
-        results = [call.results] if isinstance(call.results, Layout | Moved) else call.results
-        self.results = [None if one is None else Result(one, stride) for one, stride in zip_longest(results, strides)]
-        self.is_new = not (call.view or call.copy or call.writes)
+        self.single = isinstance(call.results, Goal)
+        results = [call.results] if isinstance(call.results, Goal) else call.results
+        self.results = [
+            Result(one, stride) if isinstance(one, Layout | Moved) else one
+            for one, stride in zip_longest(results, strides)
+        ]
+        self.is_new = not (call.view or call.copies or call.writes)
+        # Where something has to be moved for it, every rank takes part.
+        self.is_moved = call.writes and any(one and one.layout.placements != first.placements for one in self.results)
         self.hint = gradient_placements.hint_of(first.spec) if remembers else None
 
     def check(self, values: list[Any]) -> None:
@@ -156,16 +178,17 @@ class Prepared:
         if self.single:
             result: Any = self.results[0]
             return result.wrap(found) if self.is_new else self._of_first(result, found, args, kwargs)
-        return tuple([None if one is None or made is None else one.wrap(made)
-                      for one, made in zip(self.results, found, strict=True)])  # fmt: skip
+        made = tuple([None if one is None or local is None else one.wrap(local)
+                      for one, local in zip(self.results, found, strict=True)])  # fmt: skip
+        return made if self.is_new else tuple(map(copy_of, made, repeat(args[0]), self.call.copies))
 
     def _of_first(self, result: Result, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is a view or a copy of the first argument, or is written into it."""
         if self.call.view:
             return _torch.as_view(self.operator, args, kwargs, _torch.wrap(local, result.spec))
-        if self.call.copy is not None:
-            return copy_of(result.wrap(local), args[0], *self.call.copy)
-        if _torch.memory_of(local) != _torch.memory_of(_torch.local_of(args[0])):
+        if self.call.copies:
+            return copy_of(result.wrap(local), args[0], self.call.copies[0])
+        if self.is_moved or _torch.memory_of(local) != _torch.memory_of(_torch.local_of(args[0])):
             assign(args[0], result.wrap(local))
         return args[0]
 
@@ -175,7 +198,7 @@ class Prepared:
             return args[0]
         outer, number = self.tensors[0][0]
         like = (values if outer is None else values[outer])[number]
-        if self.call.view and self.results[0] is not None:  # of nothing, and yet in the same memory
+        if self.call.view and isinstance(self.results[0], Result):  # of nothing, and yet in the same memory
             return _torch.as_view(self.operator, args, kwargs, _torch.wrap(like, self.results[0].spec))
         results = [one and one.layout.absent(like) for one in self.results]
         return results[0] if self.single else tuple(results)
@@ -190,8 +213,8 @@ def _by_place(numbers: Sequence[int], operands: Sequence[Operand]) -> Iterator[t
             yield from (((number, at), layout) for at, layout in enumerate(operand))
 
 
-def copy_of(part: DTensor, full: DTensor, take: copy_notes.Take, put_back: copy_notes.PutBack) -> DTensor:
+def copy_of(part: Any, full: DTensor, ways: tuple[copy_notes.Take, copy_notes.PutBack]) -> Any:
     """`part`, a copy of some of `full` that torch takes for a view: what is written into it is put back."""
-    if copy_notes.mark(part, full, take, put_back):
+    if copy_notes.mark(part, full, *ways):
         registry.guard_writes()
     return part

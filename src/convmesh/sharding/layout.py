@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -209,13 +209,6 @@ class Layout:
     def memory_format(self) -> torch.memory_format:
         """channels_last where the strides say so, else contiguous."""
         return format_of(self.shape, self.stride) or torch.contiguous_format
-
-
-def all_absent(
-    layouts: Iterable[Layout], like: torch.Tensor, asked: Sequence[bool]
-) -> tuple[DTensor | None, ...]:  # fmt: skip
-    """What a rank outside of the mesh returns for several results, None for those that are not asked for."""
-    return tuple(layout.absent(like) if needed else None for layout, needed in zip(layouts, asked, strict=True))
 
 
 def is_plain(placement: Placement) -> bool:

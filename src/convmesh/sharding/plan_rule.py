@@ -37,6 +37,8 @@ class Left:
         return Left(as_on_one_device(lambda operator, args, kwargs: made(*_torch.arguments(operator, args, kwargs))))
 
 
+Quick = Callable[[_torch.Operator, tuple[Any, ...], dict[str, Any]], Any]
+"""Of a call what it gives; None for calls that need a closer look."""
 Make = Callable[[_torch.Operator, tuple[Any, ...], list[Any]], Prepared | Left]
 """Of an operator, the arguments of a call, and the same with layouts in place of tensors."""
 AnyPlanner = TypeVar("AnyPlanner", bound=Callable[..., Call | Made | None])
@@ -51,6 +53,8 @@ def plan_rule(
     completes: Callable[..., tuple[Any, ...]] | None = None,
     varies: Container[str] = (),
     foreign: bool = False,
+    quick: Quick | None = None,
+    strided: bool = False,
 ) -> Callable[[AnyPlanner], AnyPlanner]:
     """Declare that `operators` run as a planner says, and what their users can expect.
 
@@ -63,21 +67,25 @@ def plan_rule(
     a plan depends on beside the arguments `asks` finds out, of specs and numbers: the planner gets it as one more.
     Numbers that change from call to call, and on which no plan depends, have a name in `varies`: it gets None for them.
     `adapt` gets the arguments of each call, as they are, and returns those that are planned for; `completes` does so
-    where not all of its tensors are DTensors, and leaves others as they are.
+    where not all of its tensors are DTensors, and leaves others as they are. `quick` is asked first, on every call: for
+    what takes less than looking up a plan. With `strided` the planner gets the strides of one device's results as well.
     """
 
     def declare(planner: AnyPlanner) -> AnyPlanner:
         def make(operator: _torch.Operator, args: tuple[Any, ...], given: list[Any]) -> Prepared | Left:
             known = _torch.signature(operator)
-            call = planner(operator, *given)
+            strides = strides_of(operator, *_torch.by_name(operator, args)) if strided else None
+            call = planner(operator, *given) if strides is None else planner(operator, *given, strides)
             if not isinstance(call, Call):
                 return Left(_torch.stock) if call is None else Left.to(call)
-            strides = () if call.view else strides_of(operator, *_torch.by_name(operator, args))
+            if strides is None:
+                own = call.view or call.writes
+                strides = () if own else strides_of(operator, *_torch.by_name(operator, args))
             return Prepared(operator, [given[number] for number in known.places], call, strides, remembers)
 
         prepared_rule(
             *operators, behaviour=behaviour, make=make, written=planner, asks=asks, varies=varies, adapt=adapt,
-            completes=completes, foreign=foreign,
+            completes=completes, foreign=foreign, quick=quick,
         )  # fmt: skip
         return planner
 
@@ -88,12 +96,13 @@ def prepared_rule(
     *operators: _torch.Operator, behaviour: Behaviour, make: Make, written: Callable[..., Any],
     asks: Callable[..., Hashable] | None = None, varies: Container[str] = (),
     adapt: Callable[..., tuple[Any, ...]] | None = None, completes: Callable[..., tuple[Any, ...]] | None = None,
-    foreign: bool = False,
+    foreign: bool = False, quick: Quick | None = None,
 ) -> None:  # fmt: skip
     """Declare rules whose calls are prepared once; `written` is what the author of the rule has written."""
     for operator in operators:
         handler = _handler(operator, make, written, asks, varies, completes, foreign)
         handler = handler if adapt is None else _adapted(handler, adapt)
+        handler = handler if quick is None else _quicker(handler, quick)
         rule(operator, behaviour=behaviour, knows_strides=True, tolerates=True)(handler)
 
 
@@ -101,6 +110,15 @@ def _adapted(handler: _torch.Handler, adapt: Callable[..., tuple[Any, ...]]) -> 
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return handler(operator, adapt(*_torch.arguments(operator, args, kwargs)), {})
+
+    return run
+
+
+def _quicker(handler: _torch.Handler, quick: Quick) -> _torch.Handler:
+    @wraps(handler)
+    def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = quick(operator, args, kwargs)
+        return handler(operator, args, kwargs) if made is None else made
 
     return run
 

@@ -232,22 +232,3 @@ def _broadcast(source: Layout, target: Layout) -> tuple[Exchange | None, Layout]
                 exchange = Exchange(schedule, (dim,), (owned,), (Interval(0, 1),))
             return exchange, source.placed(placements)
     return None
-
-
-def move_beside(tensor: DTensor, other: Layout) -> torch.Tensor:
-    """This rank's part of `tensor`, sharded as another tensor of its shape is."""
-    local = _torch.local_of(tensor)
-    if tensor.placements == other.placements:
-        return local
-    source = Layout.of(_torch.spec_of(tensor))
-    return relocated(local, source, source.placed(other.placements))
-
-
-def place(local: torch.Tensor | None, computed: Layout | None, wanted: Layout | None) -> DTensor | None:
-    """The DTensor of a result that lies as `computed` says, moved to where it is `wanted`."""
-    if local is None or computed is None or wanted is None:
-        return None
-    if computed.placements != wanted.placements:
-        local = relocated(local, computed, wanted)
-    # Views of a DTensor are made by its global strides, so the local ones must agree with them.
-    return _torch.wrap(local.contiguous(memory_format=wanted.memory_format), wanted.spec)

@@ -170,7 +170,7 @@ def beyond(mesh: DeviceMesh, at: Places) -> None:
     for forced in (False, True):
         torch.manual_seed(5)
         with sharing() as drawn, pytest.MonkeyPatch.context() as patch, convmesh.enable():
-            patch.setattr(replicated_draw, "LARGEST_WHOLE", 100)
+            patch.setattr(replicated_draw, "LARGEST_DRAWN", 100)
             patch.setattr(partitioned_draw, "JUMP", partitioned_draw.JUMP if forced else 10**9)
             found = F.dropout(place(value, mesh, at), 0.3)
         assert torch.equal(found.to_local(), place(expected, mesh, at).to_local())

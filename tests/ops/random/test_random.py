@@ -147,14 +147,14 @@ def test_new_tensors_have_the_strides_of_their_own_memory_format(pool: Pool) -> 
 
 def tiles(mesh: DeviceMesh, at: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """With a limit so low that everything is drawn in tiles."""
-    before, replicated_draw.LARGEST_WHOLE = replicated_draw.LARGEST_WHOLE, 100
+    before, replicated_draw.LARGEST_DRAWN = replicated_draw.LARGEST_DRAWN, 100
     try:
         torch.manual_seed(3)
         with convmesh.enable():
             x = torch.rand_like(place(torch.ones(2, 70, 3, 65), mesh, at))
             return x.full_tensor(), torch.rand(2)
     finally:
-        replicated_draw.LARGEST_WHOLE = before
+        replicated_draw.LARGEST_DRAWN = before
 
 
 def test_tiles_do_not_depend_on_the_sharding(pool: Pool) -> None:

@@ -86,3 +86,17 @@ def gradients_of_two_places(mesh: DeviceMesh) -> None:
 
 def test_gradients_lie_as_their_tensors(pool: Pool) -> None:
     pool.run(gradients_of_two_places, mesh=(2,))
+
+
+def same(mesh: DeviceMesh) -> None:
+    x = torch.arange(10.0)
+    with convmesh.enable():
+        whole, part = place(x, mesh, ("R",)), place(x, mesh, (0,))
+        assert torch.equal(part, whole)
+        assert torch.equal(whole, part)
+        assert not torch.equal(part, place(x + (x == 9), mesh, (0,)))
+        assert not torch.equal(part, place(x[:9], mesh, (0,)))
+
+
+def test_equal_on_part_of_the_ranks(pool: Pool) -> None:
+    pool.run(same, mesh=(2,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,11 @@ Result = TypeVar("Result")
 
 def out_of_range(index: torch.Tensor, size: int) -> torch.Tensor:
     return ((index < 0) | (index >= size)).any()
+
+
+def may_route(*_: Any) -> bool:
+    """Whether indices may be sent to who owns what they point to: how many go where no compiler knows."""
+    return not _torch.tracing()
 
 
 def check_within(index: torch.Tensor, size: int) -> None:

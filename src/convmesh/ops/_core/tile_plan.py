@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -39,19 +39,16 @@ class TiledPlan:
         """For a plan that has more."""
         return self.operands, self.computed, self.wanted, self.tiling
 
-    @cached_property
-    def of_indices(self) -> TiledPlan:
-        """The same for the indices that an operator returns beside its values."""
-        return replace(self, computed=self.computed.typed(torch.int64), wanted=self.wanted.typed(torch.int64))
-
     def finish(self, local: torch.Tensor) -> DTensor:
         same = self.computed is self.wanted
         local = usual(local, self.wanted.stride) if same else relocated(local, self.computed, self.wanted)
         return _torch.wrap(local.contiguous(memory_format=self.wanted.memory_format), self.wanted.spec)
 
-    def call(self, run: Callable[..., Any]) -> Call:
-        """Of a rule with one result: `run` gets this rank's tile, and then the arguments."""
-        return Call(self.operands, Moved(self.computed, self.wanted), partial(run, self.tiling))
+    def call(self, run: Callable[..., Any], *unused: None) -> Call:
+        """Of a rule with one result: `run` gets this rank's tile, and then the arguments. Tensors after the first of
+        which only the layout counts are `unused`."""
+        operands = *self.operands[:1], *unused, *self.operands[1:]
+        return Call(operands, Moved(self.computed, self.wanted), partial(run, self.tiling))
 
     def outside(self, like: DTensor) -> DTensor:
         return _torch.wrap(_torch.local_of(like).new_empty(0, dtype=self.wanted.dtype), self.wanted.spec)

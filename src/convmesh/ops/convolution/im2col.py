@@ -12,16 +12,15 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ... import _torch
 from ...comm import Halo, Held, Schedule, fetch, halo, rank_line
 from ...geometry import HaloPlan, Interval, Reads, Shards, Window
+from ...sharding.call import Call
 from ...sharding.layout import Layout, dense_stride
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import check_placed, move
-from ...sharding.registry import Behaviour, rule
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour
 
 aten = torch.ops.aten
 Pair = tuple[int, int]
@@ -74,16 +73,16 @@ def _plan(
         return UnfoldPlan(source, output, None, Interval(0, 0), Interval(0, 0), Interval(0, 0), per_row)
     sizes = tuple(layout.mesh.size(m) for m in mesh_dims)
     made, owned = Shards(shape[rows], sizes), Shards(layout.shape[rows], sizes)
-    whole = Interval(0, layout.shape[rows])
-    halo_plan = HaloPlan(owned, Reads(made, lambda part: (needs(parts(part)) & whole,), readers))
+    full = Interval(0, layout.shape[rows])
+    halo_plan = HaloPlan(owned, Reads(made, lambda part: (needs(parts(part)) & full,), readers))
     line = rank_line(layout.mesh, mesh_dims)
     own = made[line.rank]
-    schedule = halo(line, Halo(0, halo_plan, (whole,)))
+    schedule = halo(line, Halo(0, halo_plan, (full,)))
     return UnfoldPlan(source, output, schedule, owned[line.rank], parts(own), own, per_row)
 
 
 def _placements(layout: Layout, lead: int, channels: int) -> tuple[Placement, ...]:
-    """Channels stay sharded where every rank has whole ones; they and the width are exchanged for the rows."""
+    """Channels stay sharded where every rank has all of them; they and the width are exchanged for the rows."""
     even = channels % prod(layout.mesh.size(m) for m in layout.sharded_dims.get(lead, ())) == 0
     return tuple(
         Shard(lead + 1) if isinstance(p, Shard) and (p.dim > lead + 1 or (p.dim == lead and not even)) else p
@@ -97,12 +96,10 @@ def _fetch(plan: UnfoldPlan, x: torch.Tensor, needed: Interval) -> torch.Tensor:
     return fetch(plan.schedule, x, (rows,), (plan.held,), (needed,))
 
 
-@planned
-def plan_unfold(spec: _torch.Spec, windows: Windows) -> UnfoldPlan:
-    layout = Layout.of(spec)
+def _plan_unfold(layout: Layout, windows: Windows) -> UnfoldPlan:
     with _torch.meta_tensors(_torch.has_symbols(layout.shape)):  # torch's own checks, alike on all ranks
-        whole = torch.empty(layout.shape, device="meta")
-        made = aten.im2col.default(whole, windows.kernel, windows.dilation, windows.padding, windows.stride)
+        full = torch.empty(layout.shape, device="meta")
+        made = aten.im2col.default(full, windows.kernel, windows.dilation, windows.padding, windows.stride)
     shape = tuple(made.shape)
     per_row = shape[-1] // windows.rows.coarse_size(layout.shape[-2])
 
@@ -123,36 +120,31 @@ def _times(rows: Interval, per_row: int) -> Interval:
     return Interval(rows.start * per_row, rows.stop * per_row)
 
 
-@rule(aten.im2col.default, behaviour=UNFOLD)
-def unfold(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, *numbers = _torch.arguments(operator, args, kwargs)
-    check_placed("im2col", (("input", input),))
-    windows = Windows(*(tuple(map(int, pair)) for pair in numbers))  # type: ignore[arg-type]
-    plan = plan_unfold(_torch.spec_of(input), windows)
-    x = move(input, plan.source)
-    if plan.schedule is None:
-        return _torch.wrap(_stock(plan, x, lambda: operator(x, *numbers)), plan.output.spec)
-    rows = _fetch(plan, x, windows.rows.reads(plan.rows))
-    if plan.own and rows.numel():
-        made = aten.im2col.default(rows, *windows.local)
-        y = made.narrow(-1, plan.own.start - plan.rows.start * plan.columns, len(plan.own)).contiguous()
-    else:
-        y = x.new_zeros(plan.output.local_shape)
-    return _torch.wrap(_torch.tie(y, x), plan.output.spec)
+@plan_rule(aten.im2col.default, behaviour=UNFOLD)
+def unfold(operator: _torch.Operator, input: Layout, *numbers: Pair) -> Call:
+    windows = Windows(*numbers)
+    plan = _plan_unfold(input, windows)
+
+    def run(x: torch.Tensor, *numbers: Any) -> torch.Tensor:
+        if plan.schedule is None:
+            return _stock(plan, x, lambda: operator(x, *numbers))
+        rows, y = _fetch(plan, x, windows.rows.reads(plan.rows)), x.new_zeros(plan.output.local_shape)
+        if plan.own and rows.numel():
+            made = operator(rows, *windows.local)
+            y = made.narrow(-1, plan.own.start - plan.rows.start * plan.columns, len(plan.own)).contiguous()
+        return _torch.tie(y, x)
+
+    return Call((plan.source,), plan.output, run)
 
 
 def _stock(plan: UnfoldPlan, local: torch.Tensor, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    if plan.output.mesh.get_coordinate() is None:
-        return local.new_empty(0)
     return run() if local.numel() else local.new_zeros(plan.output.local_shape)
 
 
-@planned
-def plan_fold(spec: _torch.Spec, size: Pair, windows: Windows) -> UnfoldPlan:
-    layout = Layout.of(spec)
-    whole = torch.empty(layout.shape, device="meta")
+def _plan_fold(layout: Layout, size: Pair, windows: Windows) -> UnfoldPlan:
+    full = torch.empty(layout.shape, device="meta")
     numbers = (windows.kernel, windows.dilation, windows.padding, windows.stride)
-    shape = tuple(aten.col2im.default(whole, size, *numbers).shape)
+    shape = tuple(aten.col2im.default(full, size, *numbers).shape)
     high = windows.rows.coarse_size(size[0])
     per_row = layout.shape[-1] // high
 
@@ -165,20 +157,19 @@ def plan_fold(spec: _torch.Spec, size: Pair, windows: Windows) -> UnfoldPlan:
     return _plan(layout, shape, shape[-3], per_row, rows, lambda rows: _times(rows, per_row), readers)
 
 
-@rule(aten.col2im.default, behaviour=FOLD)
-def fold(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, size, *numbers = _torch.arguments(operator, args, kwargs)
-    check_placed("col2im", (("input", input),))
-    windows = Windows(*(tuple(map(int, pair)) for pair in numbers))  # type: ignore[arg-type]
-    plan = plan_fold(_torch.spec_of(input), tuple(map(int, size)), windows)
-    x = move(input, plan.source)
-    if plan.schedule is None:
-        return _torch.wrap(_stock(plan, x, lambda: operator(x, size, *numbers)), plan.output.spec)
-    columns = _fetch(plan, x, _times(plan.rows, plan.columns))
+@plan_rule(aten.col2im.default, behaviour=FOLD)
+def fold(operator: _torch.Operator, input: Layout, size: Pair, *numbers: Pair) -> Call:
+    windows = Windows(*numbers)
+    plan = _plan_fold(input, size, windows)
     reach = windows.rows.reads(plan.rows)
-    if columns.numel() and plan.own:
-        made = aten.col2im.default(columns, (len(reach), size[1]), *windows.local)
-        y = Held.own(made, (made.dim() - 2,), (reach,)).read((plan.own,)).contiguous()
-    else:
-        y = x.new_zeros(plan.output.local_shape)
-    return _torch.wrap(_torch.tie(y, x), plan.output.spec)
+
+    def run(x: torch.Tensor, *numbers: Any) -> torch.Tensor:
+        if plan.schedule is None:
+            return _stock(plan, x, lambda: operator(x, *numbers))
+        columns, y = _fetch(plan, x, _times(plan.rows, plan.columns)), x.new_zeros(plan.output.local_shape)
+        if columns.numel() and plan.own:
+            made = operator(columns, (len(reach), size[1]), *windows.local)
+            y = Held.own(made, (made.dim() - 2,), (reach,)).read((plan.own,)).contiguous()
+        return _torch.tie(y, x)
+
+    return Call((plan.source,), plan.output, run)

@@ -7,24 +7,32 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ...comm import owners
+from ...sharding.implicit_replication import the_same_everywhere
 from ...sharding.layout import Layout
 from ...sharding.sharding_table import Assignment, Row
 
 aten = torch.ops.aten
 
 
-def as_lists(*tensors: Any) -> tuple[Any, ...] | None:
-    """Single numbers among lists as lists of one, as torch takes them; None where there is nothing to do."""
-    dims = {tensor.dim() for tensor in tensors if isinstance(tensor, torch.Tensor)}
-    if dims != {0, 1}:
-        return None
-    return tuple(
-        aten.unsqueeze.default(tensor, 0) if isinstance(tensor, torch.Tensor) and not tensor.dim() else tensor
-        for tensor in tensors
-    )
+def has_numbers(*operands: Any) -> bool:
+    """Whether single numbers are among lists: torch takes them for lists of one."""
+    return {operand.ndim for operand in operands if isinstance(operand, Layout)} == {0, 1}
+
+
+def as_lists(*values: Any) -> list[Any]:
+    """All arguments, with lists of one for single numbers."""
+    numbers = (isinstance(value, torch.Tensor) and not value.dim() for value in values)
+    return [aten.unsqueeze.default(value, 0) if one else value for value, one in zip(values, numbers, strict=True)]
+
+
+def with_index(input: Any, dim: int, index: Any, *rest: Any) -> tuple[Any, ...]:
+    """A plain tensor of indices is a constant, the same on every rank."""
+    plain = isinstance(input, DTensor) and not isinstance(index, DTensor)
+    return input, dim, the_same_everywhere(index, input.device_mesh) if plain else index, *rest
 
 
 def others(places: torch.Tensor, index: Layout, full: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,13 +61,13 @@ def idle(layout: Layout, placements: tuple[Placement, ...]) -> bool:
     )
 
 
-def travels_within(assignment: Assignment, names: Sequence[str]) -> bool:
+def is_routed_alone(assignment: Assignment, names: Sequence[str]) -> bool:
     """Whether the places of rows called `names` are in what their owners have of all other dimensions, and a
     sharded dimension is not read in two ways at once."""
     kinds = {row.name for row in assignment if row.name in ("asked", "sent", "owned")}
-    travelling = {row.inputs[1] for row in assignment if row.name in names}
+    routed_dims = {row.inputs[1] for row in assignment if row.name in names}
     return len(kinds) < 2 and not any(
-        row.inputs[0] in travelling for row in assignment if isinstance(row.inputs[0], Shard) and row.name not in kinds
+        row.inputs[0] in routed_dims for row in assignment if isinstance(row.inputs[0], Shard) and row.name not in kinds
     )
 
 

@@ -9,13 +9,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from ... import _torch
-from ...sharding.call import copy_of
+from ...sharding.call import Call, copy_of
 from ...sharding.gradient_placements import remember
 from ...sharding.layout import Layout
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import check_placed
-from ...sharding.registry import Behaviour, rule
-from ..shape.slice_split import sharded, view_of
+from ...sharding.plan_rule import Made, plan_rule
+from ...sharding.registry import Behaviour
 
 aten = torch.ops.aten
 
@@ -23,34 +21,26 @@ DIAGONAL = Behaviour("all other dimensions", "nothing: of a sharded matrix Parti
 WRITTEN = Behaviour("all dimensions", "operands of other placements")
 
 
-@rule(aten.diagonal.default, behaviour=DIAGONAL)
-def diagonal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, offset, first, second = _torch.arguments(operator, args, kwargs)
-    check_placed("diagonal", (("input", input),))
-    if not any(sharded(input, dim % max(1, input.dim())) for dim in (first, second)):
-        return view_of(operator, (input, offset, first, second), {}, _plan(_torch.spec_of(input), *args[1:]))
+@plan_rule(aten.diagonal.default, behaviour=DIAGONAL)
+def diagonal(operator: _torch.Operator, input: Layout, offset: int, first: int, second: int) -> Call | Made:
+    matrix = {dim % max(1, input.ndim) for dim in (first, second)}
+    if not input.sharded_dims.keys().isdisjoint(matrix):
+        return _taken
+    with _torch.no_modes():
+        seen = operator(torch.empty_strided(input.shape, input.stride, device="meta"), offset, first, second)
+    kept = [dim for dim in range(input.ndim) if dim not in matrix]
+    placements = tuple(Shard(kept.index(p.dim)) if isinstance(p, Shard) else p for p in input.placements)
+    output = Layout(input.mesh, placements, tuple(seen.shape), tuple(seen.stride()), input.dtype)
+    return Call((input,), output, operator, view=True)
+
+
+def _taken(input: DTensor, offset: int, first: int, second: int) -> Any:
     remember(_torch.spec_of(input))  # its gradient is written into zeros
-    return _taken(input, offset, first, second)
-
-
-@planned
-def _plan(spec: _torch.Spec, offset: int = 0, first: int = 0, second: int = 1) -> Layout:
-    """The layout of the diagonals of matrices that are not sharded themselves."""
-    layout = Layout.of(spec)
-    seen = aten.diagonal.default(torch.empty_strided(layout.shape, layout.stride, device="meta"), offset, first, second)
-    matrix = {first % len(layout.shape), second % len(layout.shape)}
-    kept = [dim for dim in range(len(layout.shape)) if dim not in matrix]
-    placements = tuple(Shard(kept.index(p.dim)) if isinstance(p, Shard) else p for p in layout.placements)
-    return Layout(layout.mesh, placements, tuple(seen.shape), tuple(seen.stride()), layout.dtype)
-
-
-def _taken(input: DTensor, offset: int, first: int, second: int) -> DTensor:
     order, _, places = _places(tuple(input.shape), offset, first, second, input.device.type)
-    return copy_of(
-        aten.index.Tensor(aten.permute.default(input, order), places), input,
+    return copy_of(aten.index.Tensor(aten.permute.default(input, order), places), input, (
         lambda full: _taken(full, offset, first, second),
         lambda full, part: aten.diagonal_scatter.default(full, part, offset, first, second),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def _places(
@@ -67,18 +57,17 @@ def _places(
     return order, back, [*[None] * (rank - 2), along + max(0, -offset), along + max(0, offset)]
 
 
-@rule(aten.diagonal_scatter.default, behaviour=WRITTEN)
-def diagonal_scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, values, offset, first, second = _torch.arguments(operator, args, kwargs)
-    check_placed("diagonal_scatter", (("input", input), ("values", values)))
+@plan_rule(aten.diagonal_scatter.default, behaviour=WRITTEN)
+def diagonal_scatter(operator: _torch.Operator, *_: Any) -> Made:
+    return _scattered
+
+
+def _scattered(input: DTensor, values: DTensor, offset: int, first: int, second: int) -> Any:
     order, back, places = _places(tuple(input.shape), offset, first, second, input.device.type)
     written = aten.index_put.default(aten.permute.default(input, order), places, values)
-    return aten.clone.default(aten.permute.default(written, back), memory_format=torch.contiguous_format)  # type: ignore[no-any-return]
+    return aten.clone.default(aten.permute.default(written, back), memory_format=torch.contiguous_format)
 
 
-@rule(aten.diagonal_backward.default, behaviour=WRITTEN)
-def diagonal_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    gradient, sizes, *where = args
-    return diagonal_scatter(
-        aten.diagonal_scatter.default, (aten.new_zeros.default(gradient, sizes), gradient, *where), {}
-    )
+@plan_rule(aten.diagonal_backward.default, behaviour=WRITTEN)
+def diagonal_backward(operator: _torch.Operator, *_: Any) -> Made:
+    return lambda gradient, sizes, *where: _scattered(aten.new_zeros.default(gradient, sizes), gradient, *where)

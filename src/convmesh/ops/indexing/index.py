@@ -20,8 +20,9 @@ from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import rule
+from ...sharding.sharding_table import P
 from .._core.index_bounds import check_within
-from .index_select import INDEX, P, local_index, owned
+from .index_select import INDEX, local_index, owned
 from .masked_select import index_masked, refuse_compiled
 
 aten = torch.ops.aten
@@ -117,7 +118,8 @@ def sole_mask(input: Any, indices: Sequence[Any]) -> DTensor | None:
 
 @rule(aten.index.Tensor, behaviour=INDEX)
 def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x[:, :, indices]`, `x[rows, columns]`, `x[mask]`"""
+    """`x[:, :, indices]`, `x[rows, columns]`, `x[mask]`. How many places a mask names only its values say, so
+    no plan is made of layouts alone."""
     input, indices = _torch.arguments(operator, args, kwargs)
     if not isinstance(input, DTensor) or input.dtype == torch.bool:  # which cannot be Partial(sum)
         return _torch.stock(operator, args, kwargs)

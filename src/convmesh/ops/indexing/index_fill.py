@@ -8,32 +8,40 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.errors import refuse
+from ...sharding.errors import Unfit
 from ...sharding.implicit_replication import the_same_everywhere
-from ...sharding.redistribute import specs_of
-from ...sharding.registry import Behaviour, rule
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import Made, plan_rule
+from ...sharding.registry import Behaviour
+from .common import with_index
 from .index_select import local_index
 
 aten = torch.ops.aten
 
 
-@rule(
+def _constants(input: Any, dim: int, index: Any, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.dim():
+        value = the_same_everywhere(value, input.device_mesh)
+    return with_index(input, dim, index, value)
+
+
+@plan_rule(
     aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor,
-    behaviour=Behaviour("all dimensions", "nothing; Partial is reduced", "a wrong dimension"),
+    behaviour=Behaviour("all dimensions", "nothing; Partial is reduced", "a wrong dimension"), completes=_constants,
 )  # fmt: skip
-def index_fill(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, dim, index, value = _torch.arguments(operator, args, kwargs)
-    specs_of("index_fill", (("input", input),))
-    rank = max(1, input.dim())
+def index_fill(operator: _torch.Operator, input: Layout, dim: int, index: Layout, value: Any) -> Made:
+    rank = max(1, input.ndim)
     if not -rank <= dim < rank:
-        raise refuse("index_fill", f"the input has no dimension {dim}", (("input", input),), "give one that it has")
+        raise Unfit(f"the input has no dimension {dim}", "give one that it has")
     dim %= rank
-    size = int(input.shape[dim]) if input.dim() else 1
-    filled = local_index(index)
-    mask = torch.zeros(size, dtype=torch.bool, device=filled.device).index_fill(0, filled, True)
-    shape = [size if d == dim else 1 for d in range(input.dim())]
-    chosen = the_same_everywhere(mask.view(shape), input.device_mesh)
+    size = input.shape[dim] if input.ndim else 1
+    shape = [size if d == dim else 1 for d in range(input.ndim)]
     filling = aten.masked_fill_ if operator._schema.is_mutable else aten.masked_fill
-    kind = filling.Tensor if isinstance(value, torch.Tensor) else filling.Scalar
-    result: DTensor = kind(input, chosen, value)
-    return result
+    fill = filling.Tensor if isinstance(value, Layout) else filling.Scalar
+
+    def made(input: DTensor, dim: int, index: DTensor, value: Any) -> Any:
+        filled = local_index(index)
+        mask = torch.zeros(size, dtype=torch.bool, device=filled.device).index_fill(0, filled, True)
+        return fill(input, the_same_everywhere(mask.view(shape), input.device_mesh), value)
+
+    return made

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ... import _torch
 from ...sharding.implicit_replication import the_same_everywhere
 from ...sharding.layout import Layout
+from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move, relocated
 from ...sharding.registry import rule
 from .index import Moved, Picks, check_picks, here_of, moved_by, picks_of, sole_mask, without_others
@@ -25,6 +26,7 @@ aten = torch.ops.aten
 
 @rule(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, behaviour=ADD)
 def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Opens its arguments itself, as `index` does."""
     full, indices, values, adds, *_ = _torch.arguments(operator, args, kwargs)
     if not isinstance(full, DTensor):
         return _torch.stock(operator, args, kwargs)
@@ -43,10 +45,17 @@ def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     return _finished(operator, full, *_put(full, picks, moved, values, adds))
 
 
+@planned
+def _plan(
+    full: _torch.Spec, values: _torch.Spec, beside: tuple[int | None, ...], adds: bool
+) -> tuple[Layout, Layout, Layout]:
+    return plan_add("index_put", Layout.of(full), Layout.of(values), beside, adds)
+
+
 def _put(full: DTensor, picks: Picks, moved: Moved, values: DTensor, adds: bool) -> tuple[torch.Tensor, Layout]:
     """The local tensor of the result, and its layout."""
     beside = tuple(moved.others.get(dim) for dim in range(full.dim()))
-    placed, given, output = plan_add("index_put", _torch.spec_of(full), _torch.spec_of(values), beside, adds)
+    placed, given, output = _plan(_torch.spec_of(full), _torch.spec_of(values), beside, adds)
     x, v = move(full, placed), move(values, given)
     if not output.present:
         return x.clone(), output

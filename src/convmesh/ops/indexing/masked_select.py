@@ -9,7 +9,7 @@ know how many they are, and refuses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -20,13 +20,16 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ... import _torch
 from ...comm import all_gather_stacked, owners, rank_line, routed
 from ...geometry import Shards
-from ...sharding.errors import refuse
+from ...sharding.call import Call, Reported
+from ...sharding.errors import Unfit, refuse
 from ...sharding.gradient_placements import remember
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
+from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.redistribute import check_placed, layouts_of, move
-from ...sharding.registry import Behaviour, rule
-from ...sharding.result_strides import restrided
+from ...sharding.registry import Behaviour
+from .._core.cached_tensors import Numbers
+from .._core.index_bounds import may_route
 
 aten = torch.ops.aten
 R = Replicate()
@@ -50,10 +53,14 @@ class MaskPlan:
 @planned
 def plan_mask(operator: str, spec: _torch.Spec, mask_spec: _torch.Spec) -> MaskPlan:
     input, mask = layouts_of(operator, [("input", spec), ("mask", mask_spec)])
-    masked = len(mask.shape)
-    if mask.shape != input.shape[:masked] or not masked:
+    if mask.shape != input.shape[: mask.ndim] or not mask.ndim:
         raise refuse(operator, "the mask has not the shape of the input's first dimensions",
                      (("input", input), ("mask", mask)), "give a mask of that shape")  # fmt: skip
+    return _plan_mask(input, mask)
+
+
+def _plan_mask(input: Layout, mask: Layout) -> MaskPlan:
+    masked = mask.ndim
     given = [p if type(p) is Shard else R for p in input.placements]
     mesh_dims = tuple(m for m, p in enumerate(given) if isinstance(p, Shard) and p.dim < masked)
     dim = max({p.dim for m in mesh_dims if isinstance(p := given[m], Shard)} or {0}, key=lambda dim: input.shape[dim])
@@ -119,10 +126,15 @@ def output_of(plan: MaskPlan, shape: tuple[int, ...], dtype: torch.dtype) -> Lay
     return plan.source.new(shape, placements, dtype)
 
 
+COMPILED = (
+    "how much a mask selects is not known in compiled code",
+    "use torch.where or a sum with the mask, or call it outside of torch.compile",
+)
+
+
 def refuse_compiled(operator: str, tensors: Sequence[tuple[str, object]]) -> None:
     if _torch.tracing():
-        raise refuse(operator, "how much a mask selects is not known in compiled code", tensors,
-                     "use torch.where or a sum with the mask, or call it outside of torch.compile")  # fmt: skip
+        raise refuse(operator, COMPILED[0], tensors, COMPILED[1])
 
 
 def begin_mask(operator: str, input: Any, mask: Any) -> MaskPlan:
@@ -166,18 +178,18 @@ def _alike(input: Any, mask: Any) -> tuple[DTensor, DTensor]:
     return one, other
 
 
-@rule(aten.masked_select.default, behaviour=SELECTED)
-def masked_select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, mask = args
-    check_placed("masked_select", (("input", input), ("mask", mask)))
-    return index_masked(*_alike(input, mask))
+@plan_rule(aten.masked_select.default, behaviour=SELECTED)
+def masked_select(operator: _torch.Operator, *_: Any) -> Made:
+    return lambda input, mask: index_masked(*_alike(input, mask))
 
 
-@rule(aten.masked_scatter.default, behaviour=SELECTED)
-def masked_scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@plan_rule(aten.masked_scatter.default, behaviour=SELECTED)
+def masked_scatter(operator: _torch.Operator, *_: Any) -> Made:
     """The gradient of `masked_select`. Its values are as many as the mask selects, or more."""
-    full, mask, values = args
-    check_placed("masked_scatter", (("input", full), ("mask", mask), ("source", values)))
+    return _masked_scatter
+
+
+def _masked_scatter(full: Any, mask: Any, values: Any) -> Any:
     number = not full.dim() and not mask.dim()
     full, mask = _alike(full, mask)
     plan = begin_mask("masked_scatter", full, mask)
@@ -188,28 +200,32 @@ def masked_scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dic
     return aten.select.int(result, 0, 0) if number else result
 
 
-@rule(aten.masked_scatter_backward.default, behaviour=SELECTED)
-def masked_scatter_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@plan_rule(aten.masked_scatter_backward.default, behaviour=SELECTED)
+def masked_scatter_backward(operator: _torch.Operator, gradient: Layout, mask: Layout, sizes: tuple[int, ...]) -> Made:
     """What was taken from the first values, and nothing for the others."""
-    gradient, mask, sizes = args
-    check_placed("masked_scatter_backward", (("grad_output", gradient), ("mask", mask)))
-    taken = index_masked(*_alike(gradient, mask))
-    padded = aten.constant_pad_nd.default(taken, [0, prod(sizes) - taken.shape[0]])
-    return aten.view.default(padded, list(sizes))
+
+    def made(gradient: DTensor, mask: DTensor, sizes: Sequence[int]) -> Any:
+        taken = index_masked(*_alike(gradient, mask))
+        padded = aten.constant_pad_nd.default(taken, [0, prod(sizes) - taken.shape[0]])
+        return aten.view.default(padded, list(sizes))
+
+    return made
 
 
-@rule(aten.nonzero.default, behaviour=SELECTED)
-def nonzero(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    (input,) = args
-    if not input.dim():
-        return _torch.stock(operator, args, kwargs)  # type: ignore[no-any-return]
-    truth = input if input.dtype == torch.bool else aten.ne.Scalar(input, 0)
-    plan = begin_mask("nonzero", truth, truth)
-    local = move(truth, plan.mask)
-    if not plan.source.present:
-        return _torch.wrap(local.new_empty(0, dtype=torch.int64), output_of(plan, (0, input.dim()), torch.int64).spec)
-    chosen = select_masked(local, plan)
-    starts = torch.tensor([plan.mask.own(dim).start for dim in range(input.dim())], device=local.device)
-    rows = gathered(local.nonzero() + starts, chosen, plan)
-    result = _torch.wrap(rows, output_of(plan, (chosen.count, input.dim()), torch.int64).spec)
-    return restrided(result, (1, max(1, chosen.count)))  # one device finds them dimension by dimension
+@plan_rule(aten.nonzero.default, behaviour=SELECTED, asks=may_route, foreign=True)
+def nonzero(operator: _torch.Operator, input: Layout, known: bool) -> Call | None:
+    if not input.ndim:
+        return None
+    if not known:
+        raise Unfit(*COMPILED)
+    plan = _plan_mask(input, input)
+    output = output_of(plan, (0, input.ndim), torch.int64)
+    starts = Numbers([plan.mask.own(dim).start for dim in range(input.ndim)] if output.present else ())
+
+    def run(local: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+        chosen = select_masked(local != 0, plan)
+        rows = gathered(local.nonzero() + starts.on(local.device), chosen, plan)
+        # One device finds them dimension by dimension.
+        return rows, replace(output, shape=(chosen.count, input.ndim), stride=(1, max(1, chosen.count)))
+
+    return Call((plan.mask,), Reported(output), run)

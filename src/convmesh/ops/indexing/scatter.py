@@ -6,30 +6,24 @@ it owns: values and indices are replicated for that, or sent to who owns their p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from ... import _torch
 from ...comm import routed
-from ...sharding.errors import refuse
-from ...sharding.gradient_placements import placements_of
-from ...sharding.layout import Layout, dense_stride
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import layouts_of, move, specs_of
-from ...sharding.registry import Behaviour, rule
-from ...sharding.sharding_table import Row, Wanted, choose, input_placements, output_placements
-from .._core.index_bounds import check_within, raised_alike
-from .common import as_lists, idle, others, replication_price, travels_within
+from ...sharding.call import Call
+from ...sharding.errors import Unfit
+from ...sharding.gradient_placements import Placements, placements_of
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import Made, plan_rule
+from ...sharding.registry import Behaviour
+from ...sharding.sharding_table import R, Row, Shard, Wanted, choose, input_placements, output_placements
+from .._core.index_bounds import check_within, may_route, raised_alike
+from .common import as_lists, has_numbers, idle, is_routed_alone, others, replication_price
 
 aten = torch.ops.aten
-R = Replicate()
 
 SCATTER = Behaviour(
     "all dimensions",
@@ -40,131 +34,109 @@ SCATTER = Behaviour(
 ZEROS = Behaviour("in backward sharded as the tensor was whose gradient it becomes", "nothing")
 
 
-@dataclass(frozen=True)
-class ScatterPlan:
-    operands: tuple[Layout, ...]
-    output: Layout
-    routes: bool
+def _asks(full: _torch.Spec, *_: Any) -> tuple[bool, Placements | None]:
+    """Whether values may be routed, and in backward where a tensor of this shape was."""
+    return may_route(), placements_of(full.mesh, tuple(full.shape))
 
 
-@rule(
+@plan_rule(
     aten.scatter.src, aten.scatter_.src, aten.scatter.value, aten.scatter_.value,
     aten.scatter_add.default, aten.scatter_add_.default, aten.scatter_reduce.two, aten.scatter_reduce_.two,
     aten.scatter.reduce, aten.scatter_.reduce, aten.scatter.value_reduce, aten.scatter_.value_reduce,
-    behaviour=SCATTER,
+    behaviour=SCATTER, asks=_asks, varies=("value",),
 )  # fmt: skip
-def scatter(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    full, dim, index, source, *how = _torch.arguments(operator, args, kwargs)
-    name, in_place = _torch.name_of(operator), operator._schema.is_mutable
-    lists = as_lists(full, index, source)
-    if lists is not None:
-        listed = aten.view.default(_functional(operator, how, lists[0], dim, *lists[1:]), list(full.shape))
-        return aten.copy_.default(full, listed) if in_place else listed  # type: ignore[no-any-return]
-    values = source if isinstance(source, torch.Tensor) else None
-    specs = specs_of(name, (("input", full), ("index", index), ("source", values)))
-    wish = specs[0].placements if in_place else placements_of(specs[0].mesh, tuple(specs[0].shape))
-    plan = _plan(name, dim, not _torch.tracing(), wish, *specs)
-    dim %= max(1, full.dim())
-    x, at, given = (
-        move(tensor, layout) for tensor, layout in zip((full, index, values), (*plan.operands, None), strict=False)
-    )
-    if plan.output.present and 0 not in plan.operands[1].shape:
-        write = partial(_written, partial(_functional, operator, how), x, dim, at, source if values is None else given)
-        size = plan.operands[0].shape[dim] if full.dim() else 1
-        settled = plan.operands[0].sharded_dims[dim] if plan.routes else ()
-        result = raised_alike(lambda: write(plan), at, size, plan.operands[1], settled)
-    else:
-        result = x if in_place else x.clone()
-    if not in_place:
-        return _torch.wrap(result.contiguous(), plan.output.spec)
-    if plan.output.placements != full.placements:
-        aten.copy_.default(full, _torch.wrap(result.contiguous(), plan.output.spec))
-    elif result is not x:
-        x.copy_(result)
-    return full  # type: ignore[no-any-return]
+def scatter(operator: _torch.Operator, full: Layout, dim: int, index: Layout, source: Any, *how: Any) -> Call | Made:
+    writes, functional = operator._schema.is_mutable, _torch.functional_of(operator) or operator
+    *_, (routes, wish) = how
+    values = source if isinstance(source, Layout) else None
+    if has_numbers(full, index, values):
+        return lambda *given: _of_lists(functional, writes, *given)
+    given, rank = [one for one in (full, index, values) if one is not None], full.ndim
+    if not prod(index.shape):  # torch takes any index that is empty
+        return Call(given, full if writes else full.dense, lambda x, *_: x if writes else x.clone(), writes=writes)
+    if any(one.ndim != rank for one in given) or not -max(1, rank) <= dim < max(1, rank):
+        raise Unfit(f"dimension {dim} of tensors of {[one.ndim for one in given]} dimensions",
+                    "give all of them the same number of dimensions")  # fmt: skip
+    dim %= max(1, rank)
+    chosen = _choose(_torch.name_of(operator), given, dim, routes, full.placements if writes else wish)
+    placed = [one.placed(input_placements(chosen, number)) for number, one in enumerate(given)]
+    target, where = placed[:2]
+    sent, size = any(row.name == "sent" for row in chosen), target.shape[dim] if rank else 1
 
-
-def _functional(operator: _torch.Operator, how: Sequence[Any], *given: Any) -> torch.Tensor:
-    """The operator that returns a new tensor, with the arguments that say how values meet in one place."""
-    written: torch.Tensor = _torch.call(_torch.functional_of(operator) or operator, (*given, *how))
-    return written
-
-
-def _written(
-    functional: Callable[..., torch.Tensor], x: torch.Tensor, dim: int, at: torch.Tensor, source: Any, plan: ScatterPlan
-) -> torch.Tensor:
-    if dim not in plan.operands[0].sharded_dims:
-        return functional(x, dim, at, source)
-    own = plan.operands[0].own(dim)
-    if not plan.routes:
-        check_within(at, plan.operands[0].shape[dim])
+    def write(x: torch.Tensor, at: torch.Tensor, source: Any, *how: Any) -> torch.Tensor:
+        if dim not in target.sharded_dims:
+            return call(x, dim, at, source, *how)
+        if sent:
+            return call(x.reshape(-1), 0, *_routed(target, where, dim, at, source), *how).view(x.shape)
+        check_within(at, size)
+        own = target.own(dim)
         mine = (at >= own.start) & (at < own.stop)
         # What belongs to other ranks goes to one place more, which is left out.
-        shape = [*x.shape[:dim], 1, *x.shape[dim + 1 :]]
-        room = torch.cat([x, x.new_zeros(shape)], dim)
-        written = functional(room, dim, torch.where(mine, at - own.start, len(own)), source)
+        room = torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)
+        written = call(room, dim, torch.where(mine, at - own.start, len(own)), source, *how)
         return written.narrow(dim, 0, len(own))
-    owner, offset = others(at, plan.operands[1], plan.operands[0], dim)
-    route = routed(owner, plan.operands[0].mesh, plan.operands[0].sharded_dims[dim])
-    values = source.expand(at.shape) if isinstance(source, torch.Tensor) and source.dim() else source
-    if isinstance(values, torch.Tensor) and values.dim():
-        values = values[tuple(slice(size) for size in at.shape)].reshape(-1)
-        came = route.send(values)
-    else:
-        came = values
-    written = functional(x.reshape(-1), 0, route.send(offset), came)
-    return written.view(x.shape)
+
+    def call(*values: Any) -> torch.Tensor:
+        made: torch.Tensor = _torch.call(functional, values)
+        return made
+
+    def run(x: torch.Tensor, _: int, at: torch.Tensor, *rest: Any) -> torch.Tensor:
+        settled = target.sharded_dims[dim] if sent else ()
+        return raised_alike(lambda: write(x, at, *rest), at, size, where, settled)
+
+    return Call(placed, full.new(full.shape, output_placements(chosen, 0)), run, writes=writes)
 
 
-@planned
-def _plan(
-    operator: str, dim: int, routes: bool, wish: Any, *specs: _torch.Spec | None
-) -> ScatterPlan:  # fmt: skip
-    names = ("input", "index", "source")
-    full, index, source = layouts_of(operator, list(zip(names, specs, strict=True)))
-    given = [layout for layout in (full, index, source) if layout is not None]
-    named = list(zip(names, given, strict=False))
-    rank, count = len(full.shape), len(given)
-    if not prod(index.shape):  # torch takes any index that is empty
-        return ScatterPlan(tuple(given), full.dense, False)
-    if any(len(layout.shape) != rank for layout in given) or not -max(1, rank) <= dim < max(1, rank):
-        raise refuse(operator, f"dimension {dim} of tensors of {[len(t.shape) for t in given]} dimensions", named,
-                     "give all of them the same number of dimensions")  # fmt: skip
-    dim %= max(1, rank)
+def _of_lists(functional: _torch.Operator, writes: bool, full: Any, *rest: Any) -> Any:
+    listed = aten.view.default(_torch.call(functional, as_lists(full, *rest)), list(full.shape))
+    return aten.copy_.default(full, listed) if writes else listed
+
+
+def _routed(target: Layout, where: Layout, dim: int, at: torch.Tensor, source: Any) -> tuple[torch.Tensor, Any]:
+    """Places in this rank's elements, and the values for them, from all ranks."""
+    owner, offset = others(at, where, target, dim)
+    route = routed(owner, target.mesh, target.sharded_dims[dim])
+    if isinstance(source, torch.Tensor) and source.dim():
+        source = route.send(source[tuple(slice(size) for size in at.shape)].reshape(-1))
+    return route.send(offset), source
+
+
+def _choose(operator: str, given: list[Layout], dim: int, routes: bool, wish: Placements | None) -> tuple[Row, ...]:
+    full, index, *values = given
+    rank, count = full.ndim, len(given)
     alike = [d for d in range(rank) if d != dim and all(layout.shape[d] == full.shape[d] for layout in given)]
     rows = [Row("replicated", (R,) * count, (R,)), *(Row("sharded", (Shard(d),) * count, (Shard(d),)) for d in alike)]
     if rank:
         rows.append(Row("owned", (Shard(dim), *(R,) * (count - 1)), (Shard(dim),)))
-    if rank and routes and (source is None or source.shape == index.shape):
+    if rank and routes and all(one.shape == index.shape for one in values):
         rows += [Row("sent", (Shard(dim), *(Shard(d),) * (count - 1)), (Shard(dim),)) for d in range(rank)]
 
     def price(row: Row, mesh_dim: int) -> float:
         size = full.mesh.size(mesh_dim)
-        travels = count * prod(index.shape) * (size - 1) / size / size if row.name == "sent" else 0
-        return replication_price(row, mesh_dim, given) + travels
+        sent = count * prod(index.shape) * (size - 1) / size / size if row.name == "sent" else 0
+        return replication_price(row, mesh_dim, given) + sent
 
     def fits(assignment: tuple[Row, ...]) -> bool:
-        return travels_within(assignment, ("sent",)) and not any(
+        return is_routed_alone(assignment, ("sent",)) and not any(
             idle(layout, input_placements(assignment, number)) for number, layout in enumerate(given)
         )
 
+    named = list(zip(("input", "index", "source"), given, strict=False))
     wanted = [] if wish is None else [Wanted(wish, prod(full.shape))]
-    chosen = choose(operator, rows, named, wanted, fits=fits, extra=price)
-    operands = tuple(layout.placed(input_placements(chosen, number)) for number, layout in enumerate(given))
-    output = full.new(full.shape, output_placements(chosen, 0))
-    sent = any(row.name == "sent" for row in chosen)
-    return ScatterPlan(operands, output, sent)
+    return choose(operator, rows, named, wanted, fits=fits, extra=price)
 
 
-@rule(aten.new_zeros.default, behaviour=ZEROS)
-def new_zeros(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _was(like: _torch.Spec, sizes: tuple[int, ...], *_: Any) -> Placements | None:
+    return placements_of(like.mesh, sizes) if prod(sizes) else None
+
+
+@plan_rule(aten.new_zeros.default, behaviour=ZEROS, asks=_was, foreign=True)
+def new_zeros(
+    operator: _torch.Operator, like: Layout, sizes: tuple[int, ...], dtype: torch.dtype | None, *rest: Any
+) -> Call | None:
     """Zeros that a gradient is written into are placed as the tensor, if that was remembered."""
-    like, sizes = args
-    shape = tuple(map(_torch.known, sizes))
-    placements = placements_of(like.device_mesh, shape) if prod(shape) else None
+    *_, placements = rest
     if placements is None:
-        return _torch.stock(operator, args, kwargs)
-    local = _torch.local_of(like)
-    dtype = kwargs.get("dtype") or like.dtype
-    layout = Layout(like.device_mesh, placements, shape, dense_stride(shape, torch.contiguous_format), dtype)
-    return _torch.wrap(local.new_zeros(layout.local_shape, dtype=dtype), layout.spec)
+        return None
+    zeros = like.new(sizes, placements, dtype)
+    return Call((like,), zeros, lambda x, *_: x.new_zeros(zeros.local_shape, dtype=zeros.dtype))

@@ -8,8 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.redistribute import specs_of
-from ...sharding.registry import Behaviour, rule
+from ...sharding.plan_rule import Made, plan_rule
+from ...sharding.registry import Behaviour
+from .common import with_index
 from .index_select import local_index
 
 aten = torch.ops.aten
@@ -24,20 +25,32 @@ def _places(shape: tuple[int, ...], index: Any) -> list[torch.Tensor]:
     return list(torch.unravel_index(torch.where(flat < 0, flat + count, flat), shape))
 
 
-@rule(aten.take.default, behaviour=Behaviour("nothing", "nothing: along sharded dimensions Partial(sum)"))
-def take(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, index = _torch.arguments(operator, args, kwargs)
-    specs_of("take", (("input", input),))
-    seen = input if input.dim() else aten.unsqueeze.default(input, 0)
-    taken: DTensor = aten.index.Tensor(seen, _places(tuple(seen.shape), index))
-    return taken
+def _seen(input: DTensor) -> DTensor:
+    return input if input.dim() else aten.unsqueeze.default(input, 0)
 
 
-@rule(aten.put.default, behaviour=Behaviour("all dimensions", "values that are sharded are replicated"))
-def put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, index, values, adds = _torch.arguments(operator, args, kwargs)
-    specs_of("put", (("input", input), ("values", values)))
-    seen = input if input.dim() else aten.unsqueeze.default(input, 0)
-    given = aten.view.default(values, list(index.shape))
-    written: DTensor = aten.index_put.default(seen, _places(tuple(seen.shape), index), given, adds)
+def _with_index(input: Any, index: Any, *rest: Any) -> tuple[Any, ...]:
+    given = with_index(input, 0, index, *rest)
+    return given[0], *given[2:]
+
+
+@plan_rule(
+    aten.take.default, behaviour=Behaviour("nothing", "nothing: along sharded dimensions Partial(sum)"),
+    completes=_with_index,
+)  # fmt: skip
+def take(operator: _torch.Operator, *_: Any) -> Made:
+    return lambda input, index: aten.index.Tensor(_seen(input), _places(tuple(_seen(input).shape), index))
+
+
+@plan_rule(
+    aten.put.default, behaviour=Behaviour("all dimensions", "values that are sharded are replicated"),
+    completes=_with_index,
+)  # fmt: skip
+def put(operator: _torch.Operator, *_: Any) -> Made:
+    return _put
+
+
+def _put(input: DTensor, index: DTensor, values: DTensor, adds: bool) -> Any:
+    seen, given = _seen(input), aten.view.default(values, list(index.shape))
+    written = aten.index_put.default(seen, _places(tuple(seen.shape), index), given, adds)
     return written if input.dim() else aten.squeeze.dim(written, 0)

@@ -113,7 +113,7 @@ def _sizes(query: Layout, key: Layout, value: Layout, mask: Layout | None, kept:
     batch, heads, tokens = query.shape[:3]
     shape = batch, heads, tokens, key.shape[2]
     if fits and mask is not None:
-        fits = mask.ndim == 4 and all(size in (1, whole) for size, whole in zip(mask.shape, shape, strict=True))
+        fits = mask.ndim == 4 and all(size in (1, full) for size, full in zip(mask.shape, shape, strict=True))
     if not fits:
         raise Unfit("queries, keys, values and mask do not fit each other",
                     "give (B, H, T, d) and twice (B, H, S, d), of one dtype, and a mask of (B, H, T, S)")  # fmt: skip

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import kernels
@@ -22,7 +21,6 @@ from ...comm import agreed, all_gather_summaries, all_reduce, are_few, start_red
 from ...kernels.batch_norm import Merge
 from ...kernels.normalization import Pair
 from ...sharding.layout import Layout
-from ...sharding.redistribute import place
 from ...sharding.sharding_table import Assignment, Row, Wanted, choose, input_placements
 from .._core.cached_tensors import Numbers
 from ..reductions.plan import counts
@@ -112,10 +110,10 @@ def rows(kept: tuple[int, ...], scaled: tuple[tuple[int, int], ...], parameters:
 
     `scaled` are pairs of a dimension of the input and the parameters' dimension that goes with it.
     """
-    whole = (Replicate(),) * parameters
+    full = (Replicate(),) * parameters
     return (
-        Row("replicated", (Replicate(), *whole), ()),
-        *[Row("kept", (Shard(dim), *whole), ()) for dim in kept],
+        Row("replicated", (Replicate(), *full), ()),
+        *[Row("kept", (Shard(dim), *full), ()) for dim in kept],
         *[Row("scaled", (Shard(dim), *[Shard(other)] * parameters), ()) for dim, other in scaled],
     )
 
@@ -139,13 +137,3 @@ def parameter_gradient(parameter: Layout, input: Layout, placed: Layout, pending
     )
     wanted = Wanted(parameter.placements, prod(parameter.shape))
     return placed.placed(sums), placed.placed(tuple(wanted.becomes(*entry) for entry in enumerate(sums)))
-
-
-def place_parameters(
-    gradients: Sequence[torch.Tensor], places: Sequence[tuple[Layout, Layout]], asked: Sequence[bool]
-) -> tuple[DTensor | None, ...]:
-    """The gradients of the parameters that are asked for, in the parameters' type and where they go."""
-    return tuple(
-        place(gradient.to(computed.dtype), computed, wanted) if needed else None
-        for gradient, (computed, wanted), needed in zip(gradients, places, asked, strict=True)
-    )

@@ -9,21 +9,20 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from ... import _torch
 from ...geometry import Interval
 from ...kernels.batch_norm import Running, channel_moments, channel_sums, gradient_by_sums, normalised_by_ranks
 from ...kernels.normalization import Pair, input_gradient, moments_of_groups, normalised, sums_by_set
+from ...sharding.call import Call, Goal, Moved, Reported
 from ...sharding.errors import refuse
-from ...sharding.layout import Layout, all_absent
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import check_placed, move, move_beside
-from ...sharding.registry import Behaviour, made_of_others, rule
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour, made_of_others
 from .._core.cached_tensors import Numbers
 from ..reductions.plan import counts, wide
-from .common import Named, Spread, arrange, parameter_gradient, place_parameters, rows  # fmt: skip
+from .common import Named, Spread, arrange, parameter_gradient, rows  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -41,8 +40,8 @@ class GroupNormPlan:
     spread: Spread
     channels: Interval  # this rank's
     per_group: int
-    whole_groups: bool  # every rank has whole groups, and knows these only; else it knows all groups
-    parameters: tuple[tuple[Layout, Layout], ...]
+    full_groups: bool  # every rank has all of its groups, and knows these only; else it knows all groups
+    parameters: tuple[Moved, ...]  # of their gradients
 
     def columns(self, device: torch.device) -> torch.Tensor:
         """For each of this rank's channels, which column of the statistics it belongs to."""
@@ -50,12 +49,12 @@ class GroupNormPlan:
 
     @cached_property
     def _columns(self) -> Numbers:
-        first = self.channels.start // self.per_group if self.whole_groups else 0
+        first = self.channels.start // self.per_group if self.full_groups else 0
         return Numbers([at // self.per_group - first for at in range(self.channels.start, self.channels.stop)])
 
     def by_channel(self, numbers: torch.Tensor, dims: int) -> torch.Tensor:
         """[N G] -> [N C 1 1 ...], with so many dimensions: for each channel that of its group."""
-        if self.whole_groups:
+        if self.full_groups:
             spread = numbers.unsqueeze(2).expand(-1, -1, self.per_group)
         else:
             spread = numbers[:, self.columns(numbers.device)]
@@ -63,7 +62,7 @@ class GroupNormPlan:
 
     def by_group(self, numbers: torch.Tensor) -> torch.Tensor:
         """[N C] -> [N G]: sums of what this rank's channels have of each group."""
-        if self.whole_groups:
+        if self.full_groups:
             return numbers.view(numbers.shape[0], self.groups, self.per_group).sum(2)
         zeros = numbers.new_zeros(numbers.shape[0], self.groups)
         return zeros.index_add_(1, self.columns(numbers.device), numbers)
@@ -71,13 +70,12 @@ class GroupNormPlan:
     @property
     def groups(self) -> int:
         """Columns of the statistics that this rank holds."""
-        return len(self.channels) // self.per_group if self.whole_groups else self.statistics.shape[1]
+        return len(self.channels) // self.per_group if self.full_groups else self.statistics.shape[1]
 
 
-@planned
-def plan_group_norm(operator: str, groups: int, *specs: _torch.Spec | None) -> GroupNormPlan:
-    input, weight, bias = (None if spec is None else Layout.of(spec) for spec in specs)
-    assert input is not None
+def plan_group_norm(
+    operator: str, groups: int, input: Layout, weight: Layout | None, bias: Layout | None = None
+) -> GroupNormPlan:
     named: Named = (("input", input), ("weight", weight), ("bias", bias))
     _check(operator, groups, named, input)
     dims = len(input.shape)
@@ -85,19 +83,19 @@ def plan_group_norm(operator: str, groups: int, *specs: _torch.Spec | None) -> G
     placed = operands[0]
     assert placed is not None
     per_group = max(1, input.shape[1] // groups)
-    whole_groups = all(size % per_group == 0 for size, _ in placed.shards(1).runs)
-    kept = (Shard(0), Shard(1)) if whole_groups else (Shard(0),)
+    full_groups = all(size % per_group == 0 for size, _ in placed.shards(1).runs)
+    kept = (Shard(0), Shard(1)) if full_groups else (Shard(0),)
     by_group = tuple(p if p in kept else Replicate() for p in placed.placements)
     by_channel = tuple(Shard(0) if p == Shard(1) else Replicate() for p in placed.placements)
     dtype = next((given.dtype for given in (weight, bias) if given is not None), input.dtype)
-    whole = input.new((input.shape[1],), by_channel, dtype)
+    plain = input.new((input.shape[1],), by_channel, dtype)
     return GroupNormPlan(
         operands, placed.dense,
         input.new((input.shape[0], groups), by_group,
             wide(input.dtype)),
-        Spread.over(placed, range(2, dims)) if whole_groups else _spread_groups(placed, groups, per_group),
-        placed.own(1) if input.present else Interval(0, 0), per_group, whole_groups,
-        tuple(parameter_gradient(given or whole, placed, whole, pending=True) for given in (weight, bias)),
+        Spread.over(placed, range(2, dims)) if full_groups else _spread_groups(placed, groups, per_group),
+        placed.own(1) if input.present else Interval(0, 0), per_group, full_groups,
+        tuple(Moved(*parameter_gradient(given or plain, placed, plain, pending=True)) for given in (weight, bias)),
     )  # fmt: skip
 
 
@@ -125,29 +123,28 @@ def _spread_groups(placed: Layout, groups: int, per_group: int) -> Spread:
     return Spread(placed.mesh, mesh_dims, tuple(shares), values)
 
 
-@rule(aten.native_group_norm.default, behaviour=BEHAVIOUR)
-def group_norm(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    input, weight, bias, *_, groups, eps = _torch.arguments(operator, args, kwargs)
-    tensors = (input, weight, bias)
-    check_placed("group_norm", tuple(zip(("input", "weight", "bias"), tensors, strict=True)))
-    plan = plan_group_norm("group_norm", groups, *(None if t is None else _torch.spec_of(t) for t in tensors))
-    if not plan.output.present:
-        return tuple(layout.absent(input) for layout in (plan.output, plan.statistics, plan.statistics))
-    x, w, b = (move(tensor, target) for tensor, target in zip(tensors, plan.operands, strict=True))
-    x = x.contiguous(memory_format=plan.output.memory_format)
-    if not plan.spread.mesh_dims and x.numel():
-        sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
-        y, mean, rstd = operator(x, w, b, *sizes, plan.groups, eps)
-    else:
-        y, mean, rstd = _normalise(plan, x, w, b, eps)
-    statistics = plan.statistics.typed(mean.dtype).spec
-    return plan.output.wrap(y), _torch.wrap(mean, statistics), _torch.wrap(rstd, statistics)
+@plan_rule(aten.native_group_norm.default, behaviour=BEHAVIOUR)
+def group_norm(
+    operator: _torch.Operator, input: Layout, weight: Layout | None, bias: Layout | None, *numbers: Any
+) -> Call:
+    *_, groups, eps = numbers
+    plan = plan_group_norm("group_norm", groups, input, weight, bias)
+
+    def run(x: torch.Tensor, w: Any, b: Any, *_: Any) -> tuple[Any, ...]:
+        x = x.contiguous(memory_format=plan.output.memory_format)
+        if not plan.spread.mesh_dims and x.numel():
+            y, *statistics = operator(x, w, b, x.shape[0], x.shape[1], prod(x.shape[2:]), plan.groups, eps)
+        else:
+            y, *statistics = _normalise(plan, x, w, b, eps)
+        return y, *((one, plan.statistics.typed(one.dtype)) for one in statistics)
+
+    return Call(plan.operands, (plan.output, Reported(plan.statistics), Reported(plan.statistics)), run)
 
 
 def _as_batch_norm(plan: GroupNormPlan, *tensors: torch.Tensor) -> bool:
     """Whether every channel of every sample is normalised by itself: a batch norm of one sample with all of them as
     channels, which takes fewer operators. Those of half precision are computed in another."""
-    alike = plan.whole_groups and plan.per_group == 1 and plan.output.dtype == plan.statistics.dtype
+    alike = plan.full_groups and plan.per_group == 1 and plan.output.dtype == plan.statistics.dtype
     return alike and plan.output.is_contiguous and all(tensor.is_contiguous() for tensor in tensors)
 
 
@@ -178,10 +175,10 @@ def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float)
         )
         return found.output.view(x.shape), found.mean.view(x.shape[:2]), found.rstd.view(x.shape[:2])
     # A group of which the rank has some channels only is made of these, one by one.
-    local_groups = plan.groups if plan.whole_groups else len(plan.channels)
+    local_groups = plan.groups if plan.full_groups else len(plan.channels)
     compiled = plan.spread.compiled()
     moments = moments_of_groups(x.to(plan.statistics.dtype), local_groups, compiled)
-    if not plan.whole_groups:
+    if not plan.full_groups:
         moments = _regroup(plan, *moments)
     mean, var = plan.spread.merge(*moments) if plan.spread.mesh_dims else moments
     by_channel = plan.by_channel(mean, x.dim()), plan.by_channel(var, x.dim())
@@ -197,28 +194,25 @@ def _regroup(plan: GroupNormPlan, mean: torch.Tensor, var: torch.Tensor) -> Pair
     return grouped, plan.by_group(spread) / channels
 
 
-@rule(aten.native_group_norm_backward.default, behaviour=BEHAVIOUR)
+@plan_rule(aten.native_group_norm_backward.default, behaviour=BEHAVIOUR)
 def group_norm_backward(
-    operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor | None, ...]:
-    gradient, input, mean, rstd, weight, *_, groups, mask = _torch.arguments(operator, args, kwargs)
-    names = ("grad_output", "input", "mean", "rstd", "weight")
-    check_placed("group_norm_backward", tuple(zip(names, (gradient, input, mean, rstd, weight), strict=True)))
-    specs = (_torch.spec_of(input), None if weight is None else _torch.spec_of(weight), None)
-    plan = plan_group_norm("group_norm_backward", groups, *specs)
-    if not plan.output.present:
-        return all_absent((plan.output, *(wanted for _, wanted in plan.parameters)), input, mask)
-    x, w = (move(tensor, target) for tensor, target in zip((input, weight), plan.operands, strict=False))
-    gy = move_beside(gradient, plan.output)
-    m, r = (move(t, plan.statistics.typed(t.dtype)) for t in (mean, rstd))
-    if not plan.spread.mesh_dims and x.numel():
-        sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
-        gy, x = (tensor.contiguous(memory_format=plan.output.memory_format) for tensor in (gy, x))
-        gx, *gradients = operator(gy, x, m, r, w, *sizes, plan.groups, mask)
-    else:
-        gx, *gradients = _gradients(plan, gy, x, m, r, w)
-    for_input = plan.output.wrap(gx) if mask[0] else None
-    return for_input, *place_parameters(gradients, plan.parameters, mask[1:])
+    operator: _torch.Operator, gradient: Layout, input: Layout, mean: Layout, rstd: Layout, weight: Layout | None,
+    *numbers: Any,
+) -> Call:  # fmt: skip
+    *_, groups, mask = numbers
+    plan = plan_group_norm("group_norm_backward", groups, input, weight)
+    output, statistics = plan.output, plan.statistics.placements
+
+    def run(gy: torch.Tensor, x: torch.Tensor, m: torch.Tensor, r: torch.Tensor, w: Any, *_: Any) -> Any:
+        if plan.spread.mesh_dims or not x.numel():
+            return _gradients(plan, gy, x, m, r, w)
+        gy, x = (tensor.contiguous(memory_format=output.memory_format) for tensor in (gy, x))
+        return operator(gy, x, m, r, w, x.shape[0], x.shape[1], prod(x.shape[2:]), plan.groups, mask)
+
+    beside = gradient.placed(output.placements), *plan.operands[:1], mean.placed(statistics), rstd.placed(statistics)
+    every: tuple[Goal, ...] = (output, *plan.parameters)
+    results = [one if asked else None for one, asked in zip(every, mask, strict=True)]
+    return Call((*beside, plan.operands[1]), results, run)
 
 
 def _gradients(

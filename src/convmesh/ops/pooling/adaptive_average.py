@@ -6,6 +6,7 @@ too, because the first dimension that is reduced is the one that takes time. tor
 
 from __future__ import annotations
 
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -14,8 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...geometry import AdaptivePooling, StridedWindows
-from ...sharding.redistribute import check_placed, move
-from ...sharding.registry import Behaviour, composite, rule
+from ...sharding.call import Call
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour, composite
+from .._core.tiles import Tiling
 from ..reductions.plan import wide
 from .plan import PoolPlan, Side, plan_pool, plan_pool_backward
 from .window import PARTS, STAYS, name_of, spatial_of
@@ -27,64 +31,51 @@ FEW = 16  # kinds of windows
 AVERAGE = Behaviour(f"{STAYS}, Partial(sum)", PARTS)
 
 
-@rule(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, behaviour=AVERAGE)
-def adaptive_average(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, sizes = _torch.arguments(operator, args, kwargs)
-    specs = check_placed(name_of(operator), (("input", input),))
-    plan = plan_pool(name_of(operator), AdaptivePooling(tuple(map(int, sizes))), True, *specs)
-    if plan.tiling is None:
-        return plan.outside(input)
-    x = move(input, plan.operands[0])
-    shape = plan.readers_shape(x)
-    if not prod(shape) or not x.numel():
-        parts = x.new_zeros(shape)
-    else:
-        parts = x
-        for side in _by_hand(plan):
-            parts = _share_of_means(parts, side)
-        parts = operator(parts, shape[plan.first :]).to(x.dtype)
-    return plan.finish(plan.tiling.sum_targets(parts))
-
-
-@rule(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default, behaviour=AVERAGE)
-def adaptive_average_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    gradient, input = _torch.arguments(operator, args, kwargs)
-    specs = check_placed(name_of(operator), (("grad_output", gradient), ("input", input)))
-    pooling = AdaptivePooling(tuple(gradient.shape[-spatial_of(operator) :]))
-    plan = plan_pool_backward(name_of(operator), pooling, *specs)
-    if plan.tiling is None:
-        return plan.outside(gradient)
-    gy = move(gradient, plan.operands[0])
-    fetch = plan.tiling.fetch_targets(gy)
-    gx = fetch.complete().read(plan.tiling.readers)
-    own = [*gy.shape[: plan.first], *(len(side.sources) for side in plan.sides)]
-    if not prod(own) or not gx.numel():
-        return plan.finish(fetch.tie(gy.new_zeros(own)))
+@plan_rule(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, behaviour=AVERAGE)
+def adaptive_average(operator: _torch.Operator, input: Layout, sizes: tuple[int, ...]) -> Call:
+    plan = plan_pool(name_of(operator), AdaptivePooling(sizes), True, input)
     by_hand = _by_hand(plan)
-    if len(by_hand) < len(plan.sides):
-        shape = own.copy()
-        for side in by_hand:
-            shape[side.dim] = len(side.readers)
-        gx = operator(gx, gx.new_empty(shape))
-    for side in reversed(by_hand):
-        gx = _share_of_gradients(gx, side)
-    return plan.finish(fetch.tie(gx))
+
+    def run(tiling: Tiling, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        shape = plan.readers_shape(x)
+        if not prod(shape) or not x.numel():
+            return tiling.sum_targets(x.new_zeros(shape))
+        parts = reduce(_share_of_means, by_hand, x)
+        return tiling.sum_targets(operator(parts, shape[plan.first :]).to(x.dtype))
+
+    return plan.call(run)
 
 
-@composite("adaptive_avg_pool2d")
+@plan_rule(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default, behaviour=AVERAGE)
+def adaptive_average_backward(operator: _torch.Operator, gradient: Layout, input: Layout) -> Call:
+    pooling = AdaptivePooling(gradient.shape[-spatial_of(operator) :])
+    plan = plan_pool_backward(name_of(operator), pooling, gradient, input)
+    by_hand, others = _by_hand(plan), [side for side in plan.sides if side not in _by_hand(plan)]
+
+    def run(tiling: Tiling, gy: torch.Tensor, _: Any) -> torch.Tensor:
+        fetch = tiling.fetch_targets(gy)
+        gx = fetch.complete().read(tiling.readers)
+        own = [*gy.shape[: plan.first], *(len(side.sources) for side in plan.sides)]
+        if not prod(own) or not gx.numel():
+            return fetch.tie(gy.new_zeros(own))
+        if others:
+            shape = own.copy()
+            for side in by_hand:
+                shape[side.dim] = len(side.readers)
+            gx = operator(gx, gx.new_empty(shape))
+        return fetch.tie(reduce(_share_of_gradients, reversed(by_hand), gx))
+
+    return plan.call(run, None)
+
+
+@composite("adaptive_avg_pool2d", AVERAGE)
 def adaptive_avg_pool2d(input: torch.Tensor, output_size: list[int]) -> torch.Tensor:
     return _pooled(aten.adaptive_avg_pool2d.default, input, output_size)
 
 
-@composite("adaptive_avg_pool3d")
+@composite("adaptive_avg_pool3d", AVERAGE)
 def adaptive_avg_pool3d(input: torch.Tensor, output_size: list[int]) -> torch.Tensor:
     return _pooled(aten.adaptive_avg_pool3d.default, input, output_size)
-
-
-@rule(aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default, behaviour=AVERAGE)
-def undecomposed(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """In inference mode they reach DTensor as they are."""
-    return _pooled(operator, *_torch.arguments(operator, args, kwargs))
 
 
 def _pooled(operator: _torch.Operator, input: torch.Tensor, output_size: list[int]) -> torch.Tensor:

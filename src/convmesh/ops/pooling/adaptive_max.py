@@ -7,12 +7,14 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...geometry import AdaptivePooling
-from ...sharding.redistribute import check_placed, move
-from ...sharding.registry import Behaviour, rule
+from ...sharding.call import Call
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour
+from .._core.tiles import Tiling
 from .flat_index import coordinates, flatten
 from .plan import Side, plan_pool, plan_pool_backward
 from .window import PARTS, STAYS, name_of, spatial_of
@@ -22,66 +24,60 @@ aten = torch.ops.aten
 MAXIMUM = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}
 
 
-@rule(
-    aten.adaptive_max_pool2d.default,
-    aten.adaptive_max_pool3d.default,
+@plan_rule(
+    aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default,
     behaviour=Behaviour(STAYS, f"{PARTS}, and its index; Partial is reduced first"),
-)
-def adaptive_max(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    input, sizes = _torch.arguments(operator, args, kwargs)
-    specs = check_placed(name_of(operator), (("input", input),))
-    pooling = AdaptivePooling(tuple(map(int, sizes)) * (spatial_of(operator) // len(sizes)))
-    plan = plan_pool(name_of(operator), pooling, False, *specs)
-    if plan.tiling is None:
-        return plan.outside(input), plan.of_indices.outside(input)
-    x = move(input, plan.operands[0])
-    shape = plan.readers_shape(x)
-    values, indices = x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
-    if values.numel():
-        width = [side.padded_windows.width for side in plan.sides]
-        padded = _padded_windows(x, plan.sides)
-        padded = padded if plan.first > 1 else padded.contiguous()  # its kernels take channels and volume for an image
-        values, indices = MAXIMUM[len(width)](padded, width, width)
-        along = coordinates(indices, padded.shape[plan.first :])
-        along = [_source_of(index, side) for index, side in zip(along, plan.sides, strict=True)]
-        indices = flatten(along, plan.source_sizes)
-    values, indices = plan.tiling.combine_targets([values, indices], (0, -1), _keep_better)
-    return plan.finish(values), plan.of_indices.finish(indices)
+)  # fmt: skip
+def adaptive_max(operator: _torch.Operator, input: Layout, sizes: tuple[int, ...]) -> Call:
+    pooling = AdaptivePooling(sizes * (spatial_of(operator) // len(sizes)))
+    plan = plan_pool(name_of(operator), pooling, False, input)
+
+    def run(x: torch.Tensor, _: Any) -> list[torch.Tensor]:
+        assert plan.tiling is not None
+        shape = plan.readers_shape(x)
+        values, indices = x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+        if values.numel():
+            width = [side.padded_windows.width for side in plan.sides]
+            padded = _padded_windows(x, plan.sides)
+            padded = padded if plan.first > 1 else padded.contiguous()  # the kernels take channels and volume for one
+            values, indices = MAXIMUM[len(width)](padded, width, width)
+            along = coordinates(indices, padded.shape[plan.first :])
+            indices = flatten([*map(_source_of, along, plan.sides)], plan.source_sizes)
+        return plan.tiling.combine_targets([values, indices], (0, -1), _keep_better)
+
+    return plan.call_with_indices(run)
 
 
-@rule(
-    aten.adaptive_max_pool2d_backward.default,
-    aten.adaptive_max_pool3d_backward.default,
+@plan_rule(
+    aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default,
     behaviour=Behaviour(f"{STAYS}, Partial(sum)", f"{PARTS}, and its index"),
-)
-def adaptive_max_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    gradient, input, indices = _torch.arguments(operator, args, kwargs)
-    specs = check_placed(name_of(operator), (("grad_output", gradient), ("input", input), ("indices", indices)))
-    pooling = AdaptivePooling(tuple(gradient.shape[-spatial_of(operator) :]))
-    plan = plan_pool_backward(name_of(operator), pooling, *specs)
-    if plan.tiling is None:
-        return plan.outside(gradient)
-    tiling = plan.tiling
-    gy, at = map(move, (gradient, indices), plan.operands)
-    # What needs no gradient the compiler may run with the forward pass, on some ranks only: so the indices need it.
-    fetches = [tiling.fetch_targets(gy), tiling.fetch_targets(_torch.tie(at, gy))]
-    gy, at = (fetch.complete().read(tiling.readers) for fetch in fetches)
-    along = coordinates(at, plan.source_sizes)
-    for side, index in zip(plan.sides, along, strict=True):
-        if side.sharded:  # a maximum on another rank is that rank's to add
-            mine = (index >= side.sources.start) & (index < side.sources.stop)
-            gy = torch.where(mine, gy, 0)
+)  # fmt: skip
+def adaptive_max_backward(operator: _torch.Operator, gradient: Layout, input: Layout, indices: Layout) -> Call:
+    pooling = AdaptivePooling(gradient.shape[-spatial_of(operator) :])
+    plan = plan_pool_backward(name_of(operator), pooling, gradient, input, indices)
     own = [len(side.sources) for side in plan.sides]
-    gx = gy.new_zeros([*gy.shape[: plan.first], prod(own)])
-    if gx.numel() and gy.numel():
-        local = [
-            (index - side.sources.start).clamp(0, len(side.sources) - 1)
-            for side, index in zip(plan.sides, along, strict=True)
-        ]
-        gx.scatter_add_(-1, flatten(local, own).flatten(plan.first), gy.flatten(plan.first))
-    for fetch in fetches:
-        gx = fetch.tie(gx)
-    return plan.finish(gx.view(*gy.shape[: plan.first], *own))
+
+    def run(tiling: Tiling, gy: torch.Tensor, _: Any, at: torch.Tensor) -> torch.Tensor:
+        # What needs no gradient the compiler may run with the forward pass, on some ranks only: so the indices need it.
+        fetches = [tiling.fetch_targets(gy), tiling.fetch_targets(_torch.tie(at, gy))]
+        gy, at = (fetch.complete().read(tiling.readers) for fetch in fetches)
+        along = coordinates(at, plan.source_sizes)
+        for side, index in zip(plan.sides, along, strict=True):
+            if side.sharded:  # a maximum on another rank is that rank's to add
+                mine = (index >= side.sources.start) & (index < side.sources.stop)
+                gy = torch.where(mine, gy, 0)
+        gx = gy.new_zeros([*gy.shape[: plan.first], prod(own)])
+        if gx.numel() and gy.numel():
+            local = [
+                (index - side.sources.start).clamp(0, len(side.sources) - 1)
+                for side, index in zip(plan.sides, along, strict=True)
+            ]
+            gx.scatter_add_(-1, flatten(local, own).flatten(plan.first), gy.flatten(plan.first))
+        for fetch in fetches:
+            gx = fetch.tie(gx)
+        return gx.view(*gy.shape[: plan.first], *own)
+
+    return plan.call(run, None)
 
 
 def _padded_windows(x: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:

@@ -10,142 +10,115 @@ torch's gradient is `view` and `gather`, whose rules shard other dimensions than
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
 from ...comm import owners, routed
 from ...geometry import Interval, shards
-from ...sharding.errors import refuse
+from ...sharding.call import Call, Moved
+from ...sharding.errors import Unfit
 from ...sharding.layout import Layout, dense_stride
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import check_placed, move, place
-from ...sharding.registry import Behaviour, rule
-from .._core.index_bounds import check_within, raised_alike
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour
+from .._core.index_bounds import check_within, may_route, raised_alike
 from .flat_index import coordinates, flatten
-from .window import name_of, spatial_of
+from .window import spatial_of
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class UnpoolPlan:
-    operands: tuple[Layout, Layout]
+class Space:
+    """What this rank computes of the output."""
+
     computed: Layout
-    output: Layout
-    first: int
-    own: tuple[Interval, ...] | None  # what this rank owns of computed space; None on a rank outside of the mesh
+    first: int  # of the spatial dimensions
+    sizes: tuple[int, ...]
+    own: tuple[Interval, ...]  # what this rank owns of computed space
     routed: tuple[int, ...]  # the mesh dimensions over which values are sent to where their indices say
 
 
-@rule(
-    aten.max_unpool2d.default,
-    aten.max_unpool3d.default,
+@plan_rule(
+    aten.max_unpool2d.default, aten.max_unpool3d.default, asks=may_route,
     behaviour=Behaviour(
         "batch, channels, space",
         "where space is sharded an all-to-all of values, indices and output, because an index may point anywhere: "
         "batch or channels are sharded meanwhile; each value to the owner of its position where both are fewer than "
         "the ranks",
     ),
-)
-def max_unpool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, indices, sizes, *rest = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("input", input), ("indices", indices)))
-    sizes = tuple(map(int, sizes))
-    specs = _torch.spec_of(input), _torch.spec_of(indices)
-    plan = _plan(name_of(operator), *specs, sizes, spatial_of(operator), not _torch.tracing())
-    values, at = (move(tensor, layout) for tensor, layout in zip((input, indices), plan.operands, strict=True))
-    if plan.own is None:
-        return _torch.wrap(values.new_empty(0), plan.output.spec)
-    shape = plan.computed.local_shape
+)  # fmt: skip
+def max_unpool(operator: _torch.Operator, input: Layout, indices: Layout, sizes: tuple[int, ...], *rest: Any) -> Call:
+    spatial, routes = spatial_of(operator), rest[-1]
+    first = input.ndim - spatial
+    if first not in (1, 2) or input.shape != indices.shape or len(sizes) != spatial or min(sizes) < 1:
+        raise Unfit(f"input and indices do not fit an output of size {sizes}",
+                    f"give both (C, *space) or (N, C, *space), and {spatial} sizes")  # fmt: skip
+    kept = input.without_partial()
+    planes = _planes_instead(kept, first, routes)
+    shape = (*input.shape[:first], *sizes)
+    output = replace(kept, shape=shape, stride=dense_stride(shape, input.memory_format))
+    # Along a mesh dimension that shards no planes, each rank writes what it owns of space.
+    pairs = zip(planes, kept.placements, strict=True)
+    computed = output.placed(p if isinstance(p, Shard) else k for p, k in pairs)
+    own = tuple(computed.own(first + axis) for axis in range(spatial)) if computed.present else ()
+    over = tuple(m for m, p in enumerate(planes) if isinstance(p, Shard) and p.dim >= first)
+    space, operands = Space(computed, first, sizes, own, over), (input.placed(planes), indices.placed(planes))
+    full = all(len(side) == size for side, size in zip(own, sizes, strict=False))
 
-    def write() -> torch.Tensor:
-        if plan.routed:
-            return _write_routed(values, at, sizes, plan)
-        if not prod(shape):
-            result: torch.Tensor = values.new_empty(shape)
-        elif all(len(own) == size for own, size in zip(plan.own or (), sizes, strict=True)):
-            result = operator(values, at, sizes, *rest)
-        else:
-            result = _write_own(values, at, sizes, plan)
-        return result
+    def write(values: torch.Tensor, at: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if over:
+            return _write_routed(values, at, space)
+        if not prod(computed.local_shape):
+            return values.new_empty(computed.local_shape)
+        made: torch.Tensor = operator(values, at, *rest) if full else _write_own(values, at, space)
+        return made
 
-    made = raised_alike(write, at, prod(sizes), plan.operands[1], plan.routed)
-    wrapped = place(made, plan.computed, plan.output)
-    assert wrapped is not None, "there is a result"
-    return wrapped
+    def run(values: torch.Tensor, at: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return raised_alike(lambda: write(values, at, *rest), at, prod(sizes), operands[1], over)
+
+    return Call(operands, Moved(computed, output), run)
 
 
-def _write_routed(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], plan: UnpoolPlan) -> torch.Tensor:
+def _write_routed(values: torch.Tensor, at: torch.Tensor, space: Space) -> torch.Tensor:
     """Each value is sent to the owner of its position, numbered over all planes."""
-    assert plan.own is not None
-    layout, first, volume = plan.computed, plan.first, prod(sizes)
+    layout, first, sizes = space.computed, space.first, space.sizes
+    volume = prod(sizes)
     owner = torch.zeros_like(at)
     for axis, index in enumerate(coordinates(at, sizes)):
         # The owner's rank along each mesh dimension, which counts by its step among all ranks.
         number, mesh_dims = owners(index, layout.shards(first + axis))[0], layout.sharded_dims.get(first + axis, ())
         for mesh_dim in reversed(mesh_dims):
-            step = prod(layout.mesh.size(m) for m in plan.routed if m > mesh_dim)
+            step = prod(layout.mesh.size(m) for m in space.routed if m > mesh_dim)
             owner += number % layout.mesh.size(mesh_dim) * step
             number = number.div(layout.mesh.size(mesh_dim), rounding_mode="floor")
     owner.masked_fill_((at < 0) | (at >= volume), -1)
     planes = torch.arange(prod(values.shape[:first]), device=at.device).view(*values.shape[:first], *[1] * len(sizes))
-    route = routed(owner.flatten(), layout.mesh, plan.routed)
+    route = routed(owner.flatten(), layout.mesh, space.routed)
     places, came = route.send((planes * volume + at).flatten()), route.send(values.flatten())
-    extents = [len(side) for side in plan.own]
-    along = [index - side.start for index, side in zip(coordinates(places % volume, sizes), plan.own, strict=True)]
+    extents = [len(side) for side in space.own]
+    along = [index - side.start for index, side in zip(coordinates(places % volume, sizes), space.own, strict=True)]
     local = flatten(along, extents) + places.div(volume, rounding_mode="floor") * prod(extents)
     return values.new_zeros(prod(layout.local_shape)).index_copy_(0, local, came).view(layout.local_shape)
 
 
-def _write_own(values: torch.Tensor, at: torch.Tensor, sizes: Sequence[int], plan: UnpoolPlan) -> torch.Tensor:
-    assert plan.own is not None
-    check_within(at, prod(sizes))
-    along = coordinates(at, sizes)
+def _write_own(values: torch.Tensor, at: torch.Tensor, space: Space) -> torch.Tensor:
+    check_within(at, prod(space.sizes))
+    along = coordinates(at, space.sizes)
     mine = torch.ones_like(at, dtype=torch.bool)
-    for index, side in zip(along, plan.own, strict=True):
+    for index, side in zip(along, space.own, strict=True):
         mine &= (index >= side.start) & (index < side.stop)
-    extents = [len(side) for side in plan.own]
-    local = flatten([index - side.start for index, side in zip(along, plan.own, strict=True)], extents)
+    extents = [len(side) for side in space.own]
+    local = flatten([index - side.start for index, side in zip(along, space.own, strict=True)], extents)
     # What belongs to other ranks goes to one position more, which is cropped.
-    local = torch.where(mine, local, prod(extents)).flatten(plan.first)
-    room = values.new_zeros([*values.shape[: plan.first], prod(extents) + 1])
-    room.scatter_(-1, local, values.flatten(plan.first))
-    return room[..., :-1].reshape(*values.shape[: plan.first], *extents)
-
-
-@planned
-def _plan(
-    operator: str,
-    input_spec: _torch.Spec,
-    indices_spec: _torch.Spec,
-    sizes: tuple[int, ...],
-    spatial: int,
-    routes: bool,
-) -> UnpoolPlan:
-    input, indices = Layout.of(input_spec), Layout.of(indices_spec)
-    first = len(input.shape) - spatial
-    if first not in (1, 2) or input.shape != indices.shape or len(sizes) != spatial or min(sizes) < 1:
-        raise refuse(operator, f"input and indices do not fit an output of size {sizes}",
-                     (("input", input), ("indices", indices)),
-                     f"give both (C, *space) or (N, C, *space), and {spatial} sizes")  # fmt: skip
-    kept = tuple(p if isinstance(p, Shard) else Replicate() for p in input.placements)
-    planes = _planes_instead(input.placed(kept), first, routes)
-    shape = (*input.shape[:first], *sizes)
-    output = Layout(input.mesh, kept, shape, dense_stride(shape, input.memory_format), input.dtype)
-    # Along a mesh dimension that shards no planes, each rank writes what it owns of space.
-    computed = output.placed(tuple(p if isinstance(p, Shard) else k for p, k in zip(planes, kept, strict=True)))
-    inside = input.mesh.get_coordinate() is not None
-    own = tuple(computed.own(first + axis) for axis in range(spatial)) if inside else None
-    operands = input.placed(planes), indices.placed(planes)
-    routed = tuple(m for m, p in enumerate(planes) if isinstance(p, Shard) and p.dim >= first)
-    return UnpoolPlan(operands, computed, output, first, own, routed)
+    local = torch.where(mine, local, prod(extents)).flatten(space.first)
+    room = values.new_zeros([*values.shape[: space.first], prod(extents) + 1])
+    room.scatter_(-1, local, values.flatten(space.first))
+    return room[..., :-1].reshape(*values.shape[: space.first], *extents)
 
 
 def _planes_instead(input: Layout, first: int, routes: bool) -> tuple[Placement, ...]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from ... import _torch
 from ...geometry import (
     AdaptivePooling,
     AdaptiveWindows,
@@ -21,9 +20,9 @@ from ...geometry import (
     Window,
     strided_windows,
 )
+from ...sharding.call import Call, Moved
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
-from ...sharding.plan_cache import planned
 from .._core.cached_tensors import Numbers
 from .._core.tile_plan import TiledPlan, ask_for_memory, plan_sources, plan_targets
 from .._core.tiles import Tiling
@@ -86,24 +85,27 @@ class PoolPlan(TiledPlan):
     def padding(self) -> list[int]:
         return [side.padding for side in self.sides]
 
+    def call_with_indices(self, run: Callable[..., Any]) -> Call:
+        """Of a maximum, which returns indices beside its values."""
+        values = self.computed, self.wanted
+        return Call(self.operands, (Moved(*values), Moved(*(one.typed(torch.int64) for one in values))), run)
+
     def readers_shape(self, x: torch.Tensor) -> list[int]:
         """Of what this rank has for the targets that read its sources."""
         return [*x.shape[: self.first], *(len(side.readers) for side in self.sides)]
 
 
-@planned
-def plan_pool(operator: str, pooling: AnyPooling, linear: bool, input_spec: _torch.Spec) -> PoolPlan:
-    source = Layout.of(input_spec)
+def plan_pool(operator: str, pooling: AnyPooling, linear: bool, source: Layout) -> PoolPlan:
     shape = _target_shape(operator, (("input", source),), source, pooling)
     if isinstance(pooling, AdaptivePooling):  # of which targets may be any number
         ask_for_memory(source, shape)
     return _localized(plan_targets(source, shape, _dependences(source, pooling), linear), source, shape, pooling)
 
 
-@planned
-def plan_pool_backward(operator: str, pooling: AnyPooling, *specs: _torch.Spec) -> PoolPlan:
-    """Of the specs of output gradient, input and, for a maximum, indices."""
-    gradient, source, *indices = map(Layout.of, specs)
+def plan_pool_backward(
+    operator: str, pooling: AnyPooling, gradient: Layout, source: Layout, *indices: Layout
+) -> PoolPlan:
+    """Of output gradient, input and, for a maximum, indices."""
     named = [("grad_output", gradient), *(("indices", layout) for layout in indices)]
     shape = _target_shape(operator, [*named, ("input", source)], source, pooling)
     for name, layout in named:

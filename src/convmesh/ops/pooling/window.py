@@ -7,16 +7,15 @@ from math import inf, prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...geometry import Interval, Pooling
 from ...kernels.pooling import max_pool as local_max_pool
-from ...sharding.call import Call, Moved
+from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
-from ...sharding.redistribute import check_placed, move
-from ...sharding.registry import Behaviour, made_of_others, rule
+from ...sharding.registry import Behaviour, made_of_others
+from .._core.tiles import Tiling
 from .flat_index import shifted
 from .plan import PoolPlan, plan_pool, plan_pool_backward
 
@@ -52,9 +51,8 @@ def spatial_of(operator: _torch.Operator) -> int:
 )
 def max_pool(operator: _torch.Operator, input: Layout, *window: Any) -> Call:
     pooling = _pooling(operator, input.shape, window[:-1], window[-1])
-    plan = plan_pool(name_of(operator), pooling, False, input.spec)
-    values, indices = Moved(plan.computed, plan.wanted), Moved(plan.of_indices.computed, plan.of_indices.wanted)
-    return Call(plan.operands, (values, indices), _MaxPool(operator, plan, pooling))
+    plan = plan_pool(name_of(operator), pooling, False, input)
+    return plan.call_with_indices(_MaxPool(operator, plan, pooling))
 
 
 def _pooling(operator: _torch.Operator, shape: Sequence[int], window: Sequence[int | list[int]], ceil: bool) -> Pooling:
@@ -114,21 +112,20 @@ def max_pool_backward(
 ) -> Call:  # of the input only the shape is used
     *window, ceil, indices = rest
     pooling = _pooling(operator, input.shape, window, ceil)
-    plan = plan_pool_backward(name_of(operator), pooling, gradient.spec, input.spec, indices.spec)
+    plan = plan_pool_backward(name_of(operator), pooling, gradient, input, indices)
     by = [-side.read.start for side in plan.sides]
     geometry = pooling.kernel, pooling.stride, plan.padding, pooling.dilation, ceil
 
-    def run(gy: torch.Tensor, *others: Any) -> torch.Tensor:
-        assert plan.tiling is not None
+    def run(tiling: Tiling, gy: torch.Tensor, *others: Any) -> torch.Tensor:
         block = _source_block(plan, gy)
         if gy.numel():
             at = shifted(others[-1], plan.source_sizes, by, block.shape[plan.first :])
             block = operator(gy, block, *geometry, at)
         else:
             block.zero_()
-        return plan.tiling.sum_sources(block)
+        return tiling.sum_sources(block)
 
-    return Call((plan.operands[0], None, plan.operands[1]), Moved(plan.computed, plan.wanted), run)
+    return plan.call(run, None)
 
 
 def _source_block(plan: PoolPlan, gy: torch.Tensor) -> torch.Tensor:
@@ -136,53 +133,49 @@ def _source_block(plan: PoolPlan, gy: torch.Tensor) -> torch.Tensor:
     return gy.new_empty([*gy.shape[: plan.first], *(len(side.read) for side in plan.sides)])
 
 
-@rule(
-    aten.avg_pool2d.default,
-    aten.avg_pool3d.default,
-    behaviour=Behaviour(f"{STAYS}, Partial(sum)", HALO),
-)
-def avg_pool(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, *window, ceil, with_padding, divisor = _torch.arguments(operator, args, kwargs)
-    specs = check_placed(name_of(operator), (("input", input),))
+@plan_rule(aten.avg_pool2d.default, aten.avg_pool3d.default, behaviour=Behaviour(f"{STAYS}, Partial(sum)", HALO))
+def avg_pool(operator: _torch.Operator, input: Layout, *rest: Any) -> Call:
+    *window, ceil, with_padding, divisor = rest
     pooling = _pooling(operator, input.shape, window, ceil)
-    plan = plan_pool(name_of(operator), pooling, True, *specs)
-    if plan.tiling is None:
-        return plan.outside(input)
-    x, shape = move(input, plan.operands[0]), plan.computed.local_shape
-    fetch = plan.tiling.fetch_sources(x)
-    if not prod(shape):
-        return plan.finish(fetch.tie(x.new_empty(shape)))
-    geometry = pooling.kernel, pooling.stride, plan.padding, ceil
-    if not plan.tiling.dims:
-        return plan.finish(operator(x, *geometry, with_padding, divisor))
-    block = fetch.complete().read(plan.tiling.sources_read)
-    y = operator(block, *geometry, True, divisor or prod(pooling.kernel))
-    return plan.finish(fetch.tie(y if divisor else _reweighted(y, plan, pooling, with_padding)))
+    plan = plan_pool(name_of(operator), pooling, True, input)
+    shape, geometry = plan.computed.local_shape, (pooling.kernel, pooling.stride, plan.padding, ceil)
+
+    def run(tiling: Tiling, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        fetch = tiling.fetch_sources(x)
+        if not prod(shape):
+            return fetch.tie(x.new_empty(shape))
+        if not tiling.dims:
+            local: torch.Tensor = operator(x, *geometry, with_padding, divisor)
+            return local
+        block = fetch.complete().read(tiling.sources_read)
+        y = operator(block, *geometry, True, divisor or prod(pooling.kernel))
+        return fetch.tie(y if divisor else _reweighted(y, plan, pooling, with_padding))
+
+    return plan.call(run)
 
 
-@rule(
-    aten.avg_pool2d_backward.default,
-    aten.avg_pool3d_backward.default,
+@plan_rule(
+    aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default,
     behaviour=Behaviour(f"{STAYS}, Partial(sum)", GRADIENTS),
-)
-def avg_pool_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    gradient, input, *window, ceil, with_padding, divisor = _torch.arguments(operator, args, kwargs)
-    specs = check_placed(name_of(operator), (("grad_output", gradient), ("input", input)))
+)  # fmt: skip
+def avg_pool_backward(operator: _torch.Operator, gradient: Layout, input: Layout, *rest: Any) -> Call:
+    *window, ceil, with_padding, divisor = rest
     pooling = _pooling(operator, input.shape, window, ceil)
-    plan = plan_pool_backward(name_of(operator), pooling, *specs)
-    if plan.tiling is None:
-        return plan.outside(gradient)
-    gy = move(gradient, plan.operands[0])
-    block = _source_block(plan, gy)
+    plan = plan_pool_backward(name_of(operator), pooling, gradient, input)
     geometry = pooling.kernel, pooling.stride, plan.padding, ceil
-    if not gy.numel():
-        block.zero_()
-    elif not plan.tiling.dims:
-        block = operator(gy, block, *geometry, with_padding, divisor)
-    else:
-        gy = gy if divisor else _reweighted(gy, plan, pooling, with_padding)
-        block = operator(gy, block, *geometry, True, divisor or prod(pooling.kernel))
-    return plan.finish(plan.tiling.sum_sources(block))
+
+    def run(tiling: Tiling, gy: torch.Tensor, *_: Any) -> torch.Tensor:
+        block = _source_block(plan, gy)
+        if not gy.numel():
+            block.zero_()
+        elif not tiling.dims:
+            block = operator(gy, block, *geometry, with_padding, divisor)
+        else:
+            gy = gy if divisor else _reweighted(gy, plan, pooling, with_padding)
+            block = operator(gy, block, *geometry, True, divisor or prod(pooling.kernel))
+        return tiling.sum_sources(block)
+
+    return plan.call(run, None)
 
 
 def _reweighted(targets: torch.Tensor, plan: PoolPlan, pooling: Pooling, with_padding: bool) -> torch.Tensor:

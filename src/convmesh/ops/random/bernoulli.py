@@ -2,7 +2,7 @@
 
 The generator has to give a number for every element, which takes half as long as making a one or a zero of it as torch
 does. Ranks that have many numbers to draw share them. Numbers are drawn in blocks that stay in the cache, so that
-nothing of the whole tensor's size is needed.
+nothing of the full tensor's size is needed.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...kernels.mt19937 import is_generator_of
+from ...sharding.call import Call
 from ...sharding.layout import Layout
-from ...sharding.redistribute import check_placed
-from ...sharding.registry import made_of_others, rule, unlisted
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import made_of_others, unlisted
 from .bernoulli import zeros_and_ones
 from .replicated_draw import SHARED, draw_own, where_drawn
 
@@ -32,30 +32,30 @@ def dropout(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
     return aten.mul.Tensor(input, aten.div_.Scalar(noise, 1 - p))
 
 
-@rule(aten.native_dropout.default, behaviour=SHARED)
-def native_dropout(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    input, p, train = _torch.arguments(operator, args, kwargs)
-    check_placed("native_dropout", (("input", input),))
-    layout, local = where_drawn(_torch.spec_of(input), None), _torch.local_of(input)
-    if train is False or p == 0:
-        noise = torch.ones_like(local)
-    else:
-        noise = _noise(operator, layout, input, p) if p < 1 else torch.zeros_like(local)
-    mask = _torch.wrap(noise != 0, layout.typed(torch.bool).spec)
-    return _torch.wrap(local * noise, _torch.spec_of(input)), mask
+@plan_rule(aten.native_dropout.default, behaviour=SHARED)
+def native_dropout(operator: _torch.Operator, input: Layout, p: float, train: bool | None) -> Call:
+    layout = where_drawn(input)
+
+    def run(local: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if train is False or p == 0:
+            noise = torch.ones_like(local)
+        else:
+            noise = _noise(operator, layout, local.device, p) if p < 1 else torch.zeros_like(local)
+        return local * noise, noise != 0
+
+    return Call((input,), (input, layout.typed(torch.bool)), run)
 
 
-def _noise(operator: _torch.Operator, layout: Layout, model: DTensor, p: float) -> torch.Tensor:
+def _noise(operator: _torch.Operator, layout: Layout, device: torch.device, p: float) -> torch.Tensor:
     """0 or 1 / (1 - p), drawn exactly as the operator does it on this device."""
-    if layout.present:
-        # A CPU draws them in the order of the dimensions, whatever the strides of the input are.
-        ones = zeros_and_ones(layout.new(layout.shape), _torch.local_of(model).device, None, 1 - p, None)
-        if ones is not None:
-            return ones.mul_(1 / (1 - p))
+    # A CPU draws them in the order of the dimensions, whatever the strides of the input are.
+    ones = zeros_and_ones(layout.new(layout.shape), device, None, 1 - p, None)
+    if ones is not None:
+        return ones.mul_(1 / (1 - p))
 
     def draw(empty: torch.Tensor, source: torch.Generator | None) -> Any:
         if source is None:
             return operator(empty.fill_(1), p, True)[0]
         return empty.bernoulli_(1 - p, generator=source).div_(1 - p)
 
-    return draw_own(layout, model, None, draw)
+    return draw_own(layout, device, None, draw)

@@ -3,7 +3,7 @@
 Which of its numbers a generator takes for an element is not known in general: on a CPU that differs between operators,
 and on a GPU the order of elements depends on the size of the tensor. So every rank draws all of the tensor from its
 generator, which has the same state on all ranks, and keeps its own part. This costs the time of one device. It also
-costs memory for the whole tensor, for a moment, so a tensor of more than `LARGEST_WHOLE` elements is drawn in tiles
+costs memory for the full tensor, for a moment, so a tensor of more than `LARGEST_DRAWN` elements is drawn in tiles
 instead, each from a generator of its own: then the numbers are not those of one device, but still do not depend on the
 sharding, and a rank draws only tiles that it needs.
 
@@ -19,19 +19,16 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from ... import _torch
 from ...geometry import Box, Interval, shards
 from ...sharding.layout import Layout
-from ...sharding.plan_cache import planned
 from ...sharding.registry import Behaviour
 from ...strides import Stride
 
-LARGEST_WHOLE = 1 << 26
-TILES = 8  # along each dimension that has at least `SMALLEST_CUT` indices
-SMALLEST_CUT = 64
+LARGEST_DRAWN = 1 << 26
+TILES = 8  # along each dimension that has at least `SMALLEST_TILED` indices
+SMALLEST_TILED = 64
 
 STAYS = "all; the numbers are those of one device, if all ranks have the same seed"
 TILES_BEYOND = (
@@ -48,29 +45,21 @@ SHARED = Behaviour(STAYS,
 Draw = Callable[[torch.Tensor, torch.Generator | None], Any]
 
 
-@planned
-def where_drawn(spec: _torch.Spec, dtype: torch.dtype | None, stride: Stride | None = None) -> Layout:
+def where_drawn(layout: Layout, dtype: torch.dtype | None = None, stride: Stride | None = None) -> Layout:
     """Where numbers for a tensor are drawn: a Partial(sum) is no place for them. In the order of the strides, which are
     those of one device."""
-    layout = Layout.of(spec)
-    layout = layout if stride is None else replace(layout, stride=stride)
-    placements: tuple[Placement, ...] = tuple(
-        Replicate() if isinstance(placement, Partial) else placement for placement in layout.placements
-    )
-    return layout.placed(placements).typed(dtype or layout.dtype)
+    drawn = layout.without_partial().typed(dtype or layout.dtype)
+    return drawn if stride is None else replace(drawn, stride=stride)
 
 
-def draw_own(layout: Layout, model: DTensor, generator: torch.Generator | None, draw: Draw) -> torch.Tensor:
-    """This rank's part of what `draw` fills an empty tensor with."""
-    local = _torch.local_of(model)
-    if not layout.present:
-        return local.new_empty(0, dtype=layout.dtype)
+def draw_own(layout: Layout, device: torch.device, generator: torch.Generator | None, draw: Draw) -> torch.Tensor:
+    """This rank's local tensor of what `draw` fills an empty tensor with."""
     own = tuple(layout.own(dim) for dim in range(len(layout.shape)))
-    if prod(layout.shape) > LARGEST_WHOLE and not _torch.tracing():
-        return _drawn_in_tiles(layout, own, local.device, generator, draw)
-    whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=local.device)
-    drawn: torch.Tensor = draw(whole, generator)
-    return cut_out(drawn, own).clone() if layout.sharded_dims else drawn  # a copy, so that the whole goes
+    if prod(layout.shape) > LARGEST_DRAWN and not _torch.tracing():
+        return _drawn_in_tiles(layout, own, device, generator, draw)
+    full = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+    drawn: torch.Tensor = draw(full, generator)
+    return narrowed(drawn, own).clone() if layout.sharded_dims else drawn  # a copy, so that the full tensor goes
 
 
 def _drawn_in_tiles(
@@ -85,20 +74,20 @@ def _drawn_in_tiles(
             continue
         source = torch.Generator(device).manual_seed((seed + number * 0x9E3779B97F4A7C15) % 2**63)
         empty = torch.empty([len(side) for side in tile], dtype=layout.dtype, device=device)
-        part = cut_out(draw(empty, source), _inside(common, tile))
-        cut_out(result, _inside(common, own)).copy_(part)
+        part = narrowed(draw(empty, source), _inside(common, tile))
+        narrowed(result, _inside(common, own)).copy_(part)
     return result
 
 
 def _tiles(shape: tuple[int, ...]) -> Iterator[Box]:
-    return product(*(shards(size, (TILES,)) if size >= SMALLEST_CUT else (Interval(0, size),) for size in shape))
+    return product(*(shards(size, (TILES,)) if size >= SMALLEST_TILED else (Interval(0, size),) for size in shape))
 
 
 def _inside(box: Box, frame: Box) -> Box:
     return tuple(side.shift(-outer.start) for side, outer in zip(box, frame, strict=True))
 
 
-def cut_out(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, side in enumerate(box):
         if len(side) != tensor.shape[dim]:
             tensor = tensor.narrow(dim, side.start, len(side))

@@ -11,7 +11,7 @@ from ...comm import all_reduce
 from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
-from ...sharding.redistribute import check_placed, move, move_beside
+from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, rule
 from .basic import SMALL, extreme_of
 from .plan import Reduction
@@ -24,7 +24,8 @@ aten = torch.ops.aten
 
 @rule(aten.equal.default, behaviour=EQUAL)
 def equal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """torch asks all ranks of the world, of which those outside of the mesh do not answer."""
+    """torch asks all ranks of the world, of which those outside of the mesh do not answer. The result is no tensor, so
+    there is no `Call` for it."""
     one, other = args
     check_placed("equal", (("self", one), ("other", other)))
     if one.shape != other.shape:
@@ -32,8 +33,8 @@ def equal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     layout = Layout.of(_torch.spec_of(one)).without_partial()
     if not layout.present:
         return True
-    mine = move(one, layout)
-    same = torch.tensor(int(mine.equal(move_beside(other, layout))), device=mine.device)
+    mine, beside = move(one, layout), move(other, Layout.of(_torch.spec_of(other)).placed(layout.placements))
+    same = torch.tensor(int(mine.equal(beside)), device=mine.device)
     return bool(all_reduce(same, layout.mesh, layout.sharded_over(), "min").item())
 
 

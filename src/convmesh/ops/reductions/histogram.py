@@ -9,12 +9,13 @@ from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...comm import all_reduce
-from ...sharding.errors import refuse
+from ...sharding.call import Call, Reported
+from ...sharding.errors import Unfit
 from ...sharding.implicit_replication import the_same_everywhere
 from ...sharding.layout import Layout
-from ...sharding.redistribute import check_placed, move, move_beside
-from ...sharding.registry import Behaviour, rule
-from ..indexing.index_select import local_index
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour
+from .._core.index_bounds import may_route
 
 aten = torch.ops.aten
 
@@ -23,82 +24,76 @@ COUNT = Behaviour(
                   "compiled code, in which the greatest value is not known")  # fmt: skip
 
 
-@rule(aten.bincount.default, behaviour=COUNT)
-def bincount(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, weights, minlength = _torch.arguments(operator, args, kwargs)
-    check_placed("bincount", (("input", input), ("weights", weights)))
-    if input.dim() != 1 or (weights is not None and weights.shape != input.shape) or _torch.tracing():
-        raise refuse("bincount", "it counts rows, and in compiled code not even those: their values are not known",
-                     (("input", input), ("weights", weights)),
-                     "flatten both, and call it outside of torch.compile")  # fmt: skip
-    layout = Layout.of(_torch.spec_of(input)).without_partial()
-    local = move(input, layout)
+@plan_rule(aten.bincount.default, behaviour=COUNT, asks=may_route)
+def bincount(operator: _torch.Operator, input: Layout, weights: Layout | None, minlength: int, known: bool) -> Call:
+    if input.ndim != 1 or (weights is not None and weights.shape != input.shape) or not known:
+        raise Unfit("it counts rows, and in compiled code not even those: their values are not known",
+                    "flatten both, and call it outside of torch.compile")  # fmt: skip
+    given = input.without_partial()
+    mesh_dims = given.sharded_over()
     dtype = torch.int64 if weights is None else torch.double if weights.dtype != torch.float32 else torch.float32
-    counted = local.new_empty(0, dtype=dtype)
-    shape: tuple[int, ...] = (minlength,)
-    if layout.present:
-        mesh_dims = layout.sharded_over([0])
+    row = given.replicated().new((minlength,), dtype=dtype)
+
+    def run(local: torch.Tensor, weights: torch.Tensor | None, _: int) -> tuple[torch.Tensor, Layout]:
         least, most = (int(local.min()), int(local.max())) if local.numel() else (0, -1)
         ends = torch.tensor([-least, most], device=local.device)
-        lowest, highest = all_reduce(ends, layout.mesh, mesh_dims, "max").tolist()
+        lowest, highest = all_reduce(ends, given.mesh, mesh_dims, "max").tolist()
         if lowest > 0:
             raise RuntimeError("bincount: expected integers that are not negative")
-        given = None if weights is None else move_beside(weights, layout)
-        counted = aten.bincount.default(local, given, max(minlength, highest + 1))
-        counted = all_reduce(counted, layout.mesh, mesh_dims)
-        shape = tuple(counted.shape)
-    return _torch.wrap(counted, layout.replicated().new(shape, dtype=counted.dtype).spec)
+        counted = all_reduce(operator(local, weights, max(minlength, highest + 1)), given.mesh, mesh_dims)
+        return counted, row.new(counted.shape, dtype=counted.dtype)
+
+    return Call((given, weights and weights.placed(given.placements)), Reported(row), run)
 
 
-@rule(aten.histc.default, behaviour=COUNT)
-def histc(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+@plan_rule(aten.histc.default, behaviour=COUNT, asks=may_route)
+def histc(operator: _torch.Operator, input: Layout, bins: int, low: float, high: float, known: bool) -> Call:
     """Between given bounds, or between the least and the greatest value of all ranks."""
-    input, bins, low, high = _torch.arguments(operator, args, kwargs)
-    check_placed("histc", (("input", input),))
-    if low == high and _torch.tracing():
-        raise refuse("histc", "compiled code does not know the least and the greatest value", (("input", input),),
-                     "give min and max")  # fmt: skip
-    layout = Layout.of(_torch.spec_of(input)).without_partial()
-    local = move(input, layout)
-    output = layout.replicated().new((bins,))
-    if not layout.present:
-        return output.absent(local)
-    mesh_dims = layout.sharded_over()
-    if low == high and input.numel():
-        low, high = _ends(local, layout, mesh_dims)
-    counted = aten.histc.default(local, bins, low, high) if local.numel() else local.new_zeros(bins)
-    return _torch.wrap(all_reduce(counted, layout.mesh, mesh_dims), output.spec)
+    if low == high and not known:
+        raise Unfit("compiled code does not know the least and the greatest value", "give min and max")
+    given = input.without_partial()
+
+    def run(local: torch.Tensor, *_: Any) -> torch.Tensor:
+        between = _ends(local, given) if low == high and 0 not in given.shape else (low, high)
+        counted = operator(local, bins, *between) if local.numel() else local.new_zeros(bins)
+        return all_reduce(counted, given.mesh, given.sharded_over())
+
+    return Call((given,), given.replicated().new((bins,)), run)
 
 
-def _ends(local: torch.Tensor, layout: Layout, mesh_dims: tuple[int, ...]) -> tuple[float, float]:
+def _ends(local: torch.Tensor, layout: Layout) -> tuple[float, float]:
     """The least and the greatest value of all ranks."""
     far = torch.finfo(local.dtype).max
     ends = torch.stack([-local.min(), local.max()]) if local.numel() else local.new_full((2,), -far)
-    least, most = all_reduce(ends, layout.mesh, mesh_dims, "max").tolist()
+    least, most = all_reduce(ends, layout.mesh, layout.sharded_over(), "max").tolist()
     return -least, most
 
 
-@rule(aten.histogram.bin_ct, aten.histogram.bins_tensor, behaviour=COUNT)
-def histogram(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
+def _bins_everywhere(input: Any, bins: Any, *rest: Any) -> tuple[Any, ...]:
+    plain = isinstance(bins, torch.Tensor) and not isinstance(bins, DTensor)
+    return input, the_same_everywhere(bins, input.device_mesh) if plain else bins, *rest
+
+
+@plan_rule(
+    aten.histogram.bin_ct, aten.histogram.bins_tensor, behaviour=COUNT, asks=may_route, completes=_bins_everywhere
+)
+def histogram(operator: _torch.Operator, input: Layout, bins: Any, *how: Any) -> Call:
     """Counts, or sums of weights, in bins whose edges every rank knows; of a density, all ranks' values are parts."""
-    input, bins, *given, weight, density = _torch.arguments(operator, args, kwargs)
-    check_placed("histogram", (("input", input), ("weight", weight)))
-    by_edges = isinstance(bins, torch.Tensor)
-    within = None if by_edges else given[0]
-    if not by_edges and within is None and _torch.tracing():
-        raise refuse("histogram", "compiled code does not know the least and the greatest value", (("input", input),),
-                     "give a range")  # fmt: skip
-    layout = Layout.of(_torch.spec_of(input)).without_partial()
-    local, weights = move(input, layout), None if weight is None else move_beside(weight, layout)
-    if not layout.present:
-        raise refuse("histogram", "this rank is not in the mesh", (("input", input),), "call it on the mesh's ranks")
-    mesh_dims = layout.sharded_over()
-    if by_edges:
-        counted, edges = operator(local, local_index(bins), weight=weights)
-    else:
-        if within is None and input.numel():
-            within = _ends(local, layout, mesh_dims)
-        counted, edges = operator(local, bins, range=within, weight=weights)
-    counted = all_reduce(counted, layout.mesh, mesh_dims)
-    counted = counted / edges.diff() / counted.sum() if density else counted
-    return the_same_everywhere(counted, layout.mesh), the_same_everywhere(edges, layout.mesh)
+    *within, weight, density, known = how
+    by_edges = isinstance(bins, Layout)
+    if not by_edges and within == [None] and not known:
+        raise Unfit("compiled code does not know the least and the greatest value", "give a range")
+    given = input.without_partial()
+    edges = given.replicated().new((bins.shape[0] if by_edges else bins + 1,))
+    operands = [given, bins.replicated()] if by_edges else [given]
+    counts = edges.new((edges.shape[0] - 1,))
+
+    def run(local: torch.Tensor, bins: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, between = rest[-2], {}
+        if not by_edges:
+            between = {"range": _ends(local, given) if rest[0] is None and 0 not in given.shape else rest[0]}
+        counted, edges = operator(local, bins, **between, weight=weights)
+        counted = all_reduce(counted, given.mesh, given.sharded_over())
+        return counted / edges.diff() / counted.sum() if density else counted, edges
+
+    return Call((*operands, weight and weight.placed(given.placements)), (counts, edges), run)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...comm import all_gather_stacked, rank_line
 from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
-from ...sharding.redistribute import move
-from ...sharding.registry import Behaviour, rule
-from ..sorting.sort_topk import begin_order, run_unsharded
+from ...sharding.registry import Behaviour
+from ..sorting.sort_topk import Order
 from .basic import dims_and_dtype, summed_dtype
 from .plan import Reduction
 
@@ -24,23 +22,21 @@ RUNNING = Behaviour("all dimensions", "nothing; each rank's total, to all other 
 PRODUCT = Behaviour("all dimensions; reduced ones come out replicated", "each rank's product to all other ranks")
 
 
-@rule(aten.cumsum.default, aten.cumprod.default, behaviour=RUNNING)
-def running(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, dim, dtype = _torch.arguments(operator, args, kwargs)
-    plan = begin_order(operator, (input, dim, dtype))
-    mesh_dims = plan.given.sharded_dims.get(plan.dim, ())
-    if not mesh_dims or not plan.given.present:
-        result: DTensor = run_unsharded(operator, (input, dim, dtype), plan)
-        return result
-    local = move(input, plan.given)
-    own = operator(local, plan.dim, dtype=dtype)
-    adds = operator is aten.cumsum.default
-    combined = (local.sum if adds else local.prod)(plan.dim, keepdim=True, dtype=own.dtype)
-    everyone = all_gather_stacked(combined, plan.given.mesh, mesh_dims)
-    before = everyone[: rank_line(plan.given.mesh, mesh_dims).rank]
-    own = own + before.sum(0) if adds else own * before.prod(0)
-    own = _torch.after_the_last(own)  # of which the first rank uses nothing
-    return _torch.wrap(own.contiguous(), plan.given.typed(own.dtype).dense.spec)
+@plan_rule(aten.cumsum.default, aten.cumprod.default, behaviour=RUNNING, remembers=True)
+def running(operator: _torch.Operator, input: Layout, dim: int, asked: torch.dtype | None) -> Call:
+    order, dtype = Order.of(input, dim), summed_dtype(input, asked)
+    given, mesh_dims, adds = order.given, order.mesh_dims, operator is aten.cumsum.default
+    if not mesh_dims:
+        return order.call(operator, order.length, dtype)
+
+    def run(local: torch.Tensor, *_: Any) -> torch.Tensor:
+        own = operator(local, order.dim, dtype=dtype)
+        combined = (local.sum if adds else local.prod)(order.dim, keepdim=True, dtype=dtype)
+        before = all_gather_stacked(combined, given.mesh, mesh_dims)[: rank_line(given.mesh, mesh_dims).rank]
+        own = own + before.sum(0) if adds else own * before.prod(0)
+        return _torch.after_the_last(own)  # of which the first rank uses nothing
+
+    return Call((given,), given.typed(dtype).dense, run)
 
 
 @plan_rule(aten.prod.default, aten.prod.dim_int, behaviour=PRODUCT, remembers=True)

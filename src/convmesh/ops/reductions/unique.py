@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...comm import all_gather_stacked
-from ...sharding.errors import refuse
+from ...sharding.call import Call, Reported
+from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
-from ...sharding.redistribute import check_placed, move
-from ...sharding.registry import Behaviour, rule
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour
+from .._core.index_bounds import may_route
 
 aten = torch.ops.aten
 
@@ -22,26 +23,22 @@ UNIQUE = Behaviour(
 )  # fmt: skip
 
 
-@rule(aten._unique2.default, behaviour=UNIQUE)
-def unique(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    input, _, inverse, counted = _torch.arguments(operator, args, kwargs)
-    (spec,) = check_placed("unique", (("input", input),))
-    if _torch.tracing() or (inverse and input.dtype.is_floating_point):
-        raise refuse("unique", "compiled code knows no values, and floating point numbers are not looked up",
-                     (("input", input),), "call it on labels, outside of torch.compile")  # fmt: skip
-    layout = Layout.of(spec).without_partial()
-    local = move(input, layout)
-    values, counts = local.new_empty(0), local.new_empty(0, dtype=torch.int64)
-    found = counts
-    if layout.present:
-        values, counts = _of_all(local, layout)
-        found = torch.searchsorted(values, local.contiguous()) if inverse else found
-    counts = counts if counted else counts[:0]
-    return (
-        _torch.wrap(values, _row(layout, values).spec),
-        _torch.wrap(found, (layout.typed(torch.int64).dense if inverse else _row(layout, found)).spec),
-        _torch.wrap(counts, _row(layout, counts).spec),
-    )
+@plan_rule(aten._unique2.default, behaviour=UNIQUE, asks=may_route)
+def unique(operator: _torch.Operator, input: Layout, ordered: bool, inverse: bool, counted: bool, known: bool) -> Call:
+    if not known or (inverse and input.dtype.is_floating_point):
+        raise Unfit("compiled code knows no values, and floating point numbers are not looked up",
+                    "call it on labels, outside of torch.compile")  # fmt: skip
+    given = input.without_partial()
+    row = given.replicated().new((0,))
+    places = given.typed(torch.int64).dense if inverse else row.typed(torch.int64)
+
+    def run(local: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        values, counts = _of_all(local, given)
+        found = torch.searchsorted(values, local.contiguous()) if inverse else counts[:0]
+        counts = counts if counted else counts[:0]
+        return (values, row.new(values.shape)), found, (counts, row.new(counts.shape, dtype=torch.int64))
+
+    return Call((given,), (Reported(row), places, Reported(row.typed(torch.int64))), run)
 
 
 def _of_all(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,8 +57,3 @@ def _of_all(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Te
         together.append(torch.cat([row[:length] for row, length in zip(everyone, lengths, strict=True)]))
     values, places = torch.unique(together[0], return_inverse=True)
     return values, counts.new_zeros(len(values)).index_add_(0, places, together[1])
-
-
-def _row(layout: Layout, values: torch.Tensor) -> Layout:
-    """Replicated."""
-    return layout.replicated().new(values.shape, dtype=values.dtype)

@@ -105,5 +105,5 @@ def _idle(layout: Layout) -> bool:
 
 
 def _all_sharded(layout: Layout, within: Within) -> bool:
-    """Else a tensor would be sharded that others may expect to be replicated, or that is a pending sum."""
+    """Else a tensor would be sharded that others may expect to be replicated, or that is Partial(sum)."""
     return all(isinstance(layout.placements[mesh_dim], Shard) for mesh_dim, _ in within)

@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from ... import _torch
+from ...sharding.call import Call
 from ...sharding.layout import Layout, is_plain
-from ...sharding.local_views import local_view_rule
-from ...sharding.plan_cache import planned
-from ...sharding.registry import Behaviour, rule, tolerant
-from .slice_split import view_of
+from ...sharding.local_views import local_views
+from ...sharding.plan_rule import plan_rule
+from ...sharding.registry import Behaviour, rule
 
 aten = torch.ops.aten
 
@@ -35,59 +36,43 @@ NEW: dict[_torch.Operator, _torch.Operator] = {
 }
 
 
-def _local(operator: _torch.Operator, spec: _torch.Spec, *dims: Any) -> Layout | None:
-    output = plan_rename(operator, spec, dims[0] if operator is aten.permute.default else dims)
-    return output if output is not None and output.present else None
-
-
-@local_view_rule(
-    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, behaviour=RENAME, where=_local
-)
-@rule(
-    aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default, aten._neg_view.default,
-    behaviour=RENAME, knows_strides=True,
-)  # fmt: skip
-def rename(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, *dims = _torch.arguments(operator, args, kwargs)
-    given = tuple(dims[0]) if operator is aten.permute.default else tuple(dims)
-    output = plan_rename(operator, _torch.spec_of(input), given)
-    if output is None:
-        return _torch.stock(operator, args, kwargs)
-    local = _torch.local_of(input)
-    if not output.present:
-        return _torch.wrap(local.new_empty(0, dtype=output.dtype), output.spec)
-    if operator is aten.view_as_real.default and local.is_conj():
-        return _torch.wrap(operator(local.resolve_conj()), output.spec)  # of a DTensor, nobody sees that it is one
-    return view_of(operator, args, kwargs, output)
-
-
-_renamed = tolerant(rename)
-
-
-@rule(aten.detach.default, aten.alias.default, behaviour=RENAME, knows_strides=True, tolerates=True)
-def itself(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What autograd saves of the results of operators is detached when it is saved, and again when it is used."""
-    view = _torch.view_of_itself(operator, args[0])
-    return _renamed(operator, args, kwargs) if view is None else view
-
-
-@planned
-def plan_rename(operator: _torch.Operator, spec: _torch.Spec, dims: tuple[int, ...]) -> Layout | None:
-    """Where the result lies; None where only torch's DTensor knows, or complains."""
-    layout = Layout.of(spec)
-    if not _torch.plain_order(spec) or not all(map(is_plain, layout.placements)):
+def _seen(operator: _torch.Operator, input: Layout, *dims: Any) -> Layout | None:
+    """The layout of a view; None where only torch's DTensor knows, or complains."""
+    if not all(map(is_plain, input.placements)):
         return None
     try:
         with _torch.no_modes():
-            full = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-            viewed = operator(full, dims) if operator is aten.permute.default else operator(full, *dims)
+            viewed = operator(torch.empty_strided(input.shape, input.stride, dtype=input.dtype, device="meta"), *dims)
     except (RuntimeError, IndexError):
         return None
-    places = _places(operator, len(layout.shape), dims)
-    placements = tuple(Shard(places[p.dim]) if isinstance(p, Shard) else p for p in layout.placements)
+    places = _places(operator, input.ndim, dims[0] if operator is aten.permute.default else dims)
+    placements = tuple(Shard(places[p.dim]) if isinstance(p, Shard) else p for p in input.placements)
     if any(isinstance(p, Shard) and p.dim >= viewed.dim() for p in placements):
         return None  # the pairs of complex numbers themselves are sharded
-    return Layout(layout.mesh, placements, tuple(viewed.shape), viewed.stride(), viewed.dtype)
+    return Layout(input.mesh, placements, tuple(viewed.shape), viewed.stride(), viewed.dtype)
+
+
+def _without_conj(input: DTensor) -> tuple[DTensor]:
+    """Of a DTensor, nobody sees that its local tensor is one whose conjugates are still to be taken."""
+    local = _torch.local_of(input)
+    return (_torch.wrap(local.resolve_conj(), _torch.spec_of(input)) if local.is_conj() else input,)
+
+
+def _itself(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
+    """What autograd saves of the results of operators is detached when it is saved, and again when it is used."""
+    return _torch.view_of_itself(operator, args[0])
+
+
+@plan_rule(aten.view_as_complex.default, aten._conj.default, aten._neg_view.default, behaviour=RENAME, foreign=True)
+@plan_rule(aten.view_as_real.default, behaviour=RENAME, foreign=True, adapt=_without_conj)
+@plan_rule(aten.detach.default, aten.alias.default, behaviour=RENAME, foreign=True, quick=_itself)
+@plan_rule(
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, behaviour=RENAME, foreign=True,
+    quick=local_views(_seen),
+)  # fmt: skip
+def rename(operator: _torch.Operator, input: Layout, *dims: Any) -> Call | None:
+    output = _seen(operator, input, *dims)
+    return None if output is None else Call((input,), output, operator, view=True)
 
 
 def _places(operator: _torch.Operator, rank: int, dims: tuple[int, ...]) -> list[int]:
@@ -105,6 +90,7 @@ def _places(operator: _torch.Operator, rank: int, dims: tuple[int, ...]) -> list
 
 @rule(*NEW, behaviour=IN_PLACE)
 def rename_in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """It is the argument itself that gets another layout."""
     renamed = NEW[operator](*args, **kwargs)
     _torch.relocate(args[0], _torch.local_of(renamed), _torch.spec_of(renamed))
     return _torch.as_view(operator, args, kwargs, args[0])

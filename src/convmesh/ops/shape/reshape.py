@@ -37,6 +37,8 @@ _came_from = Hints()
 
 @rule(aten.view.default, aten._unsafe_view.default, behaviour=VIEW)
 def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Whether a local tensor can be viewed only it tells, and placements of earlier calls count, so it opens its
+    arguments itself."""
     input, wanted = _torch.arguments(operator, args, kwargs)
     if sum(map(_torch.has_symbols, map(_torch.known, input.shape))) > 1:
         _torch.settle(input)  # torch does not trace products of several symbols
@@ -60,11 +62,11 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     check_placed("view", (("input", input),))
     went_to = (input.device_mesh, shape, before, plan.output.placements)
     _came_from.remember(went_to, tuple(reduced(placement, "sum") for placement in input.placements))
-    travels = _travels(input, plan.source)
-    local = move(input, plan.source) if travels else _torch.local_of(input)
+    is_sent = _is_sent(input, plan.source)
+    local = move(input, plan.source) if is_sent else _torch.local_of(input)
     if plan.output.present:
         local = (local if plan.flow is None else plan.flow(local)).reshape(plan.output.local_shape)
-    if plan.wanted is plan.output and plan.flow is None and not travels:
+    if plan.wanted is plan.output and plan.flow is None and not is_sent:
         return _torch.as_view(operator, args, kwargs, _torch.wrap(local, plan.output.spec))
     # What has moved may lie with gaps, and the next view of it goes by the strides that its spec says.
     result = _torch.wrap(plan.output.laid(local), plan.output.spec)
@@ -73,7 +75,7 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     return _copy(result, input)
 
 
-def _travels(input: DTensor, target: Layout) -> bool:
+def _is_sent(input: DTensor, target: Layout) -> bool:
     """Whether a tensor has to be sent to lie there: over one rank it lies in any way already."""
     placements = zip(input.placements, target.placements, strict=True)
     return any(p != q and target.mesh.size(m) > 1 for m, (p, q) in enumerate(placements))
@@ -95,10 +97,9 @@ def _as_it_is(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
 
 def _copy(result: DTensor, input: DTensor) -> DTensor:
     shape, before = tuple(result.shape), tuple(input.shape)
-    return copy_of(
-        result, input, lambda full: aten.view.default(full, shape),
-        lambda full, part: aten.view.default(part, before),
-    )  # fmt: skip
+    ways = lambda full: aten.view.default(full, shape), lambda full, part: aten.view.default(part, before)
+    made: DTensor = copy_of(result, input, ways)
+    return made
 
 
 def _without_elements(spec: _torch.Spec, local: torch.Tensor, shape: tuple[int, ...]) -> DTensor:

@@ -7,162 +7,113 @@ what a sum cannot carry (bools, the sign of zero).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from ... import _torch
-from ...comm import Schedule, broadcast_from_owner, fetch, rank_line
+from ...comm import broadcast_from_owner, fetch, rank_line
 from ...geometry import Interval
-from ...sharding.errors import refuse
-from ...sharding.gradient_placements import Hints
-from ...sharding.layout import Layout, dense_stride, reduced
-from ...sharding.local_views import local_view_rule
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import check_placed, move
-from ...sharding.registry import Behaviour, rule
-from .slice_split import index_of, sharded, view_of
+from ...sharding.call import Call
+from ...sharding.errors import Unfit
+from ...sharding.gradient_placements import Placements, placements_of
+from ...sharding.layout import Layout, reduced
+from ...sharding.local_views import local_views
+from ...sharding.plan_rule import Made, plan_rule
+from ...sharding.registry import Behaviour
+from .slice_split import index_copy
 
 aten = torch.ops.aten
 
 SELECT = Behaviour("all other dimensions", "the one index, from its owner to all")
 
 
-@dataclass(frozen=True)
-class SelectPlan:
-    source: Layout
-    output: Layout
-    schedule: Schedule | None  # None where every rank has the full dimension
-    own: Interval
-    here: bool
+def _local_select(operator: _torch.Operator, input: Layout, dim: int, index: int) -> Layout | None:
+    """The layout of an index of a dimension that is not sharded; None of others, and where torch complains."""
+    dim %= max(1, input.ndim)
+    if not input.shape or dim in input.sharded_dims or not -input.shape[dim] <= index < input.shape[dim]:
+        return None
+    return replace(input.without((dim,)), stride=(*input.stride[:dim], *input.stride[dim + 1 :]))
 
 
-@planned
-def plan_select(spec: _torch.Spec, dim: int, index: int) -> SelectPlan:
-    layout = Layout.of(spec)
-    size = layout.shape[dim]
+@plan_rule(aten.select.int, behaviour=SELECT, foreign=True, remembers=True, quick=local_views(_local_select))
+def select(operator: _torch.Operator, input: Layout, dim: int, index: int) -> Call | None:
+    dim %= max(1, input.ndim)
+    if dim not in input.sharded_dims:
+        output = _local_select(operator, input, dim, index)
+        return None if output is None else Call((input,), output, operator, view=True)
+    size = input.shape[dim]
     if not -size <= index < size:
-        raise refuse("select", f"dimension {dim} has no index {index}", (("input", layout),), "give one that it has")
-    source = layout.without_partial("sum")
-    mesh_dims = tuple(m for m in source.sharded_dims.get(dim, ()) if source.mesh.size(m) > 1)
-    here = source.mesh.get_coordinate() is not None
-    schedule = None
-    if here and mesh_dims:
-        schedule = broadcast_from_owner(rank_line(source.mesh, mesh_dims), size, index % size)
-    own = source.own(dim) if here else Interval(0, 0)
-    return SelectPlan(source, source.without((dim,)), schedule, own, here)
+        raise Unfit(f"dimension {dim} has no index {index}", "give one that it has")
+    source, at = input.without_partial("sum"), index % size
+    mesh_dims, one = source.sharded_over((dim,)), Interval(at, at + 1)
+    schedule, own = None, Interval(0, 0)
+    if source.present and mesh_dims:
+        schedule, own = broadcast_from_owner(rank_line(source.mesh, mesh_dims), size, at), source.own(dim)
+
+    def run(x: torch.Tensor, *_: int) -> torch.Tensor:
+        local = x.narrow(dim, at, 1) if schedule is None else fetch(schedule, x, (dim,), (own,), (one,))
+        return _torch.tie(local.squeeze(dim).clone(memory_format=torch.contiguous_format), x)
+
+    return Call((source,), source.without((dim,)), run, copies=[index_copy(dim, index)])
 
 
-def _local_select(operator: _torch.Operator, spec: _torch.Spec, dim: int, index: int) -> Layout | None:
-    """Where an index of a dimension lies that is not sharded; None where only torch's DTensor knows, or complains."""
-    layout = Layout.of(spec)
-    plain = _torch.plain_order(spec) and layout.mesh.get_coordinate() is not None
-    dim %= max(1, layout.ndim)
-    if not plain or not layout.shape or not -layout.shape[dim] <= index < layout.shape[dim]:
-        return None
-    if dim in layout.sharded_dims:
-        return None
-    return replace(layout.without((dim,)), stride=(*layout.stride[:dim], *layout.stride[dim + 1 :]))
+def _was(gradient: _torch.Spec, sizes: tuple[int, ...], *_: int) -> Placements | None:
+    return placements_of(gradient.mesh, sizes)
 
 
-_sharded_before = Hints()
-
-
-@planned
-def plan_local_select(spec: _torch.Spec, dim: int, index: int) -> Layout | None:
-    return _local_select(aten.select.int, spec, dim, index)
-
-
-@local_view_rule(aten.select.int, behaviour=SELECT, where=_local_select)
-def select(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, dim, index = _torch.arguments(operator, args, kwargs)
-    dim %= max(1, input.dim())
-    if not sharded(input, dim):
-        output = plan_local_select(_torch.spec_of(input), dim, int(index))
-        return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
-    check_placed("select", (("input", input),))
-    plan = plan_select(_torch.spec_of(input), dim, int(index))
-    _sharded_before.remember((input.device_mesh, tuple(input.shape), dim), input.placements)
-    if not plan.here:
-        return _torch.wrap(_torch.local_of(input).new_empty(0), plan.output.spec)
-    x = move(input, plan.source)
-    at = int(index) % input.shape[dim]
-    one = Interval(at, at + 1)
-    local = x.narrow(dim, at, 1) if plan.schedule is None else fetch(plan.schedule, x, (dim,), (plan.own,), (one,))
-    local = local.squeeze(dim).clone(memory_format=torch.contiguous_format)
-    result = _torch.wrap(_torch.tie(local, x), plan.output.spec)
-    return index_of(input, dim, index, result)
-
-
-@planned
-def plan_select_backward(
-    spec: _torch.Spec, shape: tuple[int, ...], dim: int, index: int, before: tuple[Placement, ...] | None
-) -> tuple[Layout, Layout]:
-    """Where the gradient has to be, and where the result lies."""
-    gradient = Layout.of(spec)
+@plan_rule(
+    aten.select_backward.default, asks=_was,
+    behaviour=Behaviour("all dimensions, Partial sums",
+                        "nothing; a Partial sum, of the one index of a dimension that was sharded"),
+)  # fmt: skip
+def select_backward(
+    operator: _torch.Operator, gradient: Layout, shape: tuple[int, ...], dim: int, index: int, was: Placements | None
+) -> Call:
+    """Every rank has the gradient of the one index, and only its owner has something to write."""
+    dim %= len(shape)
     if gradient.shape != (*shape[:dim], *shape[dim + 1 :]) or not -shape[dim] <= index < shape[dim]:
-        raise refuse("select_backward", f"not the gradient of an index of a tensor of shape {shape}",
-                     (("grad_output", gradient),), "give a gradient of the selected shape")  # fmt: skip
+        raise Unfit(f"not the gradient of an index of a tensor of shape {shape}",
+                    "give a gradient of the selected shape")  # fmt: skip
+    was_sharded = [at == Shard(dim) for at in was or gradient.placements] if was else [False] * gradient.mesh.ndim
     # A Partial would have the size of the full tensor on every rank: the one index is reduced instead.
-    was_sharded = [before is not None and at == Shard(dim) for at in before or gradient.placements]
-    source = tuple(
+    source = gradient.placed(
         Replicate() if sharded and isinstance(p, Partial) else reduced(p, "sum")
         for p, sharded in zip(gradient.placements, was_sharded, strict=True)
     )
-    placements = []
-    for mesh_dim, placement in enumerate(source):
+
+    def grown(placement: Placement, sharded: bool) -> Placement:
         if isinstance(placement, Shard):
-            placement = Shard(placement.dim + (placement.dim >= dim))
-        elif isinstance(placement, Replicate) and before is not None and before[mesh_dim] == Shard(dim):
-            placement = Shard(dim)
-        placements.append(placement)
-    stride = dense_stride(shape, torch.contiguous_format)
-    return gradient.placed(source), Layout(gradient.mesh, tuple(placements), shape, stride, gradient.dtype)
+            return Shard(placement.dim + (placement.dim >= dim))
+        return Shard(dim) if sharded and isinstance(placement, Replicate) else placement
+
+    result = gradient.new(shape, map(grown, source.placements, was_sharded))
+    at, own = index % shape[dim], result.own(dim) if result.present else Interval(0, 0)
+
+    def run(local: torch.Tensor, *_: Any) -> torch.Tensor:
+        zeros = local.new_zeros(result.local_shape)
+        if at in own:
+            zeros.select(dim, at - own.start).copy_(local)
+        return _torch.tie(zeros, local)
+
+    return Call((source,), result, run)
 
 
-SELECT_BACKWARD = Behaviour(
-    "all dimensions, Partial sums",
-    "nothing; a Partial sum, of the one index of a dimension that was sharded",
-)
-
-
-@rule(aten.select_backward.default, behaviour=SELECT_BACKWARD)
-def select_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Everyone has the gradient of the one index, and only its owner has something to write."""
-    gradient, sizes, dim, index = _torch.arguments(operator, args, kwargs)
-    check_placed("select_backward", (("grad_output", gradient),))
-    shape = tuple(map(_torch.known, sizes))
-    dim, index = dim % len(shape), int(index)
-    before = _sharded_before.recall((gradient.device_mesh, shape, dim))
-    source, result = plan_select_backward(_torch.spec_of(gradient), shape, dim, index, before)
-    local = move(gradient, source)
-    if source.mesh.get_coordinate() is None:
-        return _torch.wrap(local.new_empty(0), result.spec)
-    zeros = local.new_zeros(result.local_shape)
-    own = result.own(dim)
-    if index % shape[dim] in own:
-        zeros.select(dim, index % shape[dim] - own.start).copy_(local)
-    return _torch.wrap(_torch.tie(zeros, local), result.spec)
-
-
-@rule(
-    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+@plan_rule(
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, foreign=True,
     behaviour=Behaviour("all other dimensions", "nothing; of a sharded dimension its one index, to all"),
 )  # fmt: skip
-def squeeze(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def squeeze(operator: _torch.Operator, input: Layout, *which: Any) -> Made | None:
     """The only index of a sharded dimension is selected; torch's DTensor does the rest."""
-    input, *rest = args
-    rank = input.dim()
-    named = range(rank) if not rest else [rest[0]] if isinstance(rest[0], int) else rest[0]
-    dims = [dim % max(1, rank) for dim in named]
-    single = sorted((dim for dim in dims if dim < rank and input.shape[dim] == 1), reverse=True)
+    named = range(input.ndim) if not which else [which[0]] if isinstance(which[0], int) else which[0]
+    dims = {dim % max(1, input.ndim) for dim in named}
+    single = sorted((dim for dim in dims if dim < input.ndim and input.shape[dim] == 1), reverse=True)
     # DTensor does not squeeze a tensor that is sharded along a dimension of size 0 either.
-    if not any(sharded(input, dim) for dim in single) and 0 not in input.shape:
-        return _torch.stock(operator, args, kwargs)
-    result = input if single else aten.view.default(input, input.shape)
-    for dim in single:
-        result = aten.select.int(result, dim, 0)
-    return result
+    if input.sharded_dims.keys().isdisjoint(single) and 0 not in input.shape:
+        return None
+    if not single:
+        return lambda input, *_: aten.view.default(input, input.shape)
+    return lambda input, *_: reduce(lambda full, dim: aten.select.int(full, dim, 0), single, input)

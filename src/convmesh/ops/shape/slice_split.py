@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import accumulate
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...geometry import index_map
-from ...sharding.call import Call, copy_of
-from ...sharding.errors import Unfit, refuse
+from ...sharding.call import Call
+from ...sharding.copy_notes import PutBack, Take
+from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
-from ...sharding.plan_cache import planned
-from ...sharding.plan_rule import plan_rule
-from ...sharding.redistribute import check_placed, move
-from ...sharding.registry import Behaviour, made_of_others, rule
+from ...sharding.plan_rule import Made, plan_rule
+from ...sharding.registry import Behaviour, made_of_others
 from .._core.index_copy_plan import copy_plan
 
 aten = torch.ops.aten
@@ -37,11 +35,6 @@ made_of_others(
 
 SPLIT = Behaviour("all dimensions, Partial(sum)", "what changes its owner, for each part")
 SLICE_BACKWARD = Behaviour("all dimensions, Partial sums", "what changes its owner along the dimension")
-
-
-def sharded(tensor: DTensor, dim: int) -> bool:
-    """Whether a mesh dimension shards the dimension, be it of one rank only."""
-    return any(getattr(placement, "dim", None) == dim for placement in tensor.placements)
 
 
 def bounds(size: int, start: int | None, stop: int | None, step: int) -> tuple[int, int]:
@@ -72,17 +65,11 @@ def slice_(
         return Call((input,), input, lambda x, *_: aten.alias.default(x), view=True)
     where = (dim, start, stop, step)
     return copy_plan(input, {dim: index_map.strided(count, first, step)}).call(
-        lambda x, fill: operator(x, *where).clone(), copy=(
+        lambda x, fill: operator(x, *where).clone(), copies=[(
             lambda full: operator(full, *where),
             lambda full, part: aten.slice_scatter.default(full, part, *where),
-        ),
+        )],
     )  # fmt: skip
-
-
-def view_of(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Layout) -> Any:
-    """A view operator that every rank runs on its own part."""
-    local = operator(_torch.local_of(args[0]), *args[1:], **kwargs)
-    return _torch.as_view(operator, args, kwargs, _torch.wrap(local, output.spec))
 
 
 @plan_rule(aten.slice_backward.default, behaviour=SLICE_BACKWARD)
@@ -102,62 +89,52 @@ def slice_backward(
     return copy_plan(gradient, {dim: index_map.spread(sizes[dim], count, first, step)}).call(stock)
 
 
-@rule(aten.split.Tensor, aten.split_with_sizes.default, behaviour=SPLIT)
-def split(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, sizes, dim = _torch.arguments(operator, args, kwargs)
-    dim %= max(1, input.dim())
-    if not sharded(input, dim) and input.dim() and input.shape[dim]:  # DTensor does not split nothing
-        return _torch.stock(operator, args, kwargs)
-    parts = _part_sizes(input, sizes, dim)
-    starts = [sum(parts[:number]) for number in range(len(parts))]
-    return [aten.slice.Tensor(input, dim, start, start + size) for start, size in zip(starts, parts, strict=True)]
+@plan_rule(aten.split.Tensor, aten.split_with_sizes.default, behaviour=SPLIT, foreign=True)
+def split(operator: _torch.Operator, input: Layout, sizes: int | Sequence[int], dim: int) -> Made | None:
+    dim %= max(1, input.ndim)
+    if dim not in input.sharded_dims and input.ndim and input.shape[dim]:  # DTensor does not split nothing
+        return None
+    parts = _part_sizes(input.shape[dim], sizes)
+    ends = list(accumulate(parts))
+    where = [(dim, end - size, end) for end, size in zip(ends, parts, strict=True)]
+    return lambda input, *_: [aten.slice.Tensor(input, *one) for one in where]
 
 
-def _part_sizes(input: DTensor, sizes: int | Sequence[int], dim: int) -> list[int]:
+def _part_sizes(total: int, sizes: int | Sequence[int]) -> list[int]:
     """Of a symbolic dimension the compiled code holds for as many parts."""
-    total = input.shape[dim]
     if isinstance(sizes, Sequence):
         if sum(sizes) != total or min(sizes, default=0) < 0:
-            raise refuse("split", f"parts of {list(sizes)} do not make up {total}", (("input", input),), "make them")
+            raise Unfit(f"parts of {list(sizes)} do not make up {total}", "make them")
         return list(sizes)
     if sizes < 0 or (sizes == 0 and total):
-        raise refuse("split", f"parts of {sizes} do not make up {total}", (("input", input),), "give a positive size")
+        raise Unfit(f"parts of {sizes} do not make up {total}", "give a positive size")
     if not total:
         return [0]
     before = int(-(-total // sizes)) - 1
     return [*[sizes] * before, total - sizes * before]
 
 
-@rule(aten.unbind.int, behaviour=Behaviour("all other dimensions", "all-to-all: another dimension is sharded"))
-def unbind(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@plan_rule(
+    aten.unbind.int, foreign=True,
+    behaviour=Behaviour("all other dimensions", "all-to-all: another dimension is sharded"),
+)  # fmt: skip
+def unbind(operator: _torch.Operator, input: Layout, dim: int) -> Call | None:
     """All of a dimension's indices at once are the full tensor, so another dimension is sharded instead."""
-    input, dim = _torch.arguments(operator, args, kwargs)
-    dim %= max(1, input.dim())
-    if not sharded(input, dim):
-        return _torch.stock(operator, args, kwargs)
-    check_placed("unbind", (("input", input),))
-    target, results = plan_unbind(_torch.spec_of(input), dim)
-    x = move(input, target)
-    if not results.present:
-        return [results.absent(x) for _ in range(input.shape[dim])]
-    return [index_of(input, dim, at, _torch.wrap(_own(one), results.spec)) for at, one in enumerate(x.unbind(dim))]
+    dim %= max(1, input.ndim)
+    if dim not in input.sharded_dims:
+        return None
+    source, size = input.without_partial("sum").sharded_elsewhere(dim), input.shape[dim]
+
+    def run(x: torch.Tensor, _: int) -> list[torch.Tensor]:
+        """Each in memory of its own, so that what is known of it does not hold for the others."""
+        return [one.clone(memory_format=torch.contiguous_format) for one in x.unbind(dim)]
+
+    return Call((source,), [source.without((dim,))] * size, run, copies=[index_copy(dim, at) for at in range(size)])
 
 
-def _own(one: torch.Tensor) -> torch.Tensor:
-    """In memory of its own, so that what is known of it does not hold for the others."""
-    return one.clone(memory_format=torch.contiguous_format)
-
-
-def index_of(input: DTensor, dim: int, index: int, one: DTensor) -> DTensor:
-    """`one`, a copy of an index of `input`."""
-    return copy_of(
-        one, input, lambda full: aten.select.int(full, dim, index),
+def index_copy(dim: int, index: int) -> tuple[Take, PutBack]:
+    """How a copy of an index is taken of a tensor, and put back there."""
+    return (
+        lambda full: aten.select.int(full, dim, index),
         lambda full, part: aten.select_scatter.default(full, part, dim, index),
-    )  # fmt: skip
-
-
-@planned
-def plan_unbind(spec: _torch.Spec, dim: int) -> tuple[Layout, Layout]:
-    """Where the input has to be, and where each of the results lies."""
-    target = Layout.of(spec).without_partial("sum").sharded_elsewhere(dim)
-    return target, target.without((dim,))
+    )

@@ -1,22 +1,25 @@
-"""Tensors that repeat their input: windows side by side (`Tensor.unfold`), and whole copies (`repeat`).
+"""Tensors that repeat their input: windows (`Tensor.unfold`), and copies (`repeat`).
 
 Along a sharded dimension both are made of slices and joins, each of which sends what changes its owner.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.errors import refuse
+from ...sharding.call import Call
+from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import check_placed
-from ...sharding.registry import Behaviour, rule
+from ...sharding.plan_rule import Made, plan_rule
+from ...sharding.registry import Behaviour
 from .._core.tile_plan import ask_for_memory
-from .slice_split import sharded, view_of
 
 aten = torch.ops.aten
 
@@ -24,64 +27,59 @@ WINDOWS = Behaviour("all dimensions, Partial sums", "for each place in a window,
 REPEAT = Behaviour("all dimensions, Partial sums", "what changes its owner along a repeated dimension")
 
 
-def _count(operator: str, input: Any, length: int, size: int, step: int) -> int:
-    """How many windows of `size` there are, `step` apart."""
+def _places(length: int, size: int, step: int) -> list[tuple[int, int, int]]:
+    """The slice of each place in windows of `size`, `step` apart."""
     if not 0 <= size <= length or step < 1:
-        raise refuse(operator, f"no windows of {size}, {step} apart, fit into {length}", [("input", input)],
-                     "give a size of at most the dimension's, and a positive step")  # fmt: skip
-    return (length - size) // step + 1
+        raise Unfit(f"no windows of {size}, {step} apart, fit into {length}",
+                    "give a size of at most the dimension's, and a positive step")  # fmt: skip
+    return [(k, length - size + k + 1, step) for k in range(size)]
 
 
-@planned
-def plan_windows(spec: _torch.Spec, dim: int, count: int, size: int, step: int) -> Layout | None:
-    """Where windows of a dimension lie that is not sharded; None where only torch's DTensor knows."""
-    layout = Layout.of(spec)
-    if not layout.present or not _torch.plain_order(spec):
+@plan_rule(aten.unfold.default, behaviour=WINDOWS, foreign=True)
+def unfold(operator: _torch.Operator, input: Layout, dim: int, size: int, step: int) -> Call | Made | None:
+    if not input.ndim:
         return None
-    shape = (*layout.shape[:dim], count, *layout.shape[dim + 1 :], size)
-    stride = (*layout.stride[:dim], layout.stride[dim] * step, *layout.stride[dim + 1 :], layout.stride[dim])
-    return Layout(layout.mesh, layout.placements, shape, stride, layout.dtype)
+    dim %= input.ndim
+    where = _places(input.shape[dim], size, step)
+    if dim in input.sharded_dims:
+        return lambda input, *_: aten.stack.default([aten.slice.Tensor(input, dim, *place) for place in where], -1)
+    count = (input.shape[dim] - size) // step + 1
+    shape = (*input.shape[:dim], count, *input.shape[dim + 1 :], size)
+    stride = (*input.stride[:dim], input.stride[dim] * step, *input.stride[dim + 1 :], input.stride[dim])
+    return Call((input,), replace(input, shape=shape, stride=stride), operator, view=True)
 
 
-@rule(aten.unfold.default, behaviour=WINDOWS)
-def unfold(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, dim, size, step = _torch.arguments(operator, args, kwargs)
-    check_placed("unfold", (("input", input),))
-    if not input.dim():
-        return _torch.stock(operator, args, kwargs)
-    dim %= input.dim()
-    count = _count("unfold", input, input.shape[dim], size, step)
-    if not sharded(input, dim):
-        output = plan_windows(_torch.spec_of(input), dim, count, size, step)
-        return _torch.stock(operator, args, kwargs) if output is None else view_of(operator, args, kwargs, output)
-    places = [aten.slice.Tensor(input, dim, k, k + (count - 1) * step + 1, step) for k in range(size)]
-    return aten.stack.default(places, -1)
-
-
-@rule(aten.unfold_backward.default, behaviour=WINDOWS)
-def unfold_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    gradient, sizes, dim, size, step = _torch.arguments(operator, args, kwargs)
-    check_placed("unfold_backward", (("grad_output", gradient),))
+@plan_rule(aten.unfold_backward.default, behaviour=WINDOWS)
+def unfold_backward(
+    operator: _torch.Operator, gradient: Layout, sizes: tuple[int, ...], dim: int, size: int, step: int
+) -> Made:
     dim %= len(sizes)
-    count = _count("unfold_backward", gradient, sizes[dim], size, step)
-    total = None
-    for k in range(size):
-        one = aten.select.int(gradient, -1, k)
-        part = aten.slice_backward.default(one, sizes, dim, k, k + (count - 1) * step + 1, step)
-        total = part if total is None else aten.add.Tensor(total, part)
-    return aten.new_zeros.default(gradient, sizes) if total is None else total
+    where = _places(sizes[dim], size, step)
+
+    def made(gradient: DTensor, *_: Any) -> Any:
+        if not where:
+            return aten.new_zeros.default(gradient, sizes)
+        each = [
+            aten.slice_backward.default(aten.select.int(gradient, -1, k), sizes, dim, *place)
+            for k, place in enumerate(where)
+        ]
+        return reduce(aten.add.Tensor, each)
+
+    return made
 
 
-@rule(aten.repeat.default, behaviour=REPEAT)
-def repeat(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, repeats = _torch.arguments(operator, args, kwargs)
-    new = len(repeats) - input.dim()
-    repeated = [dim for dim in range(input.dim()) if sharded(input, dim) and repeats[new + dim] != 1]
-    if new < 0 or not repeated or any(count < 1 for count in repeats):
-        return _torch.stock(operator, args, kwargs)
-    sizes = [count * size for count, size in zip(repeats[new:], input.shape, strict=True)]
-    ask_for_memory(Layout.of(_torch.spec_of(input)), sizes)
-    for dim in repeated:
-        input = aten.cat.default([input] * repeats[new + dim], dim)
+@plan_rule(aten.repeat.default, behaviour=REPEAT, foreign=True)
+def repeat(operator: _torch.Operator, input: Layout, repeats: Sequence[int]) -> Made | None:
+    new = len(repeats) - input.ndim
+    repeated = [dim for dim in input.sharded_dims if new >= 0 and repeats[new + dim] != 1]
+    if not repeated or any(count < 1 for count in repeats):
+        return None
+    ask_for_memory(input, [count * size for count, size in zip(repeats[new:], input.shape, strict=True)])
     rest = [1 if number - new in repeated else count for number, count in enumerate(repeats)]
-    return _torch.stock(operator, (input, rest), {})
+
+    def made(input: DTensor, repeats: list[int]) -> Any:
+        for dim in repeated:
+            input = aten.cat.default([input] * repeats[new + dim], dim)
+        return _torch.stock(operator, (input, rest), {})
+
+    return made

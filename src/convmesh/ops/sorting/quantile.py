@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from math import ceil, floor
+from math import ceil, floor, prod
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
 
 from ... import _torch
-from ...sharding.registry import composite, rule
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import Made, plan_rule
+from ...sharding.registry import composite
+from .._core.index_bounds import may_route
 from .sort_topk import SORTED
 
 aten = torch.ops.aten
 
 
-@rule(aten.median.default, behaviour=SORTED)
-def median(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@plan_rule(aten.median.default, behaviour=SORTED, asks=may_route, foreign=True)
+def median(operator: _torch.Operator, input: Layout, routes: bool) -> Made | None:
     """Of all values: the lower of those in the middle, NaN if there is one."""
-    (input,) = args
-    if _torch.tracing() or not any(isinstance(p, Shard) for p in input.placements) or not input.numel():
-        return _torch.stock(operator, args, kwargs)
+    return _median if routes and input.sharded_dims and prod(input.shape) else None
+
+
+def _median(input: DTensor) -> Any:
     ranked, _ = aten.sort.default(aten.view.default(aten.clone.default(input), [input.numel()]), 0)
     middle = aten.select.int(ranked, 0, (input.numel() - 1) // 2)
     if not input.dtype.is_floating_point:

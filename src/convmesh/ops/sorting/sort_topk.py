@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.distributed.tensor.placement_types import Shard
 
 from ... import _torch
 from ...comm import all_gather_stacked
-from ...sharding.errors import refuse
-from ...sharding.gradient_placements import remember
+from ...geometry import Interval
+from ...sharding.call import Call
+from ...sharding.errors import Unfit, refuse
 from ...sharding.layout import Layout
-from ...sharding.plan_cache import planned
-from ...sharding.redistribute import layouts_of, move, specs_of
-from ...sharding.registry import Behaviour, rule
+from ...sharding.plan_rule import Made, plan_rule
+from ...sharding.registry import Behaviour
+from .._core.index_bounds import may_route
 from .sample_sort import sample_sort
 
 aten = torch.ops.aten
-R = Replicate()
 
 ORDERED = Behaviour(
     "all dimensions; another one is sharded in place of the ordered one",
@@ -44,11 +44,34 @@ TOPK = Behaviour(
 
 
 @dataclass(frozen=True)
-class OrderPlan:
+class Order:
+    """An operator that needs all of a dimension in its order."""
+
     given: Layout  # without Partial
     source: Layout  # not sharded along the dimension
     dim: int
-    alone: bool  # the dimension is sharded, and there is no other of more than one index
+
+    @staticmethod
+    def of(input: Layout, dim: int) -> Order:
+        rank = max(1, input.ndim)
+        if not -rank <= dim < rank:
+            raise Unfit(f"the input has no dimension {dim}", "give one that it has")
+        given = input.without_partial()
+        return Order(given, given.sharded_elsewhere(dim % rank), dim % rank)
+
+    @property
+    def length(self) -> int:
+        return self.given.shape[self.dim] if self.given.shape else 1
+
+    @property
+    def mesh_dims(self) -> tuple[int, ...]:
+        """Over which the dimension is sharded."""
+        return self.given.sharded_dims.get(self.dim, ())
+
+    @property
+    def alone(self) -> bool:
+        """The dimension is sharded, and there is no other of more than one index."""
+        return bool(self.mesh_dims) and prod(self.given.shape) == self.length
 
     @property
     def stays_sharded(self) -> bool:
@@ -56,60 +79,33 @@ class OrderPlan:
         pairs = zip(self.given.placements, self.source.placements, strict=True)
         return all(isinstance(after, Shard) for before, after in pairs if isinstance(before, Shard))
 
-    def wrap(self, result: torch.Tensor) -> DTensor:
-        """A result that has the ordered dimension, perhaps of another length, or has lost it."""
-        length = result.shape[self.dim] if self.source.ndim and result.dim() == self.source.ndim else None
-        layout = _result(self.source, self.dim, length, result.dtype)
-        return layout.wrap(result) if layout.present else layout.absent(result)
+    def results(self, source: Layout, length: int | None) -> tuple[Layout, Layout]:
+        """Values and places that have the dimension at this length, or have lost it."""
+        values = source.without((self.dim,))
+        if length is not None and source.ndim:
+            values = source.new((*source.shape[: self.dim], length, *source.shape[self.dim + 1 :]))
+        return values, values.typed(torch.int64)
+
+    def call(self, operator: _torch.Operator, length: int | None, dtype: torch.dtype | None = None) -> Call:
+        """The operator itself, where the dimension is not sharded."""
+        values, places = self.results(self.source, length)
+        one = _torch.gives_one_tensor(operator)
+        results = values.typed(dtype or values.dtype) if one else (values, places)
+        return Call((self.source,), results, lambda *given: _torch.call(operator, given))
 
 
-@planned
-def _result(source: Layout, dim: int, length: int | None, dtype: torch.dtype) -> Layout:
-    if length is None:
-        return source.without((dim,)).typed(dtype)
-    return source.new((*source.shape[:dim], length, *source.shape[dim + 1 :]), dtype=dtype)
-
-
-@planned
-def plan_order(operator: str, spec: _torch.Spec, dim: int) -> OrderPlan:
-    (layout,) = layouts_of(operator, [("input", spec)])
-    rank = len(layout.shape)
-    if not -max(1, rank) <= dim < max(1, rank):
-        raise refuse(operator, f"the input has no dimension {dim}", [("input", layout)], "give one that it has")
-    dim %= max(1, rank)
-    given = layout.without_partial()
-    alone = dim in given.sharded_dims and prod(layout.shape) == layout.shape[dim]
-    return OrderPlan(given, given.sharded_elsewhere(dim), dim, alone)
-
-
-def begin_order(operator: _torch.Operator, values: tuple[Any, ...]) -> OrderPlan:
-    input, dim = values[0], values[_torch.signature(operator).names.index("dim")]
-    name = _torch.name_of(operator)
-    (spec,) = specs_of(name, (("input", input),))
-    plan = plan_order(name, spec, -1 if dim is None else dim)
-    if plan.given.sharded_dims:
-        remember(spec)  # the gradient of a selection is written into zeros
-    return plan
-
-
-def run_unsharded(operator: _torch.Operator, values: tuple[Any, ...], plan: OrderPlan) -> Any:
-    local = move(values[0], plan.source)
-    if not plan.source.present:
-        local = local.new_empty(plan.source.shape)  # for the shapes of the results
-    results = _torch.call(operator, (local, *values[1:]))
-    return tuple(plan.wrap(r) for r in results) if isinstance(results, tuple) else plan.wrap(results)
-
-
-@rule(
+@plan_rule(
     aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.cummax.default,
-    aten.cummin.default, aten.logcumsumexp.default, behaviour=ORDERED,
+    aten.cummin.default, aten.logcumsumexp.default, behaviour=ORDERED, remembers=True, asks=may_route,
 )  # fmt: skip
-def ordered(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    values = _torch.arguments(operator, args, kwargs)
-    plan = begin_order(operator, values)
-    if operator is aten.kthvalue.default and plan.alone and not _torch.tracing():
-        return _kth(*values)
-    return run_unsharded(operator, values, plan)
+def ordered(operator: _torch.Operator, input: Layout, *how: Any) -> Call | Made:
+    *numbers, routes = how
+    named = dict(zip(_torch.signature(operator).names[1:], numbers, strict=True))
+    order = Order.of(input, named["dim"])
+    if operator is aten.kthvalue.default and order.alone and routes:
+        return _kth
+    length = 1 if named.get("keepdim") else None if "keepdim" in named else order.length
+    return order.call(operator, length)
 
 
 def _kth(input: DTensor, k: int, dim: int, keepdim: bool) -> tuple[Any, ...]:
@@ -122,49 +118,46 @@ def _kth(input: DTensor, k: int, dim: int, keepdim: bool) -> tuple[Any, ...]:
     return tuple(aten.unsqueeze.default(one, dim) if keepdim else one for one in found)
 
 
-@rule(aten.sort.default, aten.sort.stable, behaviour=SORTED)
-def sort(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    values = _torch.arguments(operator, args, kwargs)
-    plan = begin_order(operator, values)
-    if not plan.alone:
-        return run_unsharded(operator, values, plan)
-    if _torch.tracing():
-        raise refuse("sort", "how many values go where is not known in compiled code", (("input", values[0]),),
-                     "call it outside of torch.compile, or redistribute the input to Replicate()")  # fmt: skip
-    local = move(values[0], plan.given)
-    if not plan.given.present:
-        return plan.given.absent(local), plan.given.typed(torch.int64).absent(local)
-    ranked, places = sample_sort(local.flatten(), plan.given, plan.dim, bool(values[-1]))
-    output = plan.given.dense
-    return (
-        _torch.wrap(ranked.view(local.shape), output.spec),
-        _torch.wrap(places.view(local.shape), output.typed(torch.int64).spec),
-    )
+@plan_rule(aten.sort.default, aten.sort.stable, behaviour=SORTED, remembers=True, asks=may_route)
+def sort(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
+    *_, dim, descending, routes = how
+    order = Order.of(input, dim)
+    if not order.alone:
+        return order.call(operator, order.length)
+    if not routes:
+        raise Unfit("how many values go where is not known in compiled code",
+                    "call it outside of torch.compile, or redistribute the input to Replicate()")  # fmt: skip
+
+    def run(local: torch.Tensor, *_: Any) -> list[torch.Tensor]:
+        found = sample_sort(local.flatten(), order.given, order.dim, descending)
+        return [one.view(local.shape) for one in found]
+
+    return Call((order.given,), (order.given.dense, order.given.dense.typed(torch.int64)), run)
 
 
-@rule(aten.topk.default, behaviour=TOPK)
-def topk(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@plan_rule(aten.topk.default, behaviour=TOPK, remembers=True)
+def topk(operator: _torch.Operator, input: Layout, k: int, dim: int, largest: bool, ordering: bool) -> Call:
     """The k of all are among the k of each rank."""
-    values = _torch.arguments(operator, args, kwargs)
-    _, k, _, largest, ordering = values
-    plan = begin_order(operator, values)
-    mesh_dims = plan.given.sharded_dims.get(plan.dim, ())
-    if k > (plan.given.shape[plan.dim] if plan.given.shape else 1) or k < 0:
-        raise refuse("topk", f"{k} of a dimension of {plan.given.shape}", (("input", values[0]),), "ask for fewer")
-    few = 2 * k * prod(plan.given.mesh.size(m) for m in mesh_dims) <= plan.given.shape[plan.dim] if mesh_dims else False
-    if not mesh_dims or not plan.given.present or (not few and plan.stays_sharded):
-        return run_unsharded(operator, values, plan)
-    dim, local = plan.dim, move(values[0], plan.given)
-    counts = [min(k, size) for size, ranks in plan.given.shards(dim).runs for _ in range(ranks)]
-    own = plan.given.own(dim)
-    best, places = aten.topk.default(local, min(k, len(own)), dim, largest, ordering)
-    shape = [*local.shape[:dim], k, *local.shape[dim + 1 :]]
-    candidates = []
-    for mine in (best, places + own.start):
-        room = mine.new_zeros(shape)
+    order = Order.of(input, dim)
+    given, dim, mesh_dims = order.given, order.dim, order.mesh_dims
+    if not 0 <= k <= order.length:
+        raise Unfit(f"{k} of a dimension of {given.shape}", "ask for fewer")
+    few = 2 * k * prod(given.mesh.size(m) for m in mesh_dims) <= order.length
+    if not mesh_dims or (not few and order.stays_sharded):
+        return order.call(operator, k)
+    counts = [min(k, size) for size, ranks in given.shards(dim).runs for _ in range(ranks)]
+    own = given.own(dim) if given.present else Interval(0, 0)
+
+    def run(local: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        best, places = operator(local, min(k, len(own)), dim, largest, ordering)
+        values, numbers = (_of_all_ranks(mine) for mine in (best, places + own.start))
+        chosen, at = operator(values, k, dim, largest, ordering)
+        return chosen, numbers.gather(dim, at)
+
+    def _of_all_ranks(mine: torch.Tensor) -> torch.Tensor:
+        room = mine.new_zeros([*mine.shape[:dim], k, *mine.shape[dim + 1 :]])
         room.narrow(dim, 0, mine.shape[dim]).copy_(mine)
-        everyone = all_gather_stacked(room, plan.given.mesh, mesh_dims)
-        candidates.append(torch.cat([r.narrow(dim, 0, n) for r, n in zip(everyone, counts, strict=True)], dim))
-    chosen, at = aten.topk.default(candidates[0], k, dim, largest, ordering)
-    merged = OrderPlan(plan.given, plan.given.replicated(mesh_dims), dim, False)
-    return merged.wrap(chosen), merged.wrap(candidates[1].gather(dim, at))
+        everyone = all_gather_stacked(room, given.mesh, mesh_dims)
+        return torch.cat([r.narrow(dim, 0, n) for r, n in zip(everyone, counts, strict=True)], dim)
+
+    return Call((given,), order.results(given.replicated(mesh_dims), k), run)
