@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 import convmesh
 from convmesh import _torch
 from convmesh.sharding.layout import Layout
-from convmesh.sharding.redistribute import move, move_beside, place
+from convmesh.sharding.redistribute import move
 from tests.cases import place as placed
 from tests.gathers import Sizes
 from tests.harness import Pool
@@ -26,13 +26,8 @@ def check(mesh: DeviceMesh, case: Case) -> None:
     source, wanted = placed(whole, mesh, before), placed(whole, mesh, after)
     target = Layout.of(_torch.spec_of(wanted))
     with convmesh.enable(), Sizes() as sizes:
-        result = place(source.to_local(), Layout.of(_torch.spec_of(source)), target)
-        parts = [move(source, target), move_beside(source, target)]
-    assert result is not None
-    assert result.placements == wanted.placements
-    assert result.to_local().is_contiguous()
-    for part in (result.to_local(), *parts):
-        assert torch.equal(part, wanted.to_local())
+        part = move(source, target)
+    assert torch.equal(part, wanted.to_local())
     assert sizes.largest < whole.nbytes
 
 
@@ -46,11 +41,9 @@ def contribute(mesh: DeviceMesh, dtype: torch.dtype) -> None:
     source = placed(full, mesh, ("R",) * mesh.ndim)
     target = Layout.of(_torch.spec_of(source)).placed((*(Replicate(),) * (mesh.ndim - 1), Partial()))
     with convmesh.enable():
-        made = place(source.to_local(), Layout.of(_torch.spec_of(source)), target)
-        assert made is not None
-        assert made.placements == target.placements
-        assert made.to_local().dtype == dtype
-        assert torch.equal(made.full_tensor(), full)
+        term = move(source, target)
+        assert term.dtype == dtype
+        assert torch.equal(_torch.wrap(term, target.spec).full_tensor(), full)
 
 
 def test_a_replicated_tensor_becomes_a_sum_without_rounding() -> None:

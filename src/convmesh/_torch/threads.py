@@ -91,7 +91,7 @@ def threads_as_ranks(make_group: Callable[[Any], dist.ProcessGroup]) -> Iterator
 
 def _no_groups() -> multi_threaded_pg.WorldData:
     """What torch knows of process groups before there are any: tables, of which newer releases have more."""
-    others = {"default_pg": None, "group_count": 0, "comms": []}
+    others: dict[str, Any] = {"default_pg": None, "group_count": 0, "comms": []}
     return multi_threaded_pg.WorldData(**{f.name: others.get(f.name, {}) for f in fields(multi_threaded_pg.WorldData)})
 
 
