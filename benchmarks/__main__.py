@@ -9,6 +9,7 @@ from rich.console import Console
 from benchmarks import (
     attention,
     batching,
+    checks,
     compiled,
     convolution,
     dry_runs,
@@ -28,6 +29,7 @@ SUITES = {
     "batching": batching.run,
     "privacy": privacy.run,
     "training": training.run,
+    "checks": checks.run,
     "large_meshes": large_meshes.run,
     "dry_runs": dry_runs.run,
     "host": host.run,

@@ -26,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.worker import WORLD_SIZE, MeshKey, Reply, pack, serve, unpack
 
 CALL_SECONDS = 120.0
+# On a machine that computes much else, ranks are slow, and none hangs: TEST_PATIENCE=5 waits five times as long.
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
 START_SECONDS = 300.0  # on a machine where everything else is being tested, too
 # How long the other ranks may go on once a rank has raised: they may just be slower, or wait for it for ever.
 GRACE_SECONDS = 5.0
@@ -124,7 +126,7 @@ class Pool:
                     worker.pipe.send_bytes(task)
                 except OSError:
                     break  # it just died: waiting for its reply says so properly
-            replies = self._replies(_name_of(fn), members, timeout)
+            replies = self._replies(_name_of(fn), members, timeout * PATIENCE)
         except RankError:
             raise
         except BaseException:  # such as Ctrl-C: whatever the workers are doing, nobody waits for it any more
@@ -178,7 +180,7 @@ class Pool:
             far_end.close()  # else the pipe would outlive the process, and its death would not show
             self._workers.append(_Worker(process, pipe, stack_file))
         # No members: a start that fails in any way, even on all ranks alike, leaves nothing to go on with.
-        self._replies("the start of the pool", (), START_SECONDS)
+        self._replies("the start of the pool", (), START_SECONDS * PATIENCE)
 
     def _replies(self, name: str, members: Sequence[int], timeout: float) -> dict[int, Reply]:
         """Every rank's reply, if all are good; else leave the pool fit for the next call and raise what happened."""
@@ -202,7 +204,7 @@ class Pool:
                 replies[rank] = unpack(packed_reply)
                 if replies[rank].failure is not None:
                     failed.append(rank)
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS * PATIENCE)
         if failed:
             raise self._failure(name, members, replies, sorted(failed))
         if pending:
