@@ -65,7 +65,8 @@ class Loader:
         """Return where this loader is: the epoch, and how many of its batches were taken.
 
         After a pass that is the beginning of the next epoch, if `set_epoch` is used; without it all passes are of one
-        epoch, and so is the one after a restart. As `torchdata.StatefulDataLoader` does. Give the loader to `save_checkpoint` by a name, or save this yourself.
+        epoch, and so is the one after a restart. As `torchdata.StatefulDataLoader` does. Give the loader to
+        `save_checkpoint` by a name, or save this yourself.
         The state is the same on all ranks, and loads on any number of them.
         """
         epoch, done = (self.epoch + self._counted, 0) if self._finished else (self.epoch, self._done)
