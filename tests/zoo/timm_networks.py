@@ -91,7 +91,7 @@ NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
     "gcvit_xxtiny": (64, {"img_size": 64, "window_size": (4, 4, 4, 2)}),
     "visformer_tiny": (64, {"img_size": 64}),
     "levit_128s": (64, {"img_size": 64}),
-    "nest_tiny_jx": (64, {"img_size": 64, "depths": (1, 1, 2), "embed_dims": (16, 24, 32), "num_heads": (1, 2, 2)}),
+    "nest_tiny_jx": (64, {"img_size": 64}),
     "mambaout_femto": (64, {"depths": (1, 1, 1, 1), "dims": (16, 24, 32, 48)}),
     "hiera_tiny_224": (64, {"img_size": (64, 64), "embed_dim": 16, "stages": (1, 1, 2, 1)}),
     "starnet_s050": (64, {}),
