@@ -268,6 +268,20 @@ def test_a_loader_goes_on_where_it_stopped(pool: Pool) -> None:
             assert rest == [*seen[states.index(state) + 1 :], end]
 
 
+def check_one_order(mesh: DeviceMesh) -> None:
+    """Where nobody counts epochs all passes are alike, and so is the one after a restart."""
+    first, second = (
+        convmesh.loader(list(range(7)), mesh, batch_size=2, dims={"data": 0}, shuffle=True) for _ in range(2)
+    )
+    seen = [[batch.full_tensor().tolist() for batch in first] for _ in range(2)]
+    second.load_state_dict(first.state_dict())
+    assert seen == [[batch.full_tensor().tolist() for batch in second]] * 2
+
+
+def test_passes_that_nobody_counts(pool: Pool) -> None:
+    pool.run(check_one_order, names=NAMES)
+
+
 def check_checkpoint(mesh: DeviceMesh, folder: Path) -> None:
     model = convmesh.distribute(torch.nn.Linear(1, 1), mesh)
     batches = convmesh.loader(torch.arange(8), mesh, batch_size=2, dims={"data": 0})

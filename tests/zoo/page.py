@@ -83,6 +83,7 @@ def _summary(results: Sequence[Found]) -> Iterator[str]:
         f"({100 * sharded / max(1, len(results)):.1f} %).\n"
     )
     if missing := [f"{one.package}'s `{one.name}`" for one in entries if (one.package, one.name) not in names]:
+        yield "The entries were run in several portions, between which the library was changed.\n"
         yield f"Not run yet as they are now: {', '.join(missing)}.\n"
     yield "| package | version | networks |"
     yield "|---|---|---|"

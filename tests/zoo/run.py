@@ -76,8 +76,9 @@ class Activations(Sizes):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func is torch.ops.aten._to_copy.default and result is not NotImplemented and args[0].dtype == torch.float64:
             self.single |= result.dtype == torch.float32
-        if self.received_at_once in self.parameters:
-            self.received_at_once = 0
+        gathers = "all_gather" in func.name() and result is not NotImplemented
+        if self.received_at_once in self.parameters or (gathers and tuple(args[0].shape) in self.shapes):
+            self.received_at_once = 0  # a gradient, which a gather may have padded
         self.received_at_once = max(before, self.received_at_once)
         return result
 

@@ -35,6 +35,7 @@ class Loader:
         place = next((place[0] for place in each if 0 in place), (0, (1,)))
         self._order = Order(len(samples), batch_size, place, shuffle, seed, drop_last)
         self._done, self._finished, self._resumed = 0, False, False
+        self._counted = False  # whether the program says which epoch a pass is of
         options = {"generator": torch.Generator().manual_seed(seed), **options}  # the global one is the model's
         self._parts = DataLoader(
             Regions(samples, self._names, self.shapes, any_shape, tuple(each)),
@@ -55,6 +56,7 @@ class Loader:
         Args:
             epoch: The number of the epoch.
         """
+        self._counted = True
         if epoch != self._order.epoch:
             self._order.epoch = epoch
             self._done, self._finished, self._resumed = 0, False, False
@@ -62,10 +64,12 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return where this loader is: the epoch, and how many of its batches were taken.
 
-        As `torchdata.StatefulDataLoader` does. Give the loader to `save_checkpoint` by a name, or save this yourself.
+        After a pass that is the beginning of the next epoch, if `set_epoch` is used; without it all passes are of one
+        epoch, and so is the one after a restart. As `torchdata.StatefulDataLoader` does. Give the loader to
+        `save_checkpoint` by a name, or save this yourself.
         The state is the same on all ranks, and loads on any number of them.
         """
-        epoch, done = (self.epoch + 1, 0) if self._finished else (self.epoch, self._done)
+        epoch, done = (self.epoch + self._counted, 0) if self._finished else (self.epoch, self._done)
         return {"epoch": epoch, "batches": done, **self._kind()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

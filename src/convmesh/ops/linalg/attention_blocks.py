@@ -108,6 +108,11 @@ class Blocks:
             found.append(Step(arriving[0], Schedule(self.line, (moves, moves))))
         return tuple(found)
 
+    @cached_property
+    def is_one_meeting(self) -> bool:
+        """Whether a kernel takes all of it at once."""
+        return self.line is None and list(self.meetings(self.own)) == [(self.own_queries, self.own, self.causal)]
+
     def meetings(self, keys: Interval) -> Iterator[tuple[Interval, Interval, bool]]:
         """Of this rank's queries with these keys."""
         for queries in self.query_pieces:
@@ -130,14 +135,13 @@ class Blocks:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, given: Given, scale: float) -> tuple[Tensor, Tensor]:
         """The result, and the logarithms of the sums of all weights, -inf where a query sees nothing."""
-        batch, heads, tokens, _ = query.shape
         wide = sums_in(query.dtype)
-        if self.line is None and list(self.meetings(self.own)) == [(self.own_queries, self.own, self.causal)]:
+        if self.is_one_meeting:
             at = self.own_queries, self.own
             beside = given.bias(self, *at, query), given.kept_of(self, *at, wide)
             return attend(query, key, value, *beside, self.causal, scale)
-        out = query.new_zeros((batch, tokens, heads, value.shape[-1]), dtype=wide).transpose(1, 2)
-        total = query.new_full((batch, heads, tokens), -inf, dtype=wide)
+        out = token_by_token(query, wide)
+        total = query.new_full(query.shape[:3], -inf, dtype=wide)
         for step, k, v in self.round(key, value):
             for queries, keys, causal in self.meetings(step.keys):
                 seen = _part(k, keys, step.keys), _part(v, keys, step.keys)
@@ -151,7 +155,11 @@ class Blocks:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         wide = sums_in(query.dtype)
-        by_query, by_key, by_value = (torch.zeros_like(one, dtype=wide) for one in (query, key, value))
+        if self.is_one_meeting:
+            at = self.own_queries, self.own
+            beside = given.bias(self, *at, query), given.kept_of(self, *at, wide)
+            return attend_backward(gradient, query, key, value, out, total, *beside, self.causal, scale)
+        by_query, by_key, by_value = (token_by_token(one, wide) for one in (query, key, value))
         sums = [Held.own(one, (TOKENS,), (self.own,)) for one in (by_key, by_value)]
         going_back: Pending | None = None
         for step, k, v in self.round(key, value):
@@ -203,6 +211,12 @@ class Given:
             return None
         part = _part(self.kept, queries, blocks.own_queries).narrow(3, keys.start - blocks.columns.start, keys.size)
         return part.to(dtype) * (0 if self.dropout == 1 else 1 / (1 - self.dropout))
+
+
+def token_by_token(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros, which lie in memory as what torch's fused kernels make: [B T H d], seen as [B H T d]."""
+    batch, heads, tokens, width = like.shape
+    return like.new_zeros((batch, tokens, heads, width), dtype=dtype).transpose(1, 2)
 
 
 def _part(tensor: Tensor, tokens: Interval, held: Interval) -> Tensor:
