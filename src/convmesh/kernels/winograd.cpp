@@ -189,7 +189,7 @@ template <class T> class Winograd {
         if (bias) bias += part.sample * problem.bias_step + part.group * columns + column;
         T *start = (wanted == IMAGE ? operands.image(part) : operands.response(part)) + column * steps[2];
         const Target<T> target{start, steps[1], steps[2], volume(grid.result), nullptr, bias, false, false};
-        const Int apart = spread<T>(row * width);
+        const Int apart = spread<T>(some * across * width);
         T *sums = scratch.sums.reserve(FREQUENCIES * apart);
         multiply_all({scratch.numbers.get(), rows, count * across, taps.data(), depth, panel}, width, sums, apart,
                      false);
