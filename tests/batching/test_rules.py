@@ -146,3 +146,22 @@ def test_numbers_of_several_dtypes_are_refused(odd: int) -> None:
     plain = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     with pytest.raises(RuntimeError, match="for each of 3 samples"):
         vmap(lambda g, x, w: aten.convolution_backward(g, x, w, None, *plain, [True, True, False])[:2])(*operands)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "padding", "transposed"),
+    [((2, 0, 5, 5), (4, 0, 3, 3), 0, False), ((0, 2, 2, 5), (2, 3, 3, 3), (2, 1), True)],
+    ids=["no channels", "no images, of no size"],
+)
+def test_what_torch_computes_against_its_own_formula(
+    x: tuple[int, ...], w: tuple[int, ...], padding: int | tuple[int, int], transposed: bool
+) -> None:
+    """Left to its own rule: the output has other sizes than those of a convolution."""
+    convolve = F.conv_transpose2d if transposed else F.conv2d
+    args = torch.randn(3, *x).double(), torch.randn(3, *w).double()
+
+    def gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        got: tuple[Tensor, Tensor] = grad(lambda x, w: convolve(x, w, padding=padding).sum(), (0, 1))(x, w)
+        return got
+
+    assert_same(vmap(gradients)(*args), loop_and_stack(gradients, (0, 0), *args))

@@ -123,6 +123,11 @@ def test_more_images_than_fit_at_once() -> None:
     compare(PLAIN, *layer(PLAIN, 1, 4, (40, 70), [51, 65], [3, 3]))
 
 
+def test_more_columns_than_are_made_beforehand() -> None:
+    """Of more images than fit at once, too, and in several blocks."""
+    compare_by("winograd", PLAIN, *layer(PLAIN, 1, 5, (136, 130), [20, 19], [3, 3]), threads=1)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_samples_images_and_channels_lie_anyhow(order: tuple[int, ...]) -> None:
     tensors = layer(PLAIN, 3, 2, (5, 6), [6, 7], [3, 3])

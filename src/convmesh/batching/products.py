@@ -19,6 +19,10 @@ from .machines import OWN, of_plain_tensors
 Arguments = tuple[Shape, Shape, Shape, bool, Shape, int]
 
 
+class OddError(Exception):
+    """torch computes it, but not with the shapes of a convolution: as without channels, or with no image at all."""
+
+
 class Circumstances(NamedTuple):
     """What a choice depends on beside shapes."""
 
@@ -39,7 +43,7 @@ def circumstances_of(nature: Nature, value: Tensor, machine: Machine | None = No
 
 
 def forward_task(x: Mapped, w: Mapped, b: Mapped | None, arguments: Arguments, around: Circumstances) -> Task:
-    """The product that a forward operator computes; a RuntimeError where shapes do not fit."""
+    """The product that a forward operator computes; a RuntimeError where shapes do not fit, as torch says."""
     geometry = Convolution.of(len(w.sample_shape) - 2, *arguments)
     output = _output_shape(x, w, b, geometry)
     image, response = (output, x.sample_shape) if geometry.transposed else (x.sample_shape, output)
@@ -53,6 +57,8 @@ def backward_tasks(g: Mapped, x: Mapped, w: Mapped, arguments: Arguments, around
     geometry = Convolution.of(len(w.sample_shape) - 2, *arguments)
     output = _output_shape(x, w, None, geometry)
     if g.sample_shape != output or not _alike(g, x):
+        if g.value.numel() == 0 and _alike(g, x, w) and g.sample_shape == _by_torch(x, w, None, geometry).shape:
+            raise OddError
         of_g, of_x = (f"{each.value.dtype} on {each.value.device}, of shape" for each in (g, x))
         complaint = f"`grad_output` is {of_g} {list(g.sample_shape)}, but the output is {of_x} {list(output)}"
         raise RuntimeError(f"{complaint} ({_mapped_dimensions(grad_output=g, input=x, weight=w)})")
@@ -116,12 +122,18 @@ def _alike(*operands: Mapped | None) -> bool:
 
 def _complaint(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> str:
     """What torch says when it is given one sample."""
-    one_x, one_w, one_b = (None if each is None else _one_sample(each) for each in (x, w, b))
     try:
-        torch.ops.aten.convolution.default(one_x, one_w, one_b, *geometry.arguments)
+        _by_torch(x, w, b, geometry)
     except (RuntimeError, IndexError, ValueError) as error:
         return str(error)
-    return f"no rule fits a convolution of {list(x.sample_shape)} with {list(w.sample_shape)} and {geometry}"
+    raise OddError
+
+
+def _by_torch(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> Tensor:
+    """What torch makes of one sample, of any numbers."""
+    one_x, one_w, one_b = (None if each is None else _one_sample(each) for each in (x, w, b))
+    result: Tensor = torch.ops.aten.convolution.default(one_x, one_w, one_b, *geometry.arguments)
+    return result
 
 
 def _one_sample(operand: Mapped) -> Tensor:

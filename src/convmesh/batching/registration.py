@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from ..kernels import memory
 from . import rules
+from .products import OddError
 
 RULES: dict[str, Callable[..., object]] = {
     "convolution": rules.convolution,
@@ -37,7 +37,7 @@ def install() -> None:
                 warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
                 for name, rule in RULES.items():
                     stock: Any = torch.library.get_kernel(f"aten::{name}", "FuncTorchBatched")
-                    library.impl(name, partial(rule, stock.call_boxed), "FuncTorchBatched", with_keyset=True)
+                    library.impl(name, _unless_odd(rule, stock.call_boxed), "FuncTorchBatched", with_keyset=True)
         except BaseException:
             library._destroy()
             raise
@@ -57,3 +57,13 @@ def uninstall() -> None:
 
 def installed() -> bool:
     return _library is not None
+
+
+def _unless_odd(rule: Callable[..., object], stock: Callable[..., object]) -> Callable[..., object]:
+    def run(keys: Any, *args: Any) -> object:
+        try:
+            return rule(stock, keys, *args)
+        except OddError:
+            return stock(keys, *args)
+
+    return run

@@ -2,7 +2,9 @@
 // 16 products of matrices, one for each frequency, in place of the 36 numbers by taps that a tile of results has.
 //
 // Numbers are laid out by frequency, channel and tile, and the other operand as panels of columns, one frequency after
-// another. A third dimension, in front, is left to the products, which add up its taps.
+// another. Panels that are small enough are all made beforehand, and then numbers of some tiles at a time, which are in
+// the second-level cache for all columns. Else panels are made one after the other, of numbers that are all there. A
+// third dimension, in front, is left to the products, which add up its taps.
 #include "parts.h"
 #include "tile_transforms.h"
 #include "tiles.h"
@@ -13,6 +15,8 @@ constexpr Int NUMBERS_BYTES = 4 << 20;  // of transformed numbers at a time
 constexpr Int TILES = 48;               // whose results are in the second-level cache at a time
 constexpr Int PAGE_BYTES = 4096;        // numbers so far apart share the lines of a first-level cache
 constexpr Int DEEP_TILES = 256;         // of a gradient, likewise
+constexpr Int CHANNELS = 16;            // whose taps are in the first-level cache at a time
+constexpr Int PANELS_BYTES = 1 << 20;   // of all columns, that are made beforehand
 
 // The image, or for an image's gradient the response, and what is computed at its tiles.
 struct Grid {
@@ -32,7 +36,6 @@ struct Grid {
     Int tiles() const { return lines() * across(); }           // of a plane
     Int planes() const { return result[0] + depth_taps - 1; }  // that are read of an image
     Int padded_line() const { return RESULTS * across() + RESULTS; }
-    Int plane_offset(Int image, Int plane) const { return (image * planes() + plane) * tiles(); }
 };
 
 // At least so many numbers: how far apart frequencies lie, one of each of which is read or written at a time, so that
@@ -54,29 +57,37 @@ template <class T> class Winograd {
           columns(wanted == IMAGE ? problem.inputs : problem.outputs),
           widest(columns > LANES<T> ? 2 * LANES<T> : LANES<T>),
           shares(problem, problem.groups, columns, widest, false, threads), operands{problem} {
+        some = std::max<Int>(1, TILES / grid.across());
+        panels_apart = FREQUENCIES * spread<T>(grid.channels * grid.depth_taps * widest);
+        const Int panels = (columns + widest - 1) / widest * panels_apart * sizeof(T);
+        beforehand = wanted != KERNEL && grid.depth_taps == 1 && panels <= PANELS_BYTES;
         const Int bytes = FREQUENCIES * grid.channels * grid.planes() * grid.tiles() * sizeof(T);
-        at_once = std::clamp<Int>(NUMBERS_BYTES / bytes, 1, shares.images());
-        pitch = at_once * grid.planes() * grid.tiles() + LANES<T>;  // a vector may end behind the last tile
-        frequency = spread<T>(grid.channels * pitch);
+        at_once = beforehand ? shares.images() : std::clamp<Int>(NUMBERS_BYTES / bytes, 1, shares.images());
+        row = beforehand ? some * grid.across() : at_once * grid.planes() * grid.tiles();
+        frequency = spread<T>(grid.channels * row);
         for (Int channel = 0; channel < grid.channels; channel++)
-            for (Int tap = 0; tap < grid.depth_taps; tap++)
-                taps.push_back(channel * pitch + tap * grid.tiles());
-        for (Int image = 0; image < at_once; image++)
+            for (Int tap = 0; tap < grid.depth_taps; tap++) taps.push_back(channel * row + tap * grid.tiles());
+        for (Int image = 0; image < (beforehand ? 0 : at_once); image++)
             for (Int plane = 0; plane < grid.result[0]; plane++)
                 for (Int tile = 0; tile < grid.tiles(); tile++)
-                    tiles.push_back(grid.plane_offset(image, plane) + tile);
+                    tiles.push_back((image * grid.planes() + plane) * grid.tiles() + tile);
+        for (Int tile = 0; tile < (beforehand ? row : 0); tile++) tiles.push_back(tile);
     }
 
     Int items() const { return shares.items(); }
 
     void compute(Int item, Scratch &scratch) const {
         for (Part part = shares.part(item, at_once); part.images > 0; shares.next(part, item, at_once)) {
-            read_numbers(part, scratch);
+            if (beforehand) {
+                compute_by_block(part, scratch);
+                continue;
+            }
+            read_numbers(part, 0, part.images * grid.planes() * grid.lines(), scratch);
             for (Int column = part.first_column; column < part.last_column; column += widest)
                 if (wanted == KERNEL)
                     add_to_kernel(part, column, scratch);
                 else
-                    compute_results(part, column, scratch);
+                    compute_column(part, column, scratch);
         }
     }
 
@@ -87,37 +98,44 @@ template <class T> class Winograd {
     const Int columns, widest;         // of a group, and of a panel
     const Shares shares;
     const Operands<T> operands;
+    bool beforehand;                   // whether all panels are made before numbers are read
     Int at_once;                       // images
-    Int pitch, frequency;              // how far channels, and frequencies, of transformed numbers are apart
+    Int some;                          // lines of tiles, whose results are computed at a time
+    Int row, frequency, panels_apart;  // how far channels and frequencies of numbers are apart, and panels
     std::vector<int32_t> taps, tiles;  // offsets into transformed numbers, by channel and tap of the depth, and by tile
 
-    void read_numbers(const Part &part, Scratch &scratch) const {
+    // Of `count` lines of the images' planes, from `first` on.
+    void read_numbers(const Part &part, Int first, Int count, Scratch &scratch) const {
         const Int *steps = wanted == IMAGE ? problem.response_steps : problem.image_steps;
         const T *from = wanted == IMAGE ? operands.response(part) : operands.image(part);
         const Int line = grid.padded_line();
         const Int size = (RESULTS * grid.lines() + RESULTS) * line + 2 * LANES<T>;  // vectors may end behind it
         T *plane = scratch.plane.reserve(size);
         if (!scratch.padded) std::fill_n(plane, size, T(0)), scratch.padded = true;  // it stays so around what is read
+        const Int lines = grid.lines(), stop = first + count;
         T *numbers = scratch.numbers.reserve(FREQUENCIES * frequency);
         for (Int channel = 0; channel < grid.channels; channel++)
-            for (Int n = 0; n < part.images; n++)
-                for (Int depth = 0; depth < grid.planes(); depth++) {
-                    T *to = numbers + channel * pitch + grid.plane_offset(n, depth);
-                    const Int at = depth - grid.padding[0];
-                    if (at < 0 || at >= grid.source[0]) {
-                        for (int f = 0; f < FREQUENCIES; f++) std::fill_n(to + f * frequency, grid.tiles(), T(0));
-                        continue;
-                    }
-                    const T *source = from + n * steps[1] + channel * steps[2] + at * grid.source[1] * grid.source[2];
-                    for (Int h = 0; h < grid.source[1]; h++)
-                        copy(plane + (h + grid.padding[1]) * line + grid.padding[2], source + h * grid.source[2],
-                             grid.source[2]);
-                    // A vector that is too long writes where the next line will, or behind the last one.
-                    for (Int i = 0; i < grid.lines(); i++)
+            for (Int number = first / lines; number * lines < stop; number++) {
+                const Int n = number / grid.planes(), at = number % grid.planes() - grid.padding[0];
+                const Int begin = std::max<Int>(0, first - number * lines);
+                const Int end = std::min(lines, stop - number * lines);
+                const bool outside = at < 0 || at >= grid.source[0];
+                const T *source = from + n * steps[1] + channel * steps[2] + at * grid.source[1] * grid.source[2];
+                const Int upper = std::max<Int>(0, RESULTS * begin - grid.padding[1]);
+                const Int lower = std::min(grid.source[1], RESULTS * end + RESULTS - grid.padding[1]);
+                for (Int h = upper; h < lower && !outside; h++)
+                    copy(plane + (h + grid.padding[1]) * line + grid.padding[2], source + h * grid.source[2],
+                         grid.source[2]);
+                // A vector that is too long writes where the next line will, or the next channel, or behind the last.
+                for (Int i = begin; i < end; i++) {
+                    T *to = numbers + channel * row + (number * lines + i - first) * grid.across();
+                    if (outside)
+                        for (int f = 0; f < FREQUENCIES; f++) std::fill_n(to + f * frequency, grid.across(), T(0));
+                    else
                         for (Int tile = 0; tile < grid.across(); tile += LANES<T>)
-                            transform_numbers(plane + RESULTS * (i * line + tile), line, to + i * grid.across() + tile,
-                                              frequency);
+                            transform_numbers(plane + RESULTS * (i * line + tile), line, to + tile, frequency);
                 }
+            }
     }
 
     // As many as it takes for so many columns.
@@ -136,26 +154,47 @@ template <class T> class Winograd {
         }
     }
 
-    void compute_results(const Part &part, Int column, Scratch &scratch) const {
+    void compute_by_block(const Part &part, Scratch &scratch) const {
+        const Int blocks = (part.last_column - part.first_column + widest - 1) / widest;
+        T *panels = scratch.panel.reserve(blocks * panels_apart);
+        const auto column = [&](Int i) { return part.first_column + i * widest; };
+        for (Int i = 0; i < blocks; i++) pack_taps(part, column(i), panels + i * panels_apart, scratch);
+        const Int lines = part.images * grid.result[0] * grid.lines();
+        for (Int first = 0; first < lines; first += some) {
+            const Int count = std::min(some, lines - first);
+            read_numbers(part, first, count, scratch);
+            for (Int i = 0; i < blocks; i++)
+                compute_results(
+                    part, column(i), panels + i * panels_apart, first, count, tiles.data(), scratch);
+        }
+    }
+
+    void compute_column(const Part &part, Int column, Scratch &scratch) const {
+        T *panels = scratch.panel.reserve(panels_apart);
+        pack_taps(part, column, panels, scratch);
+        const Int lines = part.images * grid.result[0] * grid.lines();
+        for (Int first = 0; first < lines; first += some)
+            compute_results(part, column, panels, first, std::min(some, lines - first),
+                            tiles.data() + first * grid.across(), scratch);
+    }
+
+    // Of `count` lines of tiles, whose numbers are at `rows`.
+    void compute_results(
+        const Part &part, Int column, const T *panel, Int first, Int count, const int32_t *rows,
+        Scratch &scratch) const {
         const Int wide = std::min(widest, columns - column), width = width_of(wide);
         const Int depth = taps.size(), across = grid.across();
-        const T *panel = pack_taps(part, column, wide, scratch);
         const Int *steps = wanted == IMAGE ? problem.image_steps : problem.response_steps;
         const T *bias = (const T *)problem.bias;
         if (bias) bias += part.sample * problem.bias_step + part.group * columns + column;
         T *start = (wanted == IMAGE ? operands.image(part) : operands.response(part)) + column * steps[2];
         const Target<T> target{start, steps[1], steps[2], volume(grid.result), nullptr, bias, false, false};
-        const Int lines = part.images * grid.result[0] * grid.lines(), some = std::max<Int>(1, TILES / across);
         const Int apart = spread<T>(some * across * width);
         T *sums = scratch.sums.reserve(FREQUENCIES * apart);
-        for (Int first = 0; first < lines; first += some) {
-            const Int count = std::min(some, lines - first);
-            const int32_t *rows = tiles.data() + first * across;
-            multiply_all({scratch.numbers.get(), rows, count * across, taps.data(), depth, panel}, width, sums,
-                         apart, false);
-            for (Int line = first; line < first + count; line++)
-                write_line(sums + (line - first) * across * width, apart, line, wide, target, scratch);
-        }
+        multiply_all({scratch.numbers.get(), rows, count * across, taps.data(), depth, panel}, width, sums, apart,
+                     false);
+        for (Int line = first; line < first + count; line++)
+            write_line(sums + (line - first) * across * width, apart, line, wide, target, scratch);
     }
 
     // The results of a line of tiles, one or two lines of a plane.
@@ -179,32 +218,35 @@ template <class T> class Winograd {
     }
 
     // A panel [f][channel and tap of the depth][column] of transformed taps.
-    const T *pack_taps(const Part &part, Int column, Int wide, Scratch &scratch) const {
+    void pack_taps(const Part &part, Int column, T *panel, Scratch &scratch) const {
         constexpr Int L = LANES<T>, PLANE = TAPS * TAPS;
-        const Int step = problem.kernel_steps[1], all = volume(problem.kernel), depth = taps.size();
-        const Int width = width_of(wide);
-        const Int apart = spread<T>(depth * width);
-        T *panel = scratch.panel.reserve(FREQUENCIES * apart), *raw = scratch.raw.reserve(depth * PLANE * width);
-        if (wanted == RESPONSE)
-            transpose_into(raw, depth * PLANE, width, operands.kernel(part) + column * step, step, wide);
-        else
-            for (Int channel = 0; channel < grid.channels; channel++) {
-                const T *from = operands.kernel(part) + channel * step + column * all;
-                transpose_into(raw + channel * all * width, all, width, from, all, wide);
-            }
-        for (Int k = 0; k < depth; k++) {
-            // To an image they lead the other way round.
-            const Int channel = k / grid.depth_taps, tap = k % grid.depth_taps;
-            const Int last = channel * all + all - 1 - tap * PLANE;
-            for (Int left = 0; left < width; left += L) {
-                Vector<T> square[PLANE], result[FREQUENCIES];
-                for (int i = 0; i < PLANE; i++)
-                    square[i] = load(raw + (wanted == IMAGE ? last - i : k * PLANE + i) * width + left);
-                transform<TapsIn>(square, result);
-                for (int f = 0; f < FREQUENCIES; f++) store(panel + f * apart + k * width + left, result[f]);
+        const Int step = problem.kernel_steps[1], all = volume(problem.kernel), depth = grid.depth_taps;
+        const Int wide = std::min(widest, columns - column), width = width_of(wide);
+        const Int apart = spread<T>(taps.size() * width);
+        T *raw = scratch.raw.reserve(CHANNELS * all * width);
+        for (Int first = 0; first < grid.channels; first += CHANNELS) {
+            const Int count = std::min(CHANNELS, grid.channels - first);
+            if (wanted == RESPONSE)
+                transpose_into(
+                    raw, count * all, width, operands.kernel(part) + column * step + first * all, step, wide);
+            else
+                for (Int channel = 0; channel < count; channel++) {
+                    const T *from = operands.kernel(part) + (first + channel) * step + column * all;
+                    transpose_into(raw + channel * all * width, all, width, from, all, wide);
+                }
+            for (Int k = 0; k < count * depth; k++) {
+                // To an image they lead the other way round.
+                const Int last = k / depth * all + all - 1 - k % depth * PLANE;
+                T *to = panel + (first * depth + k) * width;
+                for (Int left = 0; left < width; left += L) {
+                    Vector<T> square[PLANE], result[FREQUENCIES];
+                    for (int i = 0; i < PLANE; i++)
+                        square[i] = load(raw + (wanted == IMAGE ? last - i : k * PLANE + i) * width + left);
+                    transform<TapsIn>(square, result);
+                    for (int f = 0; f < FREQUENCIES; f++) store(to + f * apart + left, result[f]);
+                }
             }
         }
-        return panel;
     }
 
     // Sums of a kernel are kept by column until the last image, unless there is nothing to wait for.
