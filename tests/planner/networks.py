@@ -48,12 +48,12 @@ class _First(nn.Module):
 
 # Each with an input for quick tests, and one for which activations take most of the memory, on each rank.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
-    "unet3d": (lambda: UNet(3, 1, 2, (8, 16, 32), (2, 2)), (1, 1, 32, 32, 32), (1, 1, 64, 64, 64)),
-    "unet2d": (lambda: UNet(2, 3, 2, (8, 16, 32), (2, 2)), (1, 3, 128, 128), (1, 3, 512, 512)),
+    "unet3d": (lambda: UNet(3, 1, 2, (8, 16, 32), (2, 2)), (1, 1, 32, 32, 32), (1, 1, 96, 96, 96)),
+    "unet2d": (lambda: UNet(2, 3, 2, (8, 16, 32), (2, 2)), (1, 3, 128, 128), (1, 3, 768, 768)),
     "resnet50": (lambda: resnet50(num_classes=10), (1, 3, 128, 128), (1, 3, 384, 384)),
     "convnext": (lambda: convnext_tiny(num_classes=10, stochastic_depth=0.0), (1, 3, 128, 128), (1, 3, 384, 384)),
-    "monai_unet": (monai_unet, (1, 1, 48, 48, 48), (1, 1, 96, 96, 96)),
-    "segresnet": (segresnet, (1, 1, 32, 32, 32), (1, 1, 64, 64, 64)),
-    "hugging_face_convnext": (hugging_face_convnext, (1, 3, 256, 256), (1, 3, 512, 512)),
-    "diffusers_vae": (diffusers_vae, (1, 3, 64, 64), (1, 3, 128, 128)),
+    "monai_unet": (monai_unet, (1, 1, 48, 48, 48), (1, 1, 160, 160, 160)),
+    "segresnet": (segresnet, (1, 1, 32, 32, 32), (1, 1, 96, 96, 96)),
+    "hugging_face_convnext": (hugging_face_convnext, (1, 3, 256, 256), (1, 3, 1024, 1024)),
+    "diffusers_vae": (diffusers_vae, (1, 3, 64, 64), (1, 3, 256, 256)),
 }

@@ -89,10 +89,10 @@ from .operators import writing_operators as writing_operators
 from .order import after_the_last as after_the_last
 from .planning import DEVICE as DEVICE
 from .planning import SilentStore as SilentStore
-from .planning import fsdp_without_values as fsdp_without_values
 from .planning import has_values as has_values
 from .planning import running_node as running_node
 from .planning import silent_group as silent_group
+from .planning import steps_without_values as steps_without_values
 from .recording import recorded as recorded
 from .recording import records_whole as records_whole
 from .symbols import has_symbols as has_symbols

@@ -56,6 +56,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch.Tensor, "_backward_hooks"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
     (torch.distributed.tensor._redistribute, "redistribute_local_tensor"),
+    (torch.amp.GradScaler, "_maybe_opt_step"),
     (collectives, "all_to_all_single"),
     (collectives, "all_reduce"),
     (collectives, "AsyncCollectiveTensor"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed import fake_pg
@@ -59,16 +60,28 @@ class _Streams:
 
 
 @contextmanager
-def fsdp_without_values() -> Iterator[None]:
-    """Within it, `fully_shard` takes such a mesh, and parameters that never get values."""
-    check = FSDPParamGroup._validate_no_meta_params
+def steps_without_values() -> Iterator[None]:
+    """Within it, `fully_shard` takes such a mesh, and parameters that never get values; and a `GradScaler`, which
+    leaves out steps with gradients that are not finite, takes all that have no values."""
+    check, step = FSDPParamGroup._validate_no_meta_params, GradScaler._maybe_opt_step
     setattr(torch, DEVICE, _Streams())
     FSDPParamGroup._validate_no_meta_params = lambda group: None  # type: ignore[method-assign]
+    GradScaler._maybe_opt_step = _step_of(step)  # type: ignore[method-assign]
     try:
         yield
     finally:
         delattr(torch, DEVICE)
         FSDPParamGroup._validate_no_meta_params = check  # type: ignore[method-assign]
+        GradScaler._maybe_opt_step = step  # type: ignore[method-assign]
+
+
+def _step_of(stock: Any) -> Any:
+    def step(scaler: GradScaler, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(found.is_meta for found in state["found_inf_per_device"].values()):
+            return optimizer.step(*args, **kwargs)
+        return stock(scaler, optimizer, state, *args, **kwargs)
+
+    return step
 
 
 def running_node() -> Any:

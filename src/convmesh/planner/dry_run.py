@@ -30,7 +30,7 @@ def silent_world() -> Iterator[None]:
     on = registry.installed(), batching.installed()
     try:
         ranks = _torch.threads_as_ranks(_torch.silent_group)
-        with ranks, _torch.fsdp_without_values(), torch.random.fork_rng(devices=[]):
+        with ranks, _torch.steps_without_values(), torch.random.fork_rng(devices=[]):
             yield
     finally:
         if (registry.installed(), batching.installed()) != on:

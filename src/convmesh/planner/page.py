@@ -195,7 +195,7 @@ def _layers(plan: Plan) -> list[dict[str, Any]]:
     longest = max([row.bytes for row in rows] + [1])
     return [
         {"cells": cells, "bars": [(row.halo_bytes / longest, "var(--four)"),
-                                  (row.reduction_bytes / longest, "var(--two)"),
+                                  ((row.reduction_bytes + row.reshard_bytes) / longest, "var(--two)"),
                                   (row.gather_bytes / longest, "var(--bad)")]}
         for row, cells in zip(rows, tables.layers(plan).rows, strict=True)
     ]  # fmt: skip

@@ -24,11 +24,16 @@ from .refusals import refusal, replicated
 from .trace import WEIGHTS, Block, Compute, Event, Kind, Phase, Send, Trace, Use, Wait
 
 aten = torch.ops.aten
-_FUNCTIONAL, _IN_PLACE = "_c10d_functional::", "c10d::"
+_FUNCTIONAL, _IN_PLACE, _RESHARD = "_c10d_functional::", "c10d::", "shard_dim_alltoall"
 # Results of operators that have no kernel for tensors without values, or one that makes another tensor: who waits for a
 # collective gets the tensor that he waits for, and no copy beside it.
 _RESULTS: dict[Any, Callable[..., Any]] = {
     aten.batch_norm_update_stats.default: lambda x, *_: tuple(x.new_empty(x.shape[1], dtype=_wide(x)) for _ in "mv"),
+    # Without the gradient of the input, where nobody asks for it.
+    aten.native_batch_norm_backward.default: lambda *args: tuple(
+        one if wanted else None
+        for one, wanted in zip(shapes.result(aten.native_batch_norm_backward.default, args, {}), args[-1], strict=True)
+    ),
     torch.ops._c10d_functional.wait_tensor.default: lambda x: x,
 }
 
@@ -103,6 +108,9 @@ class Recorder(_torch.TorchDispatchMode):
                 return () if number is None else (Wait(number),)
             if _torch.name_of(func) in _torch.COLLECTIVES:
                 return (self._send(name.removeprefix(_FUNCTIONAL), args, given, made, layer, phase),)
+        if name == f"_dtensor::{_RESHARD}":  # which waits by itself
+            sent = self._send(_RESHARD, args, given, made, layer, phase)
+            return sent, Wait(self._under_way.pop(_torch.memory_of(made[0])))
         if name.startswith(_IN_PLACE):
             return self._in_place(name.removeprefix(_IN_PLACE), args, layer, phase)
         if _torch.is_view_operator(func) or (not made and not given):
@@ -117,11 +125,11 @@ class Recorder(_torch.TorchDispatchMode):
         self, name: str, args: Any, given: list[torch.Tensor], made: list[torch.Tensor], layer: str, phase: Phase
     ) -> Send:
         before, self._exchanges = self._exchanges, self._traffic.exchanges
-        use = Use.HALO if self._exchanges > before else Use.GATHER if "gather" in name else Use.REDUCTION
+        use = Use.HALO if self._exchanges > before else _use(name)
         self._sent += 1
         for tensor in made:
             self._under_way[_torch.memory_of(tensor)] = self._sent
-        for tensor in given:
+        for tensor in given if use is not Use.RESHARD else ():
             self.mark(tensor, Kind.HALOS if use is Use.HALO else Kind.BUCKETS, known=False)
         size = sum(map(_size, given))
         to = self._groups.messages(args[-1], args[2], given[0].element_size()) if use is Use.HALO else ()
@@ -139,7 +147,7 @@ class Recorder(_torch.TorchDispatchMode):
             return ()
         self._sent += 1
         given = list(_tensors(args[1:2] if "base" in name else args[:1]))
-        use = Use.GATHER if "gather" in name else Use.REDUCTION
+        use = _use(name)
         along, peers = self._groups.along(groups[0])
         return (Send(name, layer, phase, use, sum(map(_size, given)), along, peers, self._sent),)
 
@@ -222,6 +230,10 @@ def _without_values(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(_torch.DEVICE)
     return type(value)(map(_without_values, value)) if type(value) in (list, tuple) else value
+
+
+def _use(name: str) -> Use:
+    return Use.GATHER if "gather" in name else Use.RESHARD if name == _RESHARD else Use.REDUCTION
 
 
 def _size(tensor: torch.Tensor) -> int:

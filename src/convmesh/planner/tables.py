@@ -32,7 +32,7 @@ def layers(plan: Plan) -> Table:
 
     return Table(("layer", "forward", "backward", "halos", "the least", "sums and others", "messages"), [
         (row.layer, cell(row.forward_bytes), cell(row.backward_bytes), cell(row.halo_bytes), cell(row.least),
-         cell(row.reduction_bytes + row.gather_bytes), str(row.messages))
+         cell(row.other_bytes), str(row.messages))
         for row in sorted(plan.busiest.layers, key=lambda layer: -layer.bytes)
     ])  # fmt: skip
 

@@ -79,6 +79,8 @@ def sending(event: Send, mesh: Mapping[str, int], device: Device) -> float:
     ranks = event.peers + 1
     if event.use is Use.HALO:
         return by.latency + event.bytes / by.bandwidth
+    if event.use is Use.RESHARD:
+        return by.latency + event.bytes * event.peers / ranks / by.bandwidth
     rounds = 2 * event.peers if event.use is Use.REDUCTION else event.peers
     piece = event.bytes / ranks if event.use is Use.REDUCTION else event.bytes
     return by.latency * (ranks - 1).bit_length() + rounds * piece / by.bandwidth

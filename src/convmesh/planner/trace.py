@@ -29,6 +29,7 @@ class Use(StrEnum):
     HALO = "halo"
     REDUCTION = "reduction"
     GATHER = "gather"
+    RESHARD = "reshard"  # from one dimension to another, in an all-to-all
 
 
 class Kind(StrEnum):

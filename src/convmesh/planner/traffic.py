@@ -24,13 +24,18 @@ class LayerTraffic:
     halo_bytes: int = 0
     reduction_bytes: int = 0
     gather_bytes: int = 0
+    reshard_bytes: int = 0
     halo_messages: int = 0
     messages: int = 0
     least: int | None = None
 
     @property
     def bytes(self) -> int:
-        return self.halo_bytes + self.reduction_bytes + self.gather_bytes
+        return self.halo_bytes + self.other_bytes
+
+    @property
+    def other_bytes(self) -> int:
+        return self.reduction_bytes + self.gather_bytes + self.reshard_bytes
 
 
 class Neighbour(NamedTuple):

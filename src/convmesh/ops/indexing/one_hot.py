@@ -17,7 +17,8 @@ def one_hot(labels: DTensor, num_classes: int = -1) -> torch.Tensor:
     """[...] -> [... C]"""
     count = num_classes if num_classes >= 0 or not labels.numel() else int(labels.max().item()) + 1
     # All ranks hear of a wrong label, and raise alike.
-    if labels.dtype != torch.int64 or count < 1 or (not _torch.tracing() and bool(_beyond(labels, count).item())):
+    known = not _torch.tracing() and _torch.has_values(labels.device_mesh)
+    if labels.dtype != torch.int64 or count < 1 or (known and bool(_beyond(labels, count).item())):
         raise RuntimeError(f"one_hot: labels have to be int64 numbers of 0 to {count - 1}")
     classes = torch.arange(count, device=_torch.local_of(labels).device)
     return (labels.unsqueeze(-1) == the_same_everywhere(classes, labels.device_mesh)).to(torch.int64)
