@@ -189,7 +189,7 @@ def _gradient(
             # Of the input only the shape is used, but the kernel wants to write a result without gaps like it.
             image, labels = classes.as_image(x.contiguous(), target)
             gx: torch.Tensor = plan.operator(gy, image, labels, weight, reduction, ignored, total)
-            return gx.view(x.shape)
+            return gx if gx.dim() == x.dim() else gx.view(x.shape)
         targets = Targets(classes, target, weight, int(ignored), wide(x.dtype))
         gy = gy / total if reduction == MEAN else gy
         values = torch.where(targets.has, -targets.weight * gy, 0).to(x.dtype)

@@ -42,31 +42,23 @@ def along_block(read: Interval, targets: Interval, source_size: int, target_size
 class Gathered:
     """What puts a block together, and which part of the operator's result this rank owns."""
 
-    halos: HaloBlock
-    padding: list[int]  # as `constant_pad_nd` takes it; empty for none
+    block: HaloBlock
     shape: list[int]  # of the operator's result
     own: tuple[tuple[int, int, int], ...]  # where it is of it: dimension, start and length
 
     @staticmethod
     def of(tiling: Tiling, sides: Sequence[Along], shape: list[int]) -> Gathered | None:
         """None where what is needed is no block, or is far from where one begins or ends."""
-        halos, ndim = tiling.source_halos, len(shape)
-        block = halos.block(halos.needed, ndim)
+        halos = tiling.source_halos
+        block = halos.block(tuple(side.block for side in sides), len(shape), fills=True)
         sizes = zip(sides, halos.needed, strict=True)
         if block is None or any(side.block.size > 2 * read.size for side, read in sizes):
             return None
-        padding, own = [0] * (2 * ndim), []
-        for dim, side, read, mine in zip(tiling.dims, sides, halos.needed, tiling.targets, strict=True):
-            ends = read.start - side.block.start, side.block.stop - read.stop
-            padding[2 * (ndim - 1 - dim) : 2 * (ndim - dim)] = ends
-            if mine != side.produced:
-                own.append((dim, mine.start - side.produced.start, mine.size))
-        return Gathered(block, padding if any(padding) else [], shape, tuple(own))
-
-    def block_of(self, x: torch.Tensor) -> torch.Tensor:
-        """A tile and its halos."""
-        block = self.halos(x)
-        return torch.ops.aten.constant_pad_nd.default(block, self.padding, 0) if self.padding else block
+        places = zip(tiling.dims, sides, tiling.targets, strict=True)
+        own = (
+            (dim, mine.start - side.produced.start, mine.size) for dim, side, mine in places if mine != side.produced
+        )
+        return Gathered(block, shape, tuple(own))
 
     def of_own(self, y: torch.Tensor) -> torch.Tensor:
         """This rank's targets."""

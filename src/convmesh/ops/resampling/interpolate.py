@@ -109,7 +109,7 @@ class _Resample:
             return self._by_operator(x, self._shape)
         # A compiled exchange is awaited where it starts, and so there is nothing to do meanwhile, whatever the size.
         if plan.gathered is not None and (type(x) is not torch.Tensor or x.numel() <= FEW_ELEMENTS):
-            return plan.gathered.of_own(self._by_operator(plan.gathered.block_of(x), plan.gathered.shape))
+            return plan.gathered.of_own(self._by_operator(plan.gathered.block(x), plan.gathered.shape))
         fetch = tiling.fetch_sources(x)
         if 0 in self._shape:
             return fetch.tie(x.new_empty(self._shape))
