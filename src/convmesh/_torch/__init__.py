@@ -64,6 +64,7 @@ from .opened import opened as opened
 from .opened import opened_like as opened_like
 from .opened import opened_lists as opened_lists
 from .opened import share_specs as share_specs
+from .opened import shared_spec as shared_spec
 from .operators import Signature as Signature
 from .operators import arguments as arguments
 from .operators import autograd_keys as autograd_keys

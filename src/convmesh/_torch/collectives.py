@@ -25,6 +25,8 @@ SENT = frozenset({
 ALL_TO_ALL: Operator = _operators.all_to_all_single.default
 MOVING = (ALL_TO_ALL, _operators.all_gather_into_tensor.default)
 _WAIT: Operator = _operators.wait_tensor.default
+# What the operators come to before the backend, while somebody intercepts them.
+_kernels: dict[Operator, Callable[..., Any]] = {}
 
 
 def all_to_all(
@@ -36,8 +38,7 @@ def all_to_all(
         return torch.view_as_complex(all_to_all(_pairs(buffer).reshape(-1), *doubled, group).view(-1, 2))
     if tracing():
         return in_order(buffer, lambda buffer: collectives.all_to_all_single(buffer, incoming, outgoing, group), True)
-    result: torch.Tensor = ALL_TO_ALL(buffer, incoming, outgoing, group.group_name)
-    return result
+    return _call(ALL_TO_ALL, buffer, incoming, outgoing, group.group_name)
 
 
 def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place: bool = False) -> torch.Tensor:
@@ -47,8 +48,7 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place
     if tracing():
         return in_order(tensor, lambda tensor: collectives.all_reduce(tensor, op, group))
     run = _operators.all_reduce_.default if in_place else _operators.all_reduce.default
-    result: torch.Tensor = run(tensor, op, group.group_name)
-    return result
+    return _call(run, tensor, op, group.group_name)
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -57,7 +57,25 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return torch.view_as_complex(all_gather(_pairs(tensor), group))
     if tracing():
         return in_order(tensor, lambda tensor: collectives.all_gather_tensor(tensor, 0, group))
-    result: torch.Tensor = _operators.all_gather_into_tensor.default(tensor, group.size(), group.group_name)
+    return _call(_operators.all_gather_into_tensor.default, tensor, group.size(), group.group_name)
+
+
+def _call(operator: Operator, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    """A collective where nothing is traced. If nobody looks on between here and the backend, its kernel is called at
+    once, which spares two ways through torch's dispatcher."""
+    kernel = _kernels.get(operator)
+    watched = (
+        kernel is None
+        or type(tensor) is not torch.Tensor
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd._profiler_enabled()
+    )
+    result: torch.Tensor
+    if watched or kernel is None:
+        result = operator(tensor, *args)
+    else:
+        result = kernel(torch._C._dispatch_keys(tensor), tensor, *args)
     return result
 
 
@@ -74,8 +92,7 @@ def _as_bytes(send: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """The result of a collective, once it is there. What a compiler traces is awaited where it starts."""
-    result: torch.Tensor = tensor if tracing() else _WAIT(tensor)
-    return result
+    return tensor if tracing() else _call(_WAIT, tensor)
 
 
 def under_way(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,11 +145,14 @@ def intercept_collectives(
     for name in COLLECTIVES:
         kernel = starting(getattr(torch.ops._c10d_functional, name).default)
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
+        _kernels[getattr(_operators, name).default] = kernel
     library.impl("wait_tensor", waiting, "BackendSelect", with_keyset=True)
+    _kernels[_WAIT] = waiting
     # torch's CommDebugMode does not know the one that reduces in place.
     NATIVE_TO_PY_MAPPING[_operators.all_reduce_] = torch.ops.c10d_functional.all_reduce
 
     def undo() -> None:
+        _kernels.clear()
         NATIVE_TO_PY_MAPPING.pop(_operators.all_reduce_)
         library._destroy()
 

@@ -17,7 +17,7 @@ from .names import Store
 
 def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
     """The process group that a functional collective was given, by its name or itself."""
-    if isinstance(group, dist.ProcessGroup):
+    if not isinstance(group, str):  # a process group, of which Python takes long to say so
         return group
     found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(group))
     return found

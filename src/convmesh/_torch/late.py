@@ -66,6 +66,11 @@ class DeviceContext(_device.DeviceContext):
             (mode for mode in _get_current_function_mode_stack() if hasattr(mode, "computes_anew")), None
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a call comes to nothing but itself."""
+        return self._below is None and not self._chosen
+
     # As `with torch.device(...)` does it. Those of its class go below all other modes, and there is room for one there.
     __enter__ = TorchFunctionMode.__enter__
     __exit__ = TorchFunctionMode.__exit__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,16 +57,24 @@ def opened(
     return key, values, shapes, mesh
 
 
-def share_specs(lists: Sequence[Sequence[Any]]) -> None:
+def share_specs(lists: Iterable[Iterable[Any]]) -> None:
     """Let DTensors that lie alike have one spec, which is found again without comparing."""
     for tensor in (tensor for tensors in lists for tensor in tensors):
-        spec = tensor._spec
-        shared = _shared.get((id(spec.mesh), spec))
-        if shared is None or shared.mesh is not spec.mesh:  # which may be a mesh of another world, or another thread
-            if len(_shared) >= 4096:
-                _shared.clear()
-            shared = _shared[id(spec.mesh), spec] = spec
-        tensor._spec = shared
+        tensor._spec = shared_spec(tensor._spec)
+
+
+def shared_spec(spec: DTensorSpec) -> DTensorSpec:
+    """The one of all specs that are equal to this one."""
+    key = id(spec.mesh), spec
+    try:
+        shared = _shared.get(key)
+    except TypeError:  # a compiler's symbols are no key
+        return spec
+    if shared is None or shared.mesh is not spec.mesh:  # which may be a mesh of another world, or another thread
+        if len(_shared) >= 4096:
+            _shared.clear()
+        shared = _shared[key] = spec
+    return shared
 
 
 def opened_like(lists: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], list[list[DTensorSpec]]] | None:

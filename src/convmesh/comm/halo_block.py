@@ -53,6 +53,8 @@ class HaloStep:
         boxes = [piece.box[axis] for _, piece in schedule.sends]
         self._sends = [(box.start - owned.start, box.size) for box in boxes]
         self._alike = len({size for _, size in self._sends}) == 1
+        starts = [start for start, _ in self._sends]
+        self._step = starts[1] - starts[0] if len(starts) == 2 and self._alike else 0
         self._prepared: dict[torch.Size, Prepared] = {}
 
     @property
@@ -71,8 +73,11 @@ class HaloStep:
         found = self._prepared.get(local.shape)
         if found is None:
             found = self._prepared[local.shape] = self._prepare(local.shape)
-        pieces = [local.narrow(self._dim, start, size) for start, size in self._sends]
-        arriving = found.wire.send(joined(pieces, local, self._alike))
+        if self._step > 0 and local.is_contiguous():
+            arriving = found.wire.send(self._both_sides(local).view(-1))
+        else:
+            pieces = [local.narrow(self._dim, start, size) for start, size in self._sends]
+            arriving = found.wire.send(joined(pieces, local, self._alike))
         own = local if self._kept is None else local.narrow(self._dim, *self._kept)
         received = _torch.wait(arriving)
         if not found.before and not found.after:
@@ -86,6 +91,14 @@ class HaloStep:
             found.shape, dtype=local.dtype, device=local.device, memory_format=memory_format(local)
         )  # fmt: skip
         return torch.cat(parts, self._dim, out=block)
+
+    def _both_sides(self, local: torch.Tensor) -> torch.Tensor:
+        """Two pieces of the same size, one after the other, in one copy."""
+        stride, (start, size) = local.stride(), self._sends[0]
+        shape = list(local.shape)
+        shape[self._dim] = size
+        offset, step = local.storage_offset() + start * stride[self._dim], self._step * stride[self._dim]
+        return local.as_strided((2, *shape), (step, *stride), offset).clone(memory_format=torch.contiguous_format)
 
     def _traced(self, local: torch.Tensor) -> torch.Tensor:
         """The same for a compiler, which orders exchanges by tokens that `start` sends."""
@@ -115,16 +128,18 @@ class HaloBlock:
     """From a local tensor to a box around it, dimension after dimension, so that corners come too."""
 
     steps: tuple[HaloStep, ...]
-    overhang: list[int]  # what lies outside of the full tensor, as `constant_pad_nd` takes it; empty for none
+    overhang: list[int]  # what is filled around that, as `constant_pad_nd` takes it; empty for none
 
     @staticmethod
     def of(
         schedules: Sequence[Schedule], dims: tuple[int, ...], sizes: Sequence[int], owned: Box, needed: Box, box: Box,
-        ndim: int,
+        ndim: int, fills: bool = False,
     ) -> HaloBlock | None:  # fmt: skip
-        """None where `box` is not exactly what the schedules bring, or is not without gaps."""
-        if any(side & Interval(0, size) != inside for side, size, inside in zip(box, sizes, needed, strict=True)):
-            return None
+        """None where `box` is not exactly what the schedules bring, or is not without gaps. What lies outside of the
+        full tensor is filled; with `fills` all of `box` that they do not bring, because nobody reads it."""
+        for side, size, inside in zip(box, sizes, needed, strict=True):
+            if side & inside != inside or not (fills or side & Interval(0, size) == inside):
+                return None
         steps = tuple(
             HaloStep(schedule, dims, axis, (*needed[:axis], *owned[axis:]), needed[axis])
             for axis, schedule in enumerate(schedules)

@@ -24,6 +24,8 @@ from .weight_gradient import weight_gradient
 
 aten = torch.ops.aten
 
+FEW = 1 << 14  # elements of an input from which the operator alone is quicker than several
+
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -99,14 +101,16 @@ def _skips(weight: torch.Tensor, conv: Convolution) -> bool:
     return max(conv.stride) > 1 and not any(conv.padding)
 
 
-@convolution.on("cpu", when=lambda input, weight, bias, conv: _skips(weight, conv))
+@convolution.on("cpu", when=lambda input, weight, bias, conv: _skips(weight, conv) and input.numel() > FEW)
 def _of_what_is_read(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conv: Convolution
 ) -> torch.Tensor:
     return convolution(_thinned(input, conv), weight, bias, _unskipping(conv))
 
 
-@convolution_backward.on("cpu", when=lambda gradient, input, weight, conv, mask: _skips(weight, conv))
+@convolution_backward.on(
+    "cpu", when=lambda gradient, input, weight, conv, mask: _skips(weight, conv) and input.numel() > FEW
+)
 def _to_what_was_read(
     gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, conv: Convolution, mask: Sequence[bool]
 ) -> Gradients:

@@ -36,6 +36,8 @@ class Factories(_torch.DeviceContext):
         self._mesh = mesh
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in FULL_OF and self.is_plain:
+            return function(*args, **kwargs or {})  # nearly always
         made = None
         if function in FULL_OF and not torch.compiler.is_compiling():
             # torch's own code knows what is on one rank and what on all: the buffers of FSDP are local.

@@ -121,7 +121,7 @@ class Layout:
 
     @cached_property
     def spec(self) -> _torch.Spec:
-        return _torch.make_spec(self.mesh, self.placements, self.shape, self.stride, self.dtype)
+        return _torch.shared_spec(_torch.make_spec(self.mesh, self.placements, self.shape, self.stride, self.dtype))
 
     @cached_property
     def sharded_dims(self) -> dict[int, tuple[int, ...]]:

@@ -147,6 +147,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
             setattr(owner, name, placed(parameter))
         for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
             setattr(owner, name, placed(buffer))
+    _torch.share_specs([[tensor for tensor in done.values() if isinstance(tensor, DTensor)]])
 
 
 def _placed(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -128,10 +128,19 @@ def entry_of(target: object) -> Entry | None:
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Those whose gradients nobody else looks after: FSDP reduces the ones that it has sharded, also over our mesh."""
-    parameters = list(module.parameters())
-    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    sharded = {id(parameter) for part in parts for parameter in part.parameters()}
-    return [parameter for parameter in parameters if id(parameter) not in sharded] if parts else parameters
+    # In one go: before every forward pass, where torch's generators would take as long as the operators of a layer.
+    parts = dict.fromkeys([module])
+    for part in (todo := [module]):
+        for child in part._modules.values():
+            if child is not None and child not in parts:
+                parts[child] = None
+                todo.append(child)
+    found = {id(one): one for part in parts for one in part._parameters.values() if one is not None}
+    for part in parts:
+        if isinstance(part, FSDPModule):
+            for parameter in part.parameters():
+                found.pop(id(parameter), None)
+    return list(found.values())
 
 
 def _has_other_parameters(module: nn.Module) -> bool:

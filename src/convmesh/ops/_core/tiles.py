@@ -181,11 +181,11 @@ class Halos:
         sides = zip(self.plans, self.lines, strict=True)
         return tuple(halo(line, Halo(0, plan, (Interval(0, plan.size),))) for plan, line in sides)
 
-    def block(self, box: Box, ndim: int) -> HaloBlock | None:
+    def block(self, box: Box, ndim: int, fills: bool = False) -> HaloBlock | None:
         """What puts a local tensor of so many dimensions together with its halos, to `box`; None where that has gaps
-        or is more than this rank needs."""
+        or is more than this rank needs, unless it `fills` what nobody reads."""
         sizes = [plan.size for plan in self.plans]
-        return HaloBlock.of(self.in_turn, self.dims, sizes, self.owned, self.needed, box, ndim)
+        return HaloBlock.of(self.in_turn, self.dims, sizes, self.owned, self.needed, box, ndim, fills)
 
 
 class Fetch:

@@ -34,7 +34,8 @@ class Gathered:
         sides = zip(tiling.windows, tiling.sources, tiling.readers, strict=True)
         box = tiling.sources_read if fine else tuple(_taken(*side) for side in sides)
         halos = tiling.source_halos if fine else tiling.target_halos
-        block = halos.block(box, 2 + len(conv.stride))
+        # Windows of a coarse block that do not read the tile are none of its readers, and their values are no matter.
+        block = halos.block(box, 2 + len(conv.stride), fills=not fine)
         padding, extra = list(conv.padding), list(conv.output_padding)
         for dim, window, own, side in zip(tiling.dims, tiling.windows, tiling.sources, box, strict=True):
             padding[dim - 2] = 0 if fine else _padding(window, own, side)

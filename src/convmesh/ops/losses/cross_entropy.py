@@ -35,6 +35,8 @@ def cross_entropy(
     input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = MEAN,
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
+    if label_smoothing == 0.0 and input.dim() > 1 and not target.is_floating_point():
+        return _likelihood(torch.log_softmax(input, 1), target, weight, reduction, ignore_index)[0]
     if label_smoothing == 0.0 or target.is_floating_point():
         arguments = (input, target, weight, reduction, ignore_index, label_smoothing)
         result: torch.Tensor = _torch.composite(aten.cross_entropy_loss.default, arguments, {})

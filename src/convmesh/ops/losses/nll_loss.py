@@ -76,7 +76,11 @@ class Classes:
         dim = _class_dim(input)
         over = input.sharded_over((dim,))
         spatial = plan.operator in (aten.nll_loss2d_forward.default, aten.nll_loss2d_backward.default)
-        known = input.ndim == (4 if spatial else 2) and target.dtype == torch.int64 and wide(input.dtype) == input.dtype
+        known = (
+            (input.ndim >= 3 if spatial else input.ndim == 2)
+            and target.dtype == torch.int64
+            and wide(input.dtype) == input.dtype
+        )
         first = all(input.mesh.get_local_rank(mesh_dim) == 0 for mesh_dim in over)
         own, count = input.own(dim), input.shape[dim]
         return Classes(dim, own, count, input.mesh, over, input.sharded_over(), first, known and not over)
@@ -85,11 +89,18 @@ class Classes:
         """One call instead of ten, where it says at once what is wrong."""
         return self.by_kernel and synchronous(x) and bool(x.numel())
 
+    def as_image(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the kernel of images, space of any dimensions as one of two."""
+        if x.dim() in (2, 4):
+            return x, target
+        return x.reshape(*x.shape[:2], 1, -1), target.reshape(len(target), 1, -1)
+
     def put_together(self, sums: Sequence[torch.Tensor], reduction: int) -> Pair:
         """From this rank's losses, weights and number of wrong targets to those of all."""
         loss, weights, wrong = all_reduce(torch.stack(list(sums)), self.mesh, self.all_over)
         self.raise_if(wrong)
-        return (loss / weights if reduction == MEAN else loss).masked_fill(wrong > 0, torch.nan), weights
+        loss = loss / weights if reduction == MEAN else loss
+        return loss if synchronous(loss) else loss.masked_fill(wrong > 0, torch.nan), weights
 
     def tell_of(self, wrong: torch.Tensor) -> None:
         """Where nothing else is all-reduced, ranks tell each other how many of their targets are no class."""
@@ -126,6 +137,7 @@ def _loss(plan: TablePlan, input: Layout, target: Layout, *_: object) -> Callabl
 
     def loss(x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int) -> Pair:
         if reduction != NONE and classes.kernel_does(x):
+            x, target = classes.as_image(x, target)
             if not classes.all_over:  # all ranks have all of it, and raise alike
                 return plan.operator(x, target, weight, reduction, ignored)  # type: ignore[no-any-return]
             try:
@@ -175,7 +187,9 @@ def _gradient(
     ) -> torch.Tensor:  # fmt: skip
         if reduction != NONE and classes.kernel_does(x):
             # Of the input only the shape is used, but the kernel wants to write a result without gaps like it.
-            return plan.operator(gy, x.contiguous(), target, weight, reduction, ignored, total)  # type: ignore[no-any-return]
+            image, labels = classes.as_image(x.contiguous(), target)
+            gx: torch.Tensor = plan.operator(gy, image, labels, weight, reduction, ignored, total)
+            return gx if gx.dim() == x.dim() else gx.view(x.shape)
         targets = Targets(classes, target, weight, int(ignored), wide(x.dtype))
         gy = gy / total if reduction == MEAN else gy
         values = torch.where(targets.has, -targets.weight * gy, 0).to(x.dtype)

@@ -150,7 +150,12 @@ def _as_batch_norm(plan: GroupNormPlan, *tensors: torch.Tensor) -> bool:
 
 def _one_sample(x: torch.Tensor) -> torch.Tensor:
     """[N C space] -> [1 NC space]"""
-    return x.view(1, x.shape[0] * x.shape[1], *x.shape[2:])
+    return x if len(x) == 1 else x.view(1, x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _of_samples(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[1 NC space] -> [N C space]"""
+    return x if len(like) == 1 else x.view(like.shape)
 
 
 def _for_samples(x: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -173,7 +178,7 @@ def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float)
         found = normalised_by_ranks(
             sample, own, plan.spread.merging(own), eps, *parameters, no_statistics, compiled=compiled
         )
-        return found.output.view(x.shape), found.mean.view(x.shape[:2]), found.rstd.view(x.shape[:2])
+        return _of_samples(found.output, x), found.mean.view(x.shape[:2]), found.rstd.view(x.shape[:2])
     # A group of which the rank has some channels only is made of these, one by one.
     local_groups = plan.groups if plan.full_groups else len(plan.channels)
     compiled = plan.spread.compiled()
@@ -224,7 +229,7 @@ def _gradients(
         own = channel_sums(*given, compiled=compiled)
         gx = gradient_by_sums(*given, _for_samples(x, w), plan.spread.total(own), values, compiled=compiled)
         products, plain = own.unbind() if len(x) == 1 else own.view(2, *x.shape[:2]).sum(1).unbind()
-        return gx.view(x.shape), products, plain
+        return _of_samples(gx, x), products, plain
     gy, x = (t.to(mean.dtype) for t in (gy, x))
     compiled = plan.spread.compiled()
     moments = plan.by_channel(mean, x.dim()), plan.by_channel(rstd, x.dim())

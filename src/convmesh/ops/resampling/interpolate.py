@@ -5,6 +5,7 @@ Interpolation by area is adaptive pooling.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch.distributed.tensor import DTensor
 from ... import _torch
 from ...comm import Held
 from ...geometry import Box
-from ...sharding.redistribute import check_placed, move
+from ...sharding.call import Call, Moved
+from ...sharding.layout import Layout
+from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, keep_whole, rule
 from .._core.tiles import patch
-from ..pooling.window import name_of
-from .interpolate_plan import Resampling, plan_resample
+from .gathered import FEW_ELEMENTS
+from .interpolate_plan import ResamplePlan, Resampling, plan_resample
 from .weighted_sum import WeightedSums
 
 aten = torch.ops.aten
@@ -49,13 +52,9 @@ keep_whole(*FORWARD)
 STAYS = "batch, channels, space, Partial(sum)"
 
 
-@rule(*FORWARD, behaviour=Behaviour(STAYS, "halo of the input"))
-def resample(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    input, sizes, *rest = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("input", input),))
-    spec = _torch.spec_of(input)
-    resampling = _resampling(FORWARD[operator], tuple(input.shape[2:]), sizes, rest, backward=False)
-    return _run(operator, input, spec, resampling, rest)
+@plan_rule(*FORWARD, behaviour=Behaviour(STAYS, "halo of the input"))
+def resample(operator: _torch.Operator, input: Layout, sizes: Sequence[int], *rest: Any) -> Call:
+    return _call(operator, input, _resampling(FORWARD[operator], input.shape[2:], sizes, rest, backward=False), rest)
 
 
 @rule(*NAMED, behaviour=Behaviour(STAYS, "as the operator that it is made of"))
@@ -71,16 +70,14 @@ def resample_by_factors(operator: _torch.Operator, args: tuple[Any, ...], kwargs
 keep_whole(*NAMED, made_of=resample_by_factors)
 
 
-@rule(*BACKWARD, behaviour=Behaviour(STAYS, "halo of the gradient"))
-def resample_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    gradient, sizes, shape, *rest = _torch.arguments(operator, args, kwargs)
-    check_placed(name_of(operator), (("grad_output", gradient),))
-    spec = _torch.spec_of(gradient)
-    resampling = _resampling(BACKWARD[operator], tuple(shape[2:]), sizes, rest, backward=True)
-    return _run(operator, gradient, spec, resampling, rest)
+@plan_rule(*BACKWARD, behaviour=Behaviour(STAYS, "halo of the gradient"))
+def resample_backward(
+    operator: _torch.Operator, gradient: Layout, sizes: Sequence[int], shape: Sequence[int], *rest: Any
+) -> Call:
+    return _call(operator, gradient, _resampling(BACKWARD[operator], shape[2:], sizes, rest, backward=True), rest)
 
 
-def _resampling(mode: str, sources: Any, targets: Any, rest: list[Any], backward: bool) -> Resampling:
+def _resampling(mode: str, sources: Any, targets: Any, rest: Sequence[Any], backward: bool) -> Resampling:
     scales = rest if "nearest" in mode else rest[1:]
     return Resampling(
         mode,
@@ -92,32 +89,45 @@ def _resampling(mode: str, sources: Any, targets: Any, rest: list[Any], backward
     )
 
 
-def _run(
-    operator: _torch.Operator, tensor: DTensor, spec: _torch.Spec, resampling: Resampling, rest: list[Any]
-) -> DTensor:
-    plan = plan_resample(name_of(operator), spec, resampling)
-    tiling = plan.tiling
-    if tiling is None:
-        return plan.outside(tensor)
-    x = move(tensor, plan.operands[0])
-    shape = plan.computed.local_shape
-    # Going forward torch's operator is told the size of its result, and going backward that of its operand too.
-    ends = [list(x.shape[2:]), list(shape)] if resampling.backward else [list(shape[2:])]
-    if not tiling.dims and not plan.sums and 0 not in shape:
-        return plan.finish(operator(x, *ends, *rest))
-    fetch = tiling.fetch_sources(x)
-    if 0 in shape:
-        return plan.finish(fetch.tie(x.new_empty(shape)))
+def _call(operator: _torch.Operator, given: Layout, resampling: Resampling, rest: Sequence[Any]) -> Call:
+    plan = plan_resample(given, resampling)
+    return Call(plan.operands, Moved(plan.computed, plan.wanted), _Resample(operator, plan, resampling, rest))
 
-    def strip(held: Held, box: Box) -> torch.Tensor:
-        read, sums = plan.sums[box]
+
+class _Resample:
+    """By torch's operator, on a small tile together with its halos, or on the tile with its border computed anew; where
+    it would take other weights than on the full tensor, by weighted sums."""
+
+    def __init__(self, operator: _torch.Operator, plan: ResamplePlan, resampling: Resampling, rest: Sequence[Any]):
+        self._operator, self._plan, self._rest, self._backward = operator, plan, rest, resampling.backward
+        self._shape = plan.computed.local_shape
+
+    def __call__(self, x: torch.Tensor, *_: object) -> torch.Tensor:
+        plan, tiling = self._plan, self._plan.tiling
+        assert tiling is not None, "nothing is computed outside of the mesh"
+        if not tiling.dims and not plan.sums and 0 not in self._shape:
+            return self._by_operator(x, self._shape)
+        # A compiled exchange is awaited where it starts, and so there is nothing to do meanwhile, whatever the size.
+        if plan.gathered is not None and (type(x) is not torch.Tensor or x.numel() <= FEW_ELEMENTS):
+            return plan.gathered.of_own(self._by_operator(plan.gathered.block(x), plan.gathered.shape))
+        fetch = tiling.fetch_sources(x)
+        if 0 in self._shape:
+            return fetch.tie(x.new_empty(self._shape))
+        if plan.inner is not None:
+            y = patch(self._by_operator(x, self._shape), fetch, tiling.targets, plan.inner, self._strip)
+        else:
+            y = self._strip(fetch.complete(), tiling.targets).to(x.dtype)
+        return fetch.tie(y)
+
+    def _by_operator(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Going forward it is told the size of its result, and going backward that of its operand too."""
+        ends = [list(x.shape[2:]), list(shape)] if self._backward else [list(shape[2:])]
+        y: torch.Tensor = self._operator(x, *ends, *self._rest)
+        return y
+
+    def _strip(self, held: Held, box: Box) -> torch.Tensor:
+        read, sums = self._plan.sums_of(box)
         return _weighted(held.read(read), sums)
-
-    if plan.inner is not None:
-        y = patch(operator(x, *ends, *rest), fetch, tiling.targets, plan.inner, strip)
-    else:
-        y = strip(fetch.complete(), tiling.targets).to(x.dtype)
-    return plan.finish(fetch.tie(y))
 
 
 def _weighted(x: torch.Tensor, sums: WeightedSums) -> torch.Tensor:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from ... import _torch
-from ...geometry import Box, Interval, Taps, TransposedTaps, slabs, taps
+from ...geometry import Box, Interval, Taps, TransposedTaps, taps
 from ...kernels.resampling import cubic_copies_equal_sizes, nearest_is_general, nearest_rounds_scales
-from ...sharding.errors import refuse
+from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
-from ...sharding.plan_cache import planned
 from .._core.tile_plan import TiledPlan, ask_for_memory, plan_targets
 from .._core.tiles import LARGEST_BORDER, Tiling
+from .gathered import Along, Gathered, along_block
 from .weighted_sum import WeightedSum, WeightedSums
 
 AnyTaps = Taps | TransposedTaps
@@ -33,50 +33,62 @@ class Resampling:
     backward: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ResamplePlan(TiledPlan):
-    """Either all of a rank's targets are weighted sums, or torch's own operator on its local tensor is right for the
-    `inner` ones, and `sums` has those of the strips around these."""
+    """Either all of a rank's targets are weighted sums, or torch's own operator is right for them: on the local tensor
+    for the `inner` ones, and on a block with its halos for all of them."""
 
     inner: Box | None
-    sums: dict[Box, tuple[Box, WeightedSums]]  # by box of targets: what it reads, and how that is summed
+    gathered: Gathered | None
+    sums_of: Callable[[Box], tuple[Box, WeightedSums]]  # what a box of targets reads, and how that is summed
+    sums: bool  # whether it is by these that targets are made where nothing is sharded
 
 
-@planned
-def plan_resample(operator: str, input_spec: _torch.Spec, resampling: Resampling) -> ResamplePlan:
-    given = Layout.of(input_spec)
-    _check(operator, given, resampling)
+def plan_resample(given: Layout, resampling: Resampling) -> ResamplePlan:
+    _check(given, resampling)
     shape = (*given.shape[:2], *(resampling.sources if resampling.backward else resampling.targets))
     ask_for_memory(given, shape)
     mapped = dict(enumerate(_all_taps(given, resampling), 2))
     layouts = plan_targets(given, shape, mapped, True)
     tiling = layouts.tiling
     kernel = _takes_symbols(resampling) or not _torch.has_symbols(given.shape)
+    sums = _Sums(layouts, mapped)
     if tiling is None or (kernel and not tiling.dims):
-        return ResamplePlan(*layouts.fields, None, {})
+        return ResamplePlan(*layouts.fields, None, None, sums, False)
     if not given.dtype.is_floating_point and "nearest" not in resampling.mode:
-        raise refuse(operator, f"dtype {given.dtype} along sharded dimensions", (("input", given),),
-                     "cast to a floating point dtype first")  # fmt: skip
+        raise Unfit(f"dtype {given.dtype} along sharded dimensions", "cast to a floating point dtype first")
+    kernel = kernel and _knows_size(layouts, resampling)
+    inner = _inner(layouts, tiling, mapped, resampling) if kernel else None
+    gathered = _gathered(layouts, tiling, mapped, resampling) if kernel else None
+    return ResamplePlan(*layouts.fields, inner, gathered, sums, True)
 
-    @cache
-    def along(dim: int, targets: Interval, start: int) -> WeightedSum | None:
+
+class _Sums:
+    """How boxes of this rank's targets are summed of blocks of sources, found once for each."""
+
+    def __init__(self, layouts: TiledPlan, mapped: Mapping[int, AnyTaps]):
+        self._given, self._made, self._tiling = layouts.operands[0].shape, layouts.computed.shape, layouts.tiling
+        self._mapped, self._along = mapped, cache(self._find)
+        # What shrinks goes first, so that less is left for the others.
+        self._order = sorted(mapped, key=lambda dim: self._made[dim] / self._given[dim])
+        self._found: dict[Box, tuple[Box, WeightedSums]] = {}
+
+    def __call__(self, targets: Box) -> tuple[Box, WeightedSums]:
+        found = self._found.get(targets)
+        if found is None:
+            assert self._tiling is not None
+            read, side = self._tiling.reads(targets), self._tiling.side
+            sides = ((d, side(targets, d, self._made[d]), side(read, d, self._given[d]).start) for d in self._order)
+            made = tuple(one for one in (self._along(*each) for each in sides) if one is not None)
+            found = self._found[targets] = read, made
+        return found
+
+    def _find(self, dim: int, targets: Interval, start: int) -> WeightedSum | None:
         """How these targets are summed of a block from `start` on; None where they are the block itself."""
-        own = mapped[dim].of(targets)
-        if all(some == ((at, 1.0),) for at, some in enumerate(own, start)) and shape[dim] == given.shape[dim]:
+        own = self._mapped[dim].of(targets)
+        if self._made[dim] == self._given[dim] and all(some == ((at, 1.0),) for at, some in enumerate(own, start)):
             return None
         return WeightedSum.of(dim, own, start)
-
-    # What shrinks goes first, so that less is left for the others.
-    order = sorted(mapped, key=lambda dim: shape[dim] / given.shape[dim])
-
-    def sums(targets: Box) -> tuple[Box, WeightedSums]:
-        read = tiling.reads(targets)
-        made = (along(d, tiling.side(targets, d, shape[d]), tiling.side(read, d, given.shape[d]).start) for d in order)
-        return read, tuple(one for one in made if one is not None)
-
-    inner = _inner(layouts, tiling, mapped, resampling) if kernel else None
-    boxes = [tiling.targets] if inner is None else [box for side in slabs(tiling.targets, inner) for box in side]
-    return ResamplePlan(*layouts.fields, inner, {box: sums(box) for box in boxes})
 
 
 def _takes_symbols(resampling: Resampling) -> bool:
@@ -84,17 +96,19 @@ def _takes_symbols(resampling: Resampling) -> bool:
     return not (resampling.backward and resampling.mode in ("linear", "cubic"))
 
 
+def _knows_size(layouts: TiledPlan, resampling: Resampling) -> bool:
+    """Whether torch's operator does with a part what it does with the full tensor."""
+    if resampling.mode.endswith("_aa"):  # torch's antialiasing mistakes the layout of results that are 1 wide
+        return False
+    sizes = layouts.operands[0].local_shape[2:], layouts.computed.local_shape[2:]
+    return 0 not in sizes[0] and 0 not in sizes[1] and not _copies(layouts.computed, resampling, *sizes)
+
+
 def _inner(layouts: TiledPlan, tiling: Tiling, mapped: Mapping[int, AnyTaps], resampling: Resampling) -> Box | None:
     """The targets for which torch's operator on the local tensor is right; None if these are not nearly all."""
-    if resampling.mode.endswith("_aa"):  # torch's antialiasing mistakes the layout of results that are 1 wide
-        return None
-    if _copies(layouts.computed, resampling, layouts.operands[0].local_shape[2:], layouts.computed.local_shape[2:]):
-        return None
-    sides = []
+    sides, double = [], layouts.computed.dtype == torch.float64
     for dim, sources, targets in zip(tiling.dims, tiling.sources, tiling.targets, strict=True):
-        if not sources or not targets:
-            return None
-        right = _right(mapped[dim], resampling, dim, sources, targets, layouts.computed.dtype == torch.float64)
+        right = _right(mapped[dim], resampling, dim, Along(sources, targets), targets, double)
         inside = Interval(*_longest(right)).shift(targets.start)
         if len(inside) < (1 - LARGEST_BORDER) * len(targets):
             return None
@@ -102,20 +116,44 @@ def _inner(layouts: TiledPlan, tiling: Tiling, mapped: Mapping[int, AnyTaps], re
     return tuple(sides)
 
 
+def _gathered(
+    layouts: TiledPlan, tiling: Tiling, mapped: Mapping[int, AnyTaps], resampling: Resampling
+) -> Gathered | None:
+    """A block of sources of which torch's operator makes all of this rank's targets; None where there is none."""
+    sides, double = [], layouts.computed.dtype == torch.float64
+    for dim, read, targets in zip(tiling.dims, tiling.source_halos.needed, tiling.targets, strict=True):
+        sizes = resampling.sources[dim - 2], resampling.targets[dim - 2]
+        side = along_block(read, targets, *(reversed(sizes) if resampling.backward else sizes))
+        sides.append(side)
+        if not all(_right(mapped[dim], resampling, dim, side, targets, double)):
+            return None
+    shape = list(layouts.computed.local_shape)
+    for dim, side in zip(tiling.dims, sides, strict=True):
+        shape[dim] = side.produced.size
+    sizes = layouts.operands[0].local_shape[2:]
+    sizes = tuple(
+        sides[tiling.dims.index(dim)].block.size if dim in tiling.dims else size for dim, size in enumerate(sizes, 2)
+    )
+    if _copies(layouts.computed, resampling, sizes, shape[2:]):
+        return None
+    return Gathered.of(tiling, sides, shape)
+
+
 def _right(
-    of_all: AnyTaps, resampling: Resampling, dim: int, sources: Interval, targets: Interval, double: bool
+    of_all: AnyTaps, resampling: Resampling, dim: int, side: Along, wanted: Interval, double: bool
 ) -> list[bool]:
-    """By target: whether the operator has the same taps for it if it knows of these sources only."""
-    ends = (len(targets), len(sources)) if resampling.backward else (len(sources), len(targets))
-    wanted = of_all.of(targets)
-    right = [True] * len(targets)
+    """By wanted target: whether the operator has the same taps for it if it knows of a block only."""
+    sizes = side.block.size, side.produced.size
+    ends = (sizes[1], sizes[0]) if resampling.backward else sizes
+    theirs, here = of_all.of(wanted), wanted.shift(-side.produced.start)
+    right = [True] * len(wanted)
     # Of nearest neighbours it depends on the sizes by which kernel torch looks for them.
     nearest = {"nearest": ("nearest", "nearest_scaled"), "nearest_exact": ("nearest_exact",)}
     kernels = [(mode, precise) for mode in nearest.get(resampling.mode, ()) for precise in (False, True)]
     for mode, precise in kernels or [(resampling.mode, double)]:
-        alone = _directed(mode, *ends, resampling, dim - 2, precise).of(Interval(0, len(targets)))
-        for at, (mine, theirs) in enumerate(zip(alone, wanted, strict=True)):
-            right[at] &= tuple((source + sources.start, weight) for source, weight in mine) == theirs
+        alone = _directed(mode, *ends, resampling, dim - 2, precise).of(here)
+        for at, (mine, other) in enumerate(zip(alone, theirs, strict=True)):
+            right[at] &= tuple((source + side.block.start, weight) for source, weight in mine) == other
     return right
 
 
@@ -159,11 +197,10 @@ def _copies(given: Layout, resampling: Resampling, sources: Sequence[int], targe
     return resampling.mode == "cubic" and copying and tuple(sources) == tuple(targets)
 
 
-def _check(operator: str, given: Layout, resampling: Resampling) -> None:
+def _check(given: Layout, resampling: Resampling) -> None:
     spatial = len(resampling.targets)
-    named: Sequence[tuple[str, object]] = (("input", given), ("arguments", resampling))
     expected = resampling.targets if resampling.backward else resampling.sources
     if len(given.shape) != spatial + 2 or given.shape[2:] != expected:
-        raise refuse(operator, f"an input of shape {given.shape}", named, f"give (N, C) and {spatial} sizes")
+        raise Unfit(f"an input of shape {given.shape}", f"give (N, C) and {spatial} sizes")
     if min(*resampling.sources, *resampling.targets) < 1:
-        raise refuse(operator, f"sizes {resampling.sources} to {resampling.targets}", named, "use sizes of at least 1")
+        raise Unfit(f"sizes {resampling.sources} to {resampling.targets}", "use sizes of at least 1")
