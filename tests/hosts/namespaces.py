@@ -115,9 +115,7 @@ class Job:
                 *("--rdzv-conf", "last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=3"),
                 *("--shutdown-timeout", "3", *script),
             ]
-            # A store for each attempt: that of torchrun has the addresses of processes that have ended.
-            settings = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-            environment = {**os.environ, **settings}
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
             with log.open("w") as output:
                 self._runs.append(
                     subprocess.Popen(host.command(*words), stdout=output, stderr=subprocess.STDOUT, env=environment)
