@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Thread
-from time import sleep
+from time import sleep, time
 
 import torch.distributed as dist
 
@@ -15,6 +15,7 @@ _FAILED = "convmesh/failed/{}"  # by every rank that has
 # The store may be gone, or its host may hang, and then a message must not keep this rank from ending.
 _SECONDS = 2.0
 _NAP = 0.05
+_BEGAN = time()  # of this process, and of the world that it is part of
 
 
 _mine: str | None = None  # what this rank has said there, if nobody had before
@@ -27,16 +28,17 @@ def post(text: str, among: Sequence[int] = ()) -> tuple[str | None, tuple[int, .
     rank = dist.get_rank()
     found: list[str] = []
     silent: list[int] = []
-    mine = f"rank {rank}: {text}"
+    mine = f"{time()} rank {rank}: {text}"
     store = _torch.store()  # of this thread, which may be a rank by itself
 
     def write() -> None:
         try:
-            store.set(_FAILED.format(rank), "1")
-            found.append(store.compare_set(_KEY, "", mine).decode())
+            store.set(_FAILED.format(rank), mine)
+            left = "" if _read(store, _KEY) else _raw(store, _KEY)
+            found.append(_text(store.compare_set(_KEY, left, mine).decode()))
             silent.extend(other for other in among if other != rank)
             while silent:
-                silent[:] = [other for other in silent if not store.check([_FAILED.format(other)])]
+                silent[:] = [other for other in silent if not _read(store, _FAILED.format(other))]
                 sleep(_NAP)
         except RuntimeError:
             return  # nobody can be told any more, and this rank is about to end with an error of its own
@@ -45,13 +47,27 @@ def post(text: str, among: Sequence[int] = ()) -> tuple[str | None, tuple[int, .
     thread.start()
     thread.join(_SECONDS)
     _mine = mine
-    return next((text for text in found if text != mine), None), tuple(silent)
+    return next((text for text in found if text != _text(mine)), None), tuple(silent)
 
 
 def posted() -> str | None:
     """What the first rank that failed has said, and has not taken back."""
-    store = _torch.store()
-    return store.get(_KEY).decode() or None if store.check([_KEY]) else None
+    return _read(_torch.store(), _KEY) or None
+
+
+def _read(store: _torch.Store, key: str) -> str:
+    """What is said there, if it was said since this process began: torchrun's store outlives the processes that it
+    ends, and has what they said before those of today."""
+    said = _raw(store, key)
+    return _text(said) if said and float(said.partition(" ")[0]) >= _BEGAN else ""
+
+
+def _raw(store: _torch.Store, key: str) -> str:
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
+def _text(said: str) -> str:
+    return said.partition(" ")[2]
 
 
 def take_back() -> None:
