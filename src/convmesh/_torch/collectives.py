@@ -69,7 +69,7 @@ def _call(operator: Operator, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         or type(tensor) is not torch.Tensor
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.maybe_current_level() is not None
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
     )
     result: torch.Tensor
     if watched or kernel is None:

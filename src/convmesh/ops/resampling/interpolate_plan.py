@@ -130,11 +130,10 @@ def _gathered(
     shape = list(layouts.computed.local_shape)
     for dim, side in zip(tiling.dims, sides, strict=True):
         shape[dim] = side.produced.size
-    sizes = layouts.operands[0].local_shape[2:]
-    sizes = tuple(
-        sides[tiling.dims.index(dim)].block.size if dim in tiling.dims else size for dim, size in enumerate(sizes, 2)
-    )
-    if _copies(layouts.computed, resampling, sizes, shape[2:]):
+    given = list(layouts.operands[0].local_shape)
+    for dim, side in zip(tiling.dims, sides, strict=True):
+        given[dim] = side.block.size
+    if _copies(layouts.computed, resampling, given[2:], shape[2:]):
         return None
     return Gathered.of(tiling, sides, shape)
 
