@@ -65,15 +65,13 @@ def _call(operator: Operator, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     once, which spares two ways through torch's dispatcher."""
     kernel = _kernels.get(operator)
     watched = (
-        kernel is None
-        or type(tensor) is not torch.Tensor
+        type(tensor) is not torch.Tensor
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.maybe_current_level() is not None
         or torch._C._autograd._profiler_enabled()
     )
-    result: torch.Tensor
-    if watched or kernel is None:
-        result = operator(tensor, *args)
+    if kernel is None or watched:
+        result: torch.Tensor = operator(tensor, *args)
     else:
         result = kernel(torch._C._dispatch_keys(tensor), tensor, *args)
     return result
