@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
@@ -28,7 +27,7 @@ from ..sharding.buffer_factories import implicit_replication
 from ..sharding.dtensor_attributes import NO_DDP
 from ..sharding.errors import ShardingError
 from ..sharding.implicit_replication import constants_belong_to
-from .gradients import Gradients
+from .gradients import Gradients, own_parameters
 
 _NAME = "_convmesh"
 
@@ -124,23 +123,6 @@ def _is_object(value: Any) -> bool:
 def entry_of(target: object) -> Entry | None:
     found = getattr(target, _NAME, None)
     return found if isinstance(found, Entry) else None
-
-
-def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Those whose gradients nobody else looks after: FSDP reduces the ones that it has sharded, also over our mesh."""
-    # In one go: before every forward pass, where torch's generators would take as long as the operators of a layer.
-    parts = dict.fromkeys([module])
-    for part in (todo := [module]):
-        for child in part._modules.values():
-            if child is not None and child not in parts:
-                parts[child] = None
-                todo.append(child)
-    found = {id(one): one for part in parts for one in part._parameters.values() if one is not None}
-    for part in parts:
-        if isinstance(part, FSDPModule):
-            for parameter in part.parameters():
-                found.pop(id(parameter), None)
-    return list(found.values())
 
 
 def _has_other_parameters(module: nn.Module) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 from torch.utils.hooks import unserializable_hook
@@ -16,6 +18,23 @@ from ..sharding.layout import Layout, is_sum
 from ..sharding.plan_cache import planned
 
 _WATCHED = "_convmesh_watched"
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Those whose gradients nobody else looks after: FSDP reduces the ones that it has sharded, also over our mesh."""
+    # In one go: before every forward pass, where torch's generators would take as long as the operators of a layer.
+    parts = dict.fromkeys([module])
+    for part in (todo := [module]):
+        for child in part._modules.values():
+            if child is not None and child not in parts:
+                parts[child] = None
+                todo.append(child)
+    found = {id(one): one for part in parts for one in part._parameters.values() if one is not None}
+    for part in parts:
+        if isinstance(part, FSDPModule):
+            for parameter in part.parameters():
+                found.pop(id(parameter), None)
+    return list(found.values())
 
 
 class Gradients:
