@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -15,10 +16,16 @@ from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
 from .._core.tile_plan import TiledPlan, ask_for_memory, plan_targets
 from .._core.tiles import LARGEST_BORDER, Tiling
-from .gathered import Along, Gathered, along_block
 from .weighted_sum import WeightedSum, WeightedSums
 
 AnyTaps = Taps | TransposedTaps
+
+
+class Along(NamedTuple):
+    """Along one dimension: the sources that the operator gets, and the targets that it makes of them."""
+
+    block: Interval
+    produced: Interval
 
 
 @dataclass(frozen=True)
@@ -35,11 +42,10 @@ class Resampling:
 
 @dataclass(frozen=True, eq=False)
 class ResamplePlan(TiledPlan):
-    """Either all of a rank's targets are weighted sums, or torch's own operator is right for them: on the local tensor
-    for the `inner` ones, and on a block with its halos for all of them."""
+    """Either all of a rank's targets are weighted sums, or torch's own operator on its local tensor is right for the
+    `inner` ones."""
 
     inner: Box | None
-    gathered: Gathered | None
     sums_of: Callable[[Box], tuple[Box, WeightedSums]]  # what a box of targets reads, and how that is summed
     sums: bool  # whether it is by these that targets are made where nothing is sharded
 
@@ -54,13 +60,12 @@ def plan_resample(given: Layout, resampling: Resampling) -> ResamplePlan:
     kernel = _takes_symbols(resampling) or not _torch.has_symbols(given.shape)
     sums = _Sums(layouts, mapped)
     if tiling is None or (kernel and not tiling.dims):
-        return ResamplePlan(*layouts.fields, None, None, sums, False)
+        return ResamplePlan(*layouts.fields, None, sums, False)
     if not given.dtype.is_floating_point and "nearest" not in resampling.mode:
         raise Unfit(f"dtype {given.dtype} along sharded dimensions", "cast to a floating point dtype first")
     kernel = kernel and _knows_size(layouts, resampling)
     inner = _inner(layouts, tiling, mapped, resampling) if kernel else None
-    gathered = _gathered(layouts, tiling, mapped, resampling) if kernel else None
-    return ResamplePlan(*layouts.fields, inner, gathered, sums, True)
+    return ResamplePlan(*layouts.fields, inner, sums, True)
 
 
 class _Sums:
@@ -114,28 +119,6 @@ def _inner(layouts: TiledPlan, tiling: Tiling, mapped: Mapping[int, AnyTaps], re
             return None
         sides.append(inside)
     return tuple(sides)
-
-
-def _gathered(
-    layouts: TiledPlan, tiling: Tiling, mapped: Mapping[int, AnyTaps], resampling: Resampling
-) -> Gathered | None:
-    """A block of sources of which torch's operator makes all of this rank's targets; None where there is none."""
-    sides, double = [], layouts.computed.dtype == torch.float64
-    for dim, read, targets in zip(tiling.dims, tiling.source_halos.needed, tiling.targets, strict=True):
-        sizes = resampling.sources[dim - 2], resampling.targets[dim - 2]
-        side = along_block(read, targets, *(reversed(sizes) if resampling.backward else sizes))
-        sides.append(side)
-        if not all(_right(mapped[dim], resampling, dim, side, targets, double)):
-            return None
-    shape = list(layouts.computed.local_shape)
-    for dim, side in zip(tiling.dims, sides, strict=True):
-        shape[dim] = side.produced.size
-    given = list(layouts.operands[0].local_shape)
-    for dim, side in zip(tiling.dims, sides, strict=True):
-        given[dim] = side.block.size
-    if _copies(layouts.computed, resampling, given[2:], shape[2:]):
-        return None
-    return Gathered.of(tiling, sides, shape)
 
 
 def _right(
