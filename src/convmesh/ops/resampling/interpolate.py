@@ -94,8 +94,7 @@ def _call(operator: _torch.Operator, given: Layout, resampling: Resampling, rest
 
 
 class _Resample:
-    """By torch's operator on the tile, with its border computed anew; by weighted sums where it would take other weights
-    than on the full tensor."""
+    """By torch's operator on the tile, with its border computed anew; else by weighted sums."""
 
     def __init__(self, operator: _torch.Operator, plan: ResamplePlan, resampling: Resampling, rest: Sequence[Any]):
         self._operator, self._plan, self._rest, self._backward = operator, plan, rest, resampling.backward
