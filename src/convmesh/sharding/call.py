@@ -198,8 +198,9 @@ class Prepared:
             return args[0]
         outer, number = self.tensors[0][0]
         like = (values if outer is None else values[outer])[number]
-        if self.call.view and isinstance(self.results[0], Result):  # of nothing, and yet in the same memory
-            return _torch.as_view(self.operator, args, kwargs, _torch.wrap(like, self.results[0].spec))
+        seen = self.results[0] if self.call.view else None
+        if isinstance(seen, Result) and seen.dtype == like.dtype:  # of nothing, and yet in the same memory
+            return _torch.as_view(self.operator, args, kwargs, _torch.wrap(like, seen.spec))
         results = [one and one.layout.absent(like) for one in self.results]
         return results[0] if self.single else tuple(results)
 
