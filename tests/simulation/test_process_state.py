@@ -139,13 +139,14 @@ SHARED = {
     "by memory, a process group, a mesh, or an object that only one rank has":
         "arrivals._arrivals interception._known interception._started mailbox._letters mailbox._mailboxes "
         "agreement._paths partial._kept implicit_replication._modules foreach._stepping ranks._groups tracing._kept "
-        "idle_optimizers._models idle_optimizers._replaced idle_optimizers._looked_at opened._shared",
+        "idle_optimizers._models idle_optimizers._replaced idle_optimizers._looked_at opened._shared "
+        "groups._by_gloo",
     "by thread": "tensor_lists._known",
     "the same for all ranks of one machine": "benchmark._fastest choice._when_forgotten rules._known shapes._known",
     "rules, which the first rank installs, and the end of the simulation removes":
         "registry._rules registry._behaviour registry._composites registry._guards registry._replaced "
         "registry._switches registry._undo registry._library registration._library view_writeback.watching_reads "
-        "view_writeback._stop_watching copy_notes.anything_noted",
+        "view_writeback._stop_watching copy_notes.anything_noted collectives._kernels",
     "not used by simulated ranks: their group compares, and compiled code is not theirs":
         "agreement._timeout agreement._undo tracing._tag order._last order._exchanges order._zeros",
 }  # fmt: skip
