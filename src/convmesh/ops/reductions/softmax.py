@@ -1,4 +1,5 @@
-"""Softmax and log-softmax along a dimension that may be sharded: only the two sums along it are put together."""
+"""Softmax and log-softmax along a dimension that may be sharded: only the maximum and the sum along it are
+all-reduced."""
 
 from __future__ import annotations
 
