@@ -1,5 +1,5 @@
-"""Activations that are elementwise and yet have more than one result or parameter, or read their input twice: PReLU's
-gradient, log-sigmoid, GLU."""
+"""Elementwise activations with several results or parameters, or that read their input twice: PReLU's gradient,
+log-sigmoid, GLU."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ GLU = Behaviour(
 
 @table_rule(aten._prelu_kernel_backward.default, behaviour=ELEMENTWISE)
 def prelu_backward(grad_output: Layout, input: Layout, weight: Layout) -> Iterable[Row]:
-    """Both gradients have the input's shape: torch itself sums the weight's over what it was broadcast along."""
+    """Both gradients have the input's shape: torch itself sums the weight's over the dimensions it was broadcast
+    along."""
     return elementwise_rows((grad_output, input, weight), results=2)
 
 
 @table_rule(aten.log_sigmoid_forward.default, behaviour=ELEMENTWISE)
 def log_sigmoid(input: Layout) -> Iterable[Row]:
-    """The second result is torch's own, for the gradient: only some devices use it, others leave it empty."""
+    """The second result is torch's own buffer for the gradient: only some devices use it, others leave it empty."""
     return elementwise_rows((input,), results=2)
 
 
@@ -45,6 +46,7 @@ def log_sigmoid_backward(grad_output: Layout, input: Layout, buffer: Layout) -> 
 
 
 def _halves(operator: str, input: Any, dim: int) -> Any:
+    """Return both halves of the input along `dim`."""
     check_placed(operator, (("input", input),))
     size = int(input.shape[dim]) if input.dim() else 1
     if size % 2:

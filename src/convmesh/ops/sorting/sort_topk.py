@@ -1,4 +1,4 @@
-"""Operators that need a full dimension in order: sort, topk, k-th values, medians, cumulative maxima.
+"""Operators that need a full dimension in order: sort, topk, k-th values, medians, modes, cumulative extremes.
 
 Where that dimension is sharded, an all-to-all shards another dimension instead, and the results stay so. `topk` sends
 only each rank's own candidates. If there is no other dimension, `sort` and `kthvalue` use a distributed sort.
