@@ -1,4 +1,4 @@
-"""The page: what the runs have told, as the template shows it."""
+"""The page: what the runs have reported, for the template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .training import Run
 
 COLORS = ("var(--two)", "var(--four)", "var(--six)")
 ONE = "var(--one)"
-LOOKS = [(11.0, ""), (5.0, ""), (2.4, "8 8"), (1.2, "2 4")]  # of curves that lie on each other
+LOOKS = [(11.0, ""), (5.0, ""), (2.4, "8 8"), (1.2, "2 4")]  # line width and dashes, as the curves coincide
 NEAR = 70  # pixels around the middle
 
 
@@ -71,7 +71,7 @@ class _Shown(NamedTuple):
 
 
 def _pictures(run: Run, clean: torch.Tensor) -> tuple[list[_Shown], list[_Shown]]:
-    """All of them, and where the shards meet."""
+    """Return the full pictures, and close-ups of where the shards meet."""
     assert run.noisy is not None
     assert run.output is not None
     middle = [extent // 2 for extent in clean.shape[:2]]

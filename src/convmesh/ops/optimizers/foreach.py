@@ -85,7 +85,7 @@ def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     several = results if isinstance(results, tuple) else (results,)
     dtypes = [spec.tensor_meta.dtype for spec in specs]  # type: ignore[union-attr]
     if has_gaps or not all([one.dtype for one in some] == dtypes for some in several):
-        return _elsewhere_as_on_one_device(operator, args, kwargs)  # results have other strides or dtypes than the tensors
+        return _elsewhere_as_on_one_device(operator, args, kwargs)  # results have other strides or dtypes
     wrapped = [[*map(_torch.wrap, some, specs)] for some in several]
     return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
 
