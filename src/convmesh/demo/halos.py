@@ -15,8 +15,7 @@ LOUPE = 28  # the side of a close-up, in pixels of the picture
 
 
 def loupes(picture: torch.Tensor, mesh: Shape, layers: list[Layer]) -> list[tuple[Layer, Markup]]:
-    """Return, for each layer with halos, a close-up of what the first and the last rank own and read where shards
-    meet."""
+    """Return a close-up of where shards meet for each layer with halos, showing the first and the last rank."""
     sizes = picture.shape[:2]
     (top, left), side = window(sizes, mesh, LOUPE)
     address = embedded(picture[top : top + side, left : left + side].contiguous(), lossless=True)

@@ -97,8 +97,7 @@ def _collect(workers: list[tuple[BaseProcess, Connection]], name: str, step: Cal
 
 
 def _work(settings: Settings, shape: Shape | None, rank: int, store: str, pipe: Connection) -> None:
-    """The main function of a process: sends ("step", loss) after each step, then ("done", its run) or ("failed",
-    why)."""
+    """Run one process: send ("step", loss) after each step, then ("done", its run) or ("failed", why)."""
 
     def send(kind: str, value: Any) -> None:
         pipe.send_bytes(pickle.dumps((kind, value)))  # multiprocessing itself would send tensors through shared memory
@@ -125,8 +124,7 @@ def joins_torchrun() -> bool:
 
 
 def join(settings: Settings, shape: Shape, alone: bool, progress: Progress) -> dict[Shape | None, list[Run]] | None:
-    """Train on torchrun's processes and, if `alone`, also on the first one by itself. Only the first one returns
-    results."""
+    """Train on torchrun's processes and, if `alone`, also on the first one alone. Only that one returns results."""
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

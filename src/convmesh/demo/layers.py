@@ -1,5 +1,4 @@
-"""The layers of a network on a mesh: what a rank reads of its neighbours, and the least communication that this
-takes."""
+"""The layers of a network on a mesh: what a rank reads of its neighbours, and the least communication for it."""
 
 from __future__ import annotations
 

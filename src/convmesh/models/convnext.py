@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """A ConvNeXt with `depths[i]` blocks of `dims[i]` channels in stage `i`; its stem has patches of 4x4 pixels.
+    """A ConvNeXt with `depths[i]` blocks of `dims[i]` channels in stage `i`, after a stem of `patch` x `patch` pixels.
 
     `stochastic_depth` is the drop probability of the last block; it grows linearly from 0 at the first.
     """

@@ -29,8 +29,7 @@ class GlobalAverage(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, drops a residual branch for whole samples, and scales up the others so that the mean stays the
-    same."""
+    """In training, drops a residual branch for whole samples, and scales the others up to keep the mean."""
 
     def __init__(self, probability: float):
         super().__init__()

@@ -54,8 +54,7 @@ def bottleneck(inputs: int, width: int, stride: int, spatial_dims: int) -> Resid
 
 
 class ResNet(nn.Module):
-    """A ResNet with `depths[i]` residual blocks in stage `i`; the first stage has `width` channels, each next one twice
-    as many."""
+    """A ResNet with `depths[i]` residual blocks in stage `i`, whose width is `width * 2**i`."""
 
     def __init__(
         self,

@@ -42,8 +42,7 @@ class Level(nn.Module):
 
 
 class UNet(nn.Module):
-    """A U-Net with `channels` per level from the top, `strides` between levels, and `convs` convolutions per level and
-    side."""
+    """A U-Net with `channels` per level (from the top), `strides` between levels, and `convs` convolutions per side."""
 
     def __init__(
         self,

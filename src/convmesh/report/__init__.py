@@ -1,2 +1,1 @@
-"""Building blocks of the pages of `convmesh plan`, `demo` and `selftest`: charts, shards with halos, words,
-templates."""
+"""Building blocks of the pages of `convmesh plan`, `demo` and `selftest`: charts, shards, words, templates."""

@@ -67,8 +67,7 @@ def _path(line: Curve, points: Sequence[tuple[float, float]]) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return round numbers around the range from 10**low to 10**high: powers of ten, and steps between them if they are
-    few."""
+    """Return round numbers around the range from 10**low to 10**high: powers of ten, if few with steps between them."""
     powers = range(floor(low), ceil(high) + 1)
     steps = (1, 2, 5) if len(powers) <= 3 else (1,)
     numbers = [step * 10.0**power for power in powers for step in steps]

@@ -22,8 +22,7 @@ def color(rank: int) -> str:
 
 
 def plane(sizes: Sequence[int], parts: Sequence[int], picture: str | None = None, halo: Box | None = None) -> Markup:
-    """Draw the shards of a plane (height, width), over a picture if there is one; `halo` is the box that a rank
-    reads."""
+    """Draw the shards of a plane (height, width), over a picture if given; `halo` is the box that a rank reads."""
     height, width = sizes
     boxes, tags = [], []
     for rank, (down, across) in enumerate(product(range(parts[0]), range(parts[1]))):
@@ -45,8 +44,7 @@ def plane(sizes: Sequence[int], parts: Sequence[int], picture: str | None = None
 
 
 def volume(sizes: Sequence[int], parts: Sequence[int], halo: Box | None = None) -> Markup:
-    """Draw the shards of a volume (depth, height, width) from the front, right and top, and the box that a rank
-    reads."""
+    """Draw the shards of a volume (depth, height, width) from the front, right and top; `halo` is what a rank reads."""
     depth, height, width = sizes
     right, up = _SLANT
     view = width + depth * right, height + depth * up

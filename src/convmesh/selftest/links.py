@@ -52,8 +52,7 @@ def _wider(part: Interval) -> Interval:
 
 
 def neighbours(hosts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return pairs of neighbouring ranks: all, or if there are too many first those between hosts, then some within
-    hosts."""
+    """Return all pairs of neighbouring ranks; if they are too many, pairs between hosts first, then within hosts."""
     pairs = [(rank, rank + 1) for rank in range(len(hosts) - 1)]
     apart = [pair for pair in pairs if hosts[pair[0]] != hosts[pair[1]]][: MOST_PAIRS // 2]
     inside = [pair for pair in pairs if hosts[pair[0]] == hosts[pair[1]]]

@@ -113,8 +113,8 @@ class Report:
             yield Finding(RIGHT if self.efficiency(last) >= LEAST_EFFICIENCY else SLOW, said)
 
     def device_figures(self) -> str:
-        """Return the JSON that `convmesh plan --device FILE` reads. Its shares are 1: what was measured is what
-        programs get."""
+        """Return the JSON that `convmesh plan --device FILE` reads. Its shares are 1: programs get what was
+        measured."""
         assert self.device is not None
         node = self._usual_link(False) or self._usual_link(True) or NO_LINK
         found = {

@@ -71,8 +71,7 @@ class Losses:
 
     @property
     def right(self) -> bool:
-        """Rounding is 1e-16 and grows over some training steps; a wrong border gives differences of about a
-        hundredth."""
+        """Rounding (1e-16) grows over some steps of training; a wrong border gives differences of about a hundredth."""
         return self.apart < 1e-9
 
 
@@ -100,8 +99,7 @@ def numbers_of_ranks(ranks: int) -> list[int]:
 
 
 def fitting_side(watch: Stopwatch) -> int:
-    """Return the side of a picture that takes one device long enough. The first rank measures it and broadcasts the
-    result."""
+    """Return the side of a picture that takes one device long enough, measured by the first rank and broadcast."""
     side = SMALLEST
     if dist.get_rank() == 0:
         while side < LARGEST and _seconds_of_one(watch, side) < STEP_SECONDS:

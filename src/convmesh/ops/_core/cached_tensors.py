@@ -19,7 +19,7 @@ class Numbers:
 
     def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Return the values as a tensor on `device`. It is cached, except while a compiler traces."""
-        if _torch.tracing():  # a compiler's tensors are not for keeping
+        if _torch.tracing():  # tensors made while tracing must not be cached
             return torch.tensor(self.values, dtype=dtype, device=device)
         made = self._made.get((device, dtype))
         if made is None:

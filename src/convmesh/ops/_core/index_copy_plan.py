@@ -29,7 +29,7 @@ class CopyPlan:
     def call(self, stock: Stock, fill: Fill = 0, alone: Stock | None = None, **how: Any) -> Call:
         """Return a `Call` that runs `stock(local, fill)` where no mapped dimension is sharded, else the exchange.
 
-        `alone(local, fill)`, if given, replaces the exchange: for a sharded dimension of which no rank needs another's
+        `alone(local, fill)`, if given, replaces the exchange; for sharded dimensions of which no rank needs remote
         values.
         """
         value, shape = fill if self.source.adds_once else 0, self.output.local_shape

@@ -61,7 +61,7 @@ class TiledPlan:
 def ask_for_memory(source: Layout, shape: Sequence[int]) -> None:
     """Raise torch's out-of-memory error now if a result of `shape`, sharded like `source`, does not fit.
 
-    Called before planning: a plan has numbers for each of a rank's indices, and would run out of memory first.
+    Called before planning, since a plan stores data for every index of a rank.
     """
     stride = dense_stride(tuple(shape), torch.contiguous_format)
     result = Layout(source.mesh, source.placements, tuple(shape), stride, source.dtype)
@@ -69,8 +69,7 @@ def ask_for_memory(source: Layout, shape: Sequence[int]) -> None:
 
 
 def plan_targets(source: Layout, shape: tuple[int, ...], dependences: Dependences, linear: bool) -> TiledPlan:
-    """Plan sources -> targets of `shape`: shards stay where they are, and Partial(sum) stays if the operator is
-    linear."""
+    """Plan sources -> targets of `shape`. Shards stay where they are; Partial(sum) stays if the operator is linear."""
 
     def kept(placement: Placement) -> Placement:
         return placement if isinstance(placement, Shard) or (linear and is_sum(placement)) else R
@@ -84,8 +83,7 @@ def plan_targets(source: Layout, shape: tuple[int, ...], dependences: Dependence
 def plan_sources(
     operator: str, named: Sequence[tuple[str, Layout]], source: Layout, dependences: Dependences
 ) -> TiledPlan:
-    """Plan the gradient of the targets (and indices, if `named` has them) -> the gradient of the sources. It is
-    linear."""
+    """Plan the targets' gradient (and indices, if `named` has them) -> the sources' gradient, which is linear in it."""
     count = len(named)
     rows = [
         Row("replicated", (R,) * count, (R,)),

@@ -37,8 +37,7 @@ class Tiling:
     def of(
         cls, layout: Layout, sources: Sequence[int], targets: Sequence[int], dependences: Mapping[int, Dependence]
     ) -> Self:
-        """Return the tiling for source and target shapes that are sharded like `layout`, and dependences by
-        dimension."""
+        """Return the tiling of sources and targets that are sharded like `layout`, with dependences by dimension."""
         dims, sharded, lines = [], [], []
         for dim, dependence in sorted(dependences.items()):
             mesh_dims = layout.sharded_dims.get(dim, ())
@@ -110,12 +109,11 @@ class Tiling:
         return Fetch(self.target_halos, own)
 
     def sum_sources(self, block: torch.Tensor) -> torch.Tensor:
-        """The adjoint of `fetch_sources`: sum all ranks' blocks, which cover their boxes `sources_read`, at the
-        owners."""
+        """The adjoint of `fetch_sources`: sum all ranks' blocks (of their boxes `sources_read`) at the owners."""
         return self._sum(block, self.sources_read, self.source_halos)
 
     def sum_targets(self, block: torch.Tensor) -> torch.Tensor:
-        """The adjoint of `fetch_targets`: sum all ranks' blocks, which cover their boxes `readers`, at the owners."""
+        """The adjoint of `fetch_targets`: sum all ranks' blocks (of their boxes `readers`) at the owners."""
         return self._sum(block, self.readers, self.target_halos)
 
     def _sum(self, block: torch.Tensor, box: Box, halos: Halos) -> torch.Tensor:
@@ -175,8 +173,8 @@ class Halos:
 
     @cached_property
     def in_turn(self) -> tuple[Schedule, ...]:
-        """Schedules for one dimension after the other: each also sends what the ones before it fetched, so corners
-        arrive too."""
+        """Schedules for one dimension after the other. Each also sends what earlier ones fetched: corners arrive
+        too."""
         return tuple(
             halo(line, Halo(axis, plan, (*self.needed[:axis], *self.owned[axis:])))
             for axis, (plan, line) in enumerate(zip(self.plans, self.lines, strict=True))
@@ -184,14 +182,14 @@ class Halos:
 
     @cached_property
     def alone(self) -> tuple[Schedule, ...]:
-        """Schedules for every dimension by itself, whatever the extent of the others."""
+        """Schedules for each dimension alone, whatever the extent of the others."""
         sides = zip(self.plans, self.lines, strict=True)
         return tuple(halo(line, Halo(0, plan, (Interval(0, plan.size),))) for plan, line in sides)
 
     def block(self, box: Box, ndim: int, fills: bool = False) -> HaloBlock | None:
-        """Return what joins a local tensor of `ndim` dimensions and its halos to `box` in one block.
+        """Return what joins a local tensor of `ndim` dimensions and its halos into one block of extent `box`.
 
-        None where the box would have gaps or extend beyond what this rank needs, unless it `fills` what no one reads.
+        None if the box has gaps or is not exactly what this rank needs; with `fills`, what no one reads may be filled.
         """
         sizes = [plan.size for plan in self.plans]
         return HaloBlock.of(self.in_turn, self.dims, sizes, self.owned, self.needed, box, ndim, fills)

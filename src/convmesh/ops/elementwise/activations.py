@@ -1,5 +1,7 @@
-"""Elementwise activations with several results or parameters, or that read their input twice: PReLU's gradient,
-log-sigmoid, GLU."""
+"""Elementwise activations with several results or parameters: PReLU's gradient, log-sigmoid, GLU.
+
+GLU has one input but reads it twice.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,7 @@ GLU = Behaviour(
 
 @table_rule(aten._prelu_kernel_backward.default, behaviour=ELEMENTWISE)
 def prelu_backward(grad_output: Layout, input: Layout, weight: Layout) -> Iterable[Row]:
-    """Both gradients have the input's shape: torch itself sums the weight's over the dimensions it was broadcast
-    along."""
+    """Both gradients have the input's shape: torch itself sums the weight's over its broadcast dimensions."""
     return elementwise_rows((grad_output, input, weight), results=2)
 
 

@@ -46,7 +46,7 @@ def _layout(spec: _torch.Spec) -> Layout:
     behaviour=LIKE, knows_strides=True,
 )  # fmt: skip
 def like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """`empty_like`, `zeros_like`, ... DTensor's own rule caches the strides of the first memory format that was asked
+    """`empty_like`, `zeros_like`, ... DTensor's own rule keeps the strides of the first memory format it is asked
     for."""
     spec, local = _torch.spec_of(args[0]), _torch.local_of(args[0])
     if not _torch.plain_order(spec):
@@ -65,7 +65,7 @@ def _layout_like(spec: _torch.Spec, dtype: torch.dtype | None, keeps_partial: bo
 
 
 def _whole(value: Any) -> Any:
-    """Return the fill value as a full local tensor, or as the number that it is."""
+    """Return the fill value as a full local tensor; a number is returned unchanged."""
     if not isinstance(value, DTensor):
         return value
     layout = Layout.of(_torch.spec_of(value))

@@ -95,8 +95,7 @@ def _handler(operator: _torch.Operator) -> _torch.Handler:
 
     @tolerant
     def unknown(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle a call that is new, traced, has operands to redistribute or reduce, or has plain tensors beside
-        DTensors.
+        """Handle calls that are new or traced, need communication, or have plain tensors beside DTensors.
 
         Plain tensors of one element are replicated.
         """
@@ -167,8 +166,7 @@ def _makes_infinite(operator: _torch.Operator, args: tuple[Any, ...]) -> bool:
 
 
 def _on_sums(rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Run on the sums of Partial tensors: the operator cannot be applied term by term, or the sums are cached
-    anyway."""
+    """Run on the sums of Partial tensors: term by term is not possible, or the sums are cached anyway."""
     sums = reduce_once([arg for arg in args if isinstance(arg, DTensor) and is_pending(arg)])
     result: DTensor = rule(operator, tuple(sums.get(id(arg), arg) for arg in args), kwargs)
     if not operator._schema.is_mutable:

@@ -60,7 +60,7 @@ class PointwisePlan:
     scales: bool = False  # a tensor that stays Partial is multiplied or divided by a number
     leaves: bool = False  # left to torch's DTensor: the shards or the mesh are in an unusual order
     ready: bool = False  # no argument needs preparation
-    odd: tuple[tuple[int, Stride], ...] = ()  # arguments whose local tensor has a size of 0 or 1, and full strides
+    odd: tuple[tuple[int, Stride], ...] = ()  # (argument, full strides) where a local size is 0 or 1
     specs: dict[torch.dtype, _torch.Spec] = field(default_factory=dict)
 
     def spec(self, dtype: torch.dtype) -> _torch.Spec:
@@ -150,15 +150,14 @@ def _choose(
     natural = [_cut_dims(operands, len(shape), mesh_dim) for mesh_dim in range(output.mesh.ndim)]
 
     def fits(chosen: Assignment) -> bool:
-        """Never reduce-scatter a Partial(sum) where no operand is sharded: the next operator would have to gather
-        it."""
+        """Never reduce-scatter a Partial(sum) where no operand is sharded: the next operator would gather it again."""
         placements = output_placements(chosen, 0)
         if written is not None and placements != written.placements:
             return False
         return all(not isinstance(p, Shard) or p.dim in dims for p, dims in zip(placements, natural, strict=True))
 
     def summing(row: Row, mesh_dim: int) -> float:
-        """Price a Partial result: reducing it is still to come, so a large operand is not gathered for its sake."""
+        """A Partial result must still be reduced, so an operand of the result's size is not gathered for it."""
         gathers = any(
             type(layout.placements[mesh_dim]) is Shard and target == R
             for layout, target in zip(operands, row.inputs, strict=True)
@@ -233,7 +232,9 @@ def _step(source: Layout, target: Layout, zero: bool) -> Step | None:
 
 
 def _is_innermost(layout: Layout, mesh_dim: int) -> bool:
-    """Whether a rank could narrow its shard from a contiguous range, if this mesh dimension did not shard the
-    tensor."""
+    """Whether this mesh dimension is the innermost that shards its tensor dimension.
+
+    Then a rank that it does not shard holds its shard within one contiguous range, and can narrow to it.
+    """
     placement = layout.placements[mesh_dim]
     return isinstance(placement, Shard) and layout.sharded_dims[placement.dim][-1] == mesh_dim

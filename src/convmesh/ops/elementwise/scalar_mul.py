@@ -39,8 +39,10 @@ def plan_scale(spec: _torch.Spec, dtype: torch.dtype, expanded: tuple[int, ...],
 
 @planned
 def settled_sums(spec: _torch.Spec, negates: bool) -> Layout | None:
-    """Return the layout that a tensor needs before it is scaled; None if it has it. Sums and averages may stay Partial,
-    and for `neg` also extremes."""
+    """Return the layout that a tensor must be redistributed to before it is scaled, or None.
+
+    Sums and averages may stay Partial, and for `neg` also extremes.
+    """
     stay = {Partial("sum"), Partial("avg"), *(NEGATIVE if negates else ())}
     placements = tuple(Replicate() if isinstance(p, Partial) and p not in stay else p for p in spec.placements)
     return None if placements == spec.placements else Layout.of(spec).placed(placements)

@@ -94,8 +94,7 @@ def _choose(input: Layout, index: Layout, dim: int, routes: bool) -> tuple[Row, 
         return replication_price(row, mesh_dim, (input, index)) + sent / (size if row.name == "asked" else 1)
 
     def fits(assignment: tuple[Row, ...]) -> bool:
-        """Whether indices can be routed, and nothing is redistributed to a dimension that leaves half of the ranks
-        empty."""
+        """Whether indices can be routed, and no redistribution would leave half of the ranks empty."""
         return is_routed_alone(assignment, ("asked",)) and not any(
             idle(layout, input_placements(assignment, number)) for number, layout in enumerate((input, index))
         )

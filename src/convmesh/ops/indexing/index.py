@@ -115,8 +115,7 @@ def without_others(values: torch.Tensor, mine: torch.Tensor | None, first: int) 
 
 
 def sole_mask(input: Any, indices: Sequence[Any]) -> DTensor | None:
-    """Return the mask of `input[mask]`: one that covers the first dimensions, with nothing else indexed. Otherwise
-    None."""
+    """Return the mask of `input[mask]`, where it covers the first dimensions and nothing else is indexed; else None."""
     given = [index for index in indices if index is not None]
     alone = len(given) == 1 and indices[0] is given[0] and isinstance(given[0], DTensor)
     return given[0] if alone and given[0].dtype == torch.bool and given[0].dim() else None
@@ -126,7 +125,7 @@ def sole_mask(input: Any, indices: Sequence[Any]) -> DTensor | None:
 def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x[:, :, indices]`, `x[rows, columns]`, `x[mask]`.
 
-    Not a planned rule: how many indices a mask gives depends on its values, so layouts alone do not determine a plan.
+    Not a `plan_rule`: how many indices a mask gives depends on its values, so layouts alone do not determine a plan.
     """
     input, indices = _torch.arguments(operator, args, kwargs)
     if not isinstance(input, DTensor) or input.dtype == torch.bool:  # bools cannot be Partial(sum)

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @rule(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, behaviour=ADD)
 def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x[indices] = values`, or `+=`. Not a planned rule, for the same reason as `index`."""
+    """`x[indices] = values`, or `+=`. Not a `plan_rule`, for the same reason as `index`."""
     full, indices, values, adds, *_ = _torch.arguments(operator, args, kwargs)
     if not isinstance(full, DTensor):
         return _torch.stock(operator, args, kwargs)
@@ -72,8 +72,7 @@ def _replaced(
     x: torch.Tensor, local: Sequence[torch.Tensor | None], mine: torch.Tensor, v: torch.Tensor, moved: Moved,
     output: Layout,
 ) -> torch.Tensor:  # fmt: skip
-    """Write where this rank owns the index. Other ranks' values go to an extra index of a sharded dimension, which is
-    removed."""
+    """Write the values whose index this rank owns; the others go to an extra index, which is removed afterwards."""
     dim = next(d for d, index in enumerate(local) if index is not None and d in output.sharded_dims)
     length = x.shape[dim]
     room = torch.cat([x, x.narrow(dim, 0, 1)], dim)

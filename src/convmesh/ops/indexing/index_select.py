@@ -41,8 +41,7 @@ def local_index(index: Any) -> torch.Tensor:
 
 
 def owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where the indices are in the local tensor (clamped for those that are not there), and a mask of those that
-    are."""
+    """Return the indices into the local tensor, clamped to it, and a mask of those that this rank owns."""
     check_within(index, size)
     mine = (index >= own.start) & (index < own.stop)
     return (index - own.start).clamp(0, max(0, len(own) - 1)), mine

@@ -14,7 +14,7 @@ ONE_HOT = Behaviour("all dimensions", "all-reduce of one number, for bad labels"
 
 @composite("one_hot", ONE_HOT)
 def one_hot(labels: DTensor, num_classes: int = -1) -> torch.Tensor:
-    """[...] -> [... C]"""
+    """`[...] -> [... C]`"""
     count = num_classes if num_classes >= 0 or not labels.numel() else int(labels.max().item()) + 1
     # The check is a sum over all ranks, so all of them raise if any has a bad label.
     known = not _torch.tracing() and _torch.has_values(labels.device_mesh)

@@ -96,8 +96,10 @@ def _geometry(images: torch.Tensor) -> tuple[Any, ...]:
 def linear_backward(
     input: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, mask: list[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of a linear layer. For a double backward they are computed as those of a convolution: torch's own
-    formula does not cover this."""
+    """The gradients of a linear layer.
+
+    For a double backward they are computed as those of a convolution, because torch's own formula does not cover this.
+    """
     derived = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (input, gradient, weight))
     if not derived:
         plain: tuple[torch.Tensor | None, ...] = _torch.recorded(

@@ -152,8 +152,10 @@ def _forgets(added: _torch.Spec, first: _torch.Spec, second: _torch.Spec, *_: ob
 
 @plan_rule(aten.addmm.default, aten.baddbmm.default, behaviour=PRODUCT, asks=_forgets)
 def product_and_sum(operator: _torch.Operator, added: Layout, first: Layout, second: Layout, *_: object) -> Call:
-    """Plan `beta * added + alpha * first @ second`. Where the product is Partial, one rank adds a replicated `added`,
-    or all ranks add their terms of a Partial one."""
+    """Plan `beta * added + alpha * first @ second`.
+
+    Where the product is Partial, one rank adds a replicated `added`, or all ranks add their terms of a Partial one.
+    """
     (*factors, added), output = _plan(operator, (first, second, added), None)
     pairs = zip(output.placements, added.placements, strict=True)
     once = [mesh_dim for mesh_dim, (at, beside) in enumerate(pairs) if at == P and beside != P]

@@ -58,8 +58,7 @@ def _steps(operator: Any, input: torch.Tensor, state: Any, rest: tuple[Any, ...]
 
 
 def _over_batch(placements: Sequence[Placement], batch: int, samples: int) -> tuple[Placement, ...]:
-    """Return placements that shard the batch. With a single sample, time and features stay sharded: it cannot be
-    divided."""
+    """Return placements that shard the batch instead of time or features; unchanged if there is only one sample."""
     return tuple(Shard(batch) if isinstance(p, Shard) and samples > 1 else p for p in placements)
 
 

@@ -1,5 +1,4 @@
-"""`_foreach_*` and `_fused_*` operators on lists of tensors, which optimizers, gradient clipping and loss scaling
-use."""
+"""`_foreach_*` and `_fused_*` operators on lists of tensors, for optimizers, gradient clipping and loss scaling."""
 
 from __future__ import annotations
 

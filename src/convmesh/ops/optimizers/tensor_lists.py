@@ -191,8 +191,7 @@ class Lists:
         return moved
 
     def _whole(self, value: Any) -> Any:
-        """Return a tensor beside the lists, such as a learning rate, as a full local tensor: it applies to all of
-        them."""
+        """Return a tensor beside the lists, such as a learning rate, as a full local tensor: it applies to them all."""
         if not isinstance(value, DTensor):
             return value
         value = self._reduced.get(id(value), value)
@@ -212,8 +211,10 @@ def _settled(placements: tuple[Placement, ...], shard_order: object) -> bool:
 
 @planned
 def _common(operator: str, in_place: bool, *specs: _torch.Spec) -> Layout:
-    """The layout for the tensors at one index: the first one's if it is written in place, else that of any sharded one,
-    so that none is gathered."""
+    """Return the layout for the tensors at one index.
+
+    It is that of the first tensor if it is written in place, else that of any sharded one, so that none is gathered.
+    """
     layouts = [Layout.of(spec) for spec in specs]
     first = layouts[0]
     for layout in layouts[1:]:

@@ -80,8 +80,7 @@ def adaptive_avg_pool3d(input: torch.Tensor, output_size: list[int]) -> torch.Te
 
 
 def _pooled(operator: _torch.Operator, input: torch.Tensor, output_size: list[int]) -> torch.Tensor:
-    """Take the mean if there is only one window: torch then changes strides of channels_last tensors, which no DTensor
-    can."""
+    """Take the mean if there is one window: torch would change strides of channels_last tensors, as no DTensor can."""
     if isinstance(input, DTensor) and len(output_size) < input.dim() and all(size == 1 for size in output_size):
         return input.mean(tuple(range(-len(output_size), 0)), keepdim=True)
     result: torch.Tensor = _torch.composite(operator, (input, output_size), {})

@@ -28,8 +28,7 @@ def flatten(along: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor
 
 
 def shifted(flat: torch.Tensor, sizes: Sequence[int], by: Sequence[int], new_sizes: Sequence[int]) -> torch.Tensor:
-    """Convert flat indices into a volume of `sizes` to those into a volume of `new_sizes` whose origin is `by` before
-    it.
+    """Convert flat indices into a volume of `sizes` to one of `new_sizes`, whose origin is `by` before the old one.
 
     Divisions are slow, so there is one only for each dimension whose size changes.
     """

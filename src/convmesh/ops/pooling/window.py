@@ -56,8 +56,7 @@ def max_pool(operator: _torch.Operator, input: Layout, *window: Any) -> Call:
 
 
 def _pooling(operator: _torch.Operator, shape: Sequence[int], window: Sequence[int | list[int]], ceil: bool) -> Pooling:
-    """Make a `Pooling` from an operator's kernel, stride, padding and, if it has one, dilation, for an input of this
-    shape."""
+    """Make a `Pooling` for an input of this shape from kernel, stride, padding and, if there is one, dilation."""
     kernel, stride, padding, dilation = ([n] if isinstance(n, int) else n for n in (*window, 1)[:4])
     spatial = spatial_of(operator)
     return Pooling.of(spatial, kernel, stride, padding, dilation, ceil).within(shape[-spatial:])
@@ -130,8 +129,7 @@ def max_pool_backward(
 
 
 def _source_block(plan: PoolPlan, gy: torch.Tensor) -> torch.Tensor:
-    """Allocate a block for the sources that this rank's targets read, padding included. The kernels only read its
-    shape."""
+    """Allocate a block for the sources that this rank's targets read, with padding. Kernels only read its shape."""
     return gy.new_empty([*gy.shape[: plan.first], *(len(side.read) for side in plan.sides)])
 
 

@@ -56,8 +56,7 @@ def zeros_and_ones(
 
 @planned
 def _all_can_share(mesh: DeviceMesh) -> bool:
-    """Whether all ranks can share. Ranks may run on different CPUs; if only some could, they would wait for the
-    others."""
+    """Whether all ranks can share. They may run on different CPUs; those that can would wait forever for the others."""
     able = torch.tensor([float(_one_by_one() and can_advance())])
     return bool(all_reduce(able, mesh, range(mesh.ndim), "min").item())
 
@@ -103,15 +102,13 @@ def _fills_memory(layout: Layout) -> bool:
 
 
 def _decide(numbers: torch.Tensor, p: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return which numbers give a 1: those whose last 53 bits, as a fraction, are less than `p`. Overwrites the
-    numbers."""
+    """Return which numbers give a 1: those whose last 53 bits, as a fraction, are less than `p`. Changes `numbers`."""
     return torch.lt(numbers.bitwise_and_(2**BITS - 1), ceil(p * 2**BITS), out=out)
 
 
 @cache
 def _one_by_one() -> bool:
-    """Whether torch draws every element from 64 bits of the generator in this way. On some CPUs it calls a library
-    instead."""
+    """Whether torch makes every element of 64 bits of the generator like this. On some CPUs it calls a library."""
     p, elements = 0.3, 1000
     theirs, ours = torch.Generator(), torch.Generator()
     expected = torch.empty(elements).bernoulli_(p, generator=theirs)

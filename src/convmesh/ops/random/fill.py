@@ -1,4 +1,4 @@
-"""Random operators."""
+"""Rules of random operators: in place, `*_like`, Bernoulli, normal, RReLU."""
 
 from __future__ import annotations
 
@@ -109,8 +109,7 @@ def bernoulli(operator: _torch.Operator, tensor: Layout, *rest: Any) -> Call:
 
 
 def _beside(operand: Layout, layout: Layout) -> Layout:
-    """The layout of an operand that is used elementwise beside a tensor: its placements, or replicated if it is
-    broadcast."""
+    """The layout of an operand that is used elementwise: the tensor's placements, or replicated if it is broadcast."""
     return operand.placed(layout.placements) if operand.shape == layout.shape else operand.replicated()
 
 
@@ -143,7 +142,7 @@ RRELU = Behaviour("all; numbers that do not depend on the sharding, but are not 
 
 @rule(aten.rrelu_with_noise.default, behaviour=RRELU)
 def rrelu_with_noise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Not a planned rule, as it writes into its second argument.
+    """Not a `plan_rule`, as it writes into its second argument.
 
     One CPU draws a number for each negative element; how many come before a shard, no rank knows.
     """

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 def equal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether two tensors are equal.
 
-    torch would ask all ranks of the world, of which those outside of the mesh do not answer. Not a planned rule: the
+    torch would ask all ranks of the world, of which those outside of the mesh do not answer. Not a `plan_rule`: the
     result is no tensor, so there is no `Call` for it.
     """
     one, other = args

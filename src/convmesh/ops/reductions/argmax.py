@@ -33,8 +33,7 @@ def extreme_along(operator: _torch.Operator, input: Layout, dim: int, keepdim: b
 
 
 def _extreme_and_place(plan: Reduction, local: torch.Tensor, greatest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the extreme value and the first global index that has it, along one dimension or in the flattened
-    input."""
+    """Return the extreme value and the first global index that has it (in the flattened input, if all is reduced)."""
     value = extreme_of(plan, local, greatest)
     nowhere = prod(plan.operand.shape[dim] for dim in plan.dims)
     if not local.numel():

@@ -42,8 +42,7 @@ class Reduction:
     def of(
         given: Layout, dim: int | Sequence[int] | None = None, keepdim: bool = False, partial: tuple[str, ...] = ()
     ) -> Reduction:
-        """Plan a reduction. A Partial input stays Partial if the reduction commutes with it: if `partial` has its
-        `reduce_op`."""
+        """Plan a reduction. A Partial input stays Partial if its `reduce_op` is in `partial`: the two must commute."""
         dims = dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
         rank = given.ndim
         if dims is not None and any(not -max(rank, 1) <= dim < max(rank, 1) for dim in dims):
@@ -84,8 +83,7 @@ class Reduction:
         return self.output.placed(Partial() if m in over else p for m, p in enumerate(self.output.placements))
 
     def call(self, run: Callable[[torch.Tensor], Any], *dtypes: torch.dtype, output: Layout | None = None) -> Call:
-        """Return a `Call` of `run`, which maps a local tensor to one or several results with reduced dimensions of size
-        1."""
+        """Return a `Call` of `run`: local tensor -> one or more results, in which reduced dimensions have size 1."""
         lost = () if self.keepdim else self.dims
         layouts = [(output or self.output).typed(dtype) for dtype in dtypes]
 

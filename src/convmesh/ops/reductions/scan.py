@@ -1,5 +1,4 @@
-"""Cumulative sums and products along sharded dimensions: each rank's own, combined with the totals of the ranks
-before."""
+"""Cumulative sums and products along sharded dimensions: each rank's own, combined with earlier ranks' totals."""
 
 from __future__ import annotations
 

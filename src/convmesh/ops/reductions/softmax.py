@@ -1,5 +1,4 @@
-"""Softmax and log-softmax along a dimension that may be sharded: only the maximum and the sum along it are
-all-reduced."""
+"""Softmax and log-softmax along a dimension that may be sharded: only its maximum and its sum are all-reduced."""
 
 from __future__ import annotations
 

@@ -61,8 +61,7 @@ def rot90(operator: _torch.Operator, input: Layout, turns: int, dims: tuple[int,
 
 
 def _turned(input: DTensor, turns: int, dims: list[int]) -> Any:
-    """Return the input rotated by `turns` quarter turns: one is a flip of one of the two dimensions, and a
-    transpose."""
+    """Rotate the input by `turns` quarter turns. One is a flip of one of the two dimensions, then a transpose."""
     first, second = dims
     if turns % 4 == 0:
         return aten.clone.default(input, memory_format=torch.contiguous_format)

@@ -23,8 +23,7 @@ _seen: dict[Hashable, Within] = {}
 
 
 def remember(spec: _torch.Spec, shape: tuple[int, ...]) -> None:
-    """Remember the placements of a tensor that is reshaped in the forward pass, by its sizes; the last one of them
-    counts."""
+    """Remember the placements of a tensor that is reshaped in the forward pass, by its sizes. The latest one counts."""
     if _torch.in_backward():
         return
     if len(_seen) >= LARGEST:
@@ -78,9 +77,9 @@ def recall(spec: _torch.Spec, shape: tuple[int, ...]) -> Placements | None:
 
 
 def _within(layout: Layout, sizes: list[int]) -> Within | None:
-    """Return how dimensions of these sizes were sharded.
+    """Return how dimensions of these sizes were sharded; None if that is not known.
 
-    Known of all of them together, or of the last ones and of the dimensions that those became.
+    They were merged at once, or first the last ones of them and then the result with the others.
     """
     known = _seen.get(key_of((layout.mesh, tuple(sizes))))
     for first in range(1, len(sizes) - 1) if known is None else ():
@@ -100,11 +99,10 @@ def _splits(spec: _torch.Spec, shape: tuple[int, ...]) -> bool:
 
 
 def _of_group(layout: Layout, group: Group, shape: tuple[int, ...]) -> tuple[list[int], list[int], bool]:
-    """Return the mesh dimensions that shard the group, the dimensions that it becomes, and whether one dimension is
-    split.
+    """Return (mesh dimensions that shard the group, dimensions that it becomes, whether one dimension is split).
 
-    The split one is sharded, or its tensor is sharded meanwhile along another dimension that is too short for its
-    ranks.
+    Splits count only if the dimension is sharded, or if the tensor is meanwhile sharded along another dimension that is
+    too short for its ranks.
     """
     over = [m for m, p in enumerate(layout.placements) if isinstance(p, Shard) and p.dim in group.before]
     dims = [dim for dim in group.after if shape[dim] > 1]

@@ -1,5 +1,4 @@
-"""Views that permute or insert dimensions, or reinterpret elements (complex numbers as pairs): each rank views its
-shard.
+"""Views that permute or insert dimensions, or reinterpret elements (complex numbers as pairs), of each rank's shard.
 
 torch's DTensor can do the same, but not in inference mode for tensors made outside of it, such as a model's parameters,
 and not in place, which torch's own gradient formulas use.

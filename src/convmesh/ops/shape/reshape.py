@@ -37,8 +37,10 @@ _came_from = Hints()
 
 @rule(aten.view.default, aten._unsafe_view.default, behaviour=VIEW)
 def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Reshape the tensor. Not a planned rule: only a local tensor tells whether it can be viewed, and earlier calls
-    count."""
+    """Reshape the tensor.
+
+    Not a `plan_rule`: only a local tensor knows whether it can be viewed, and placements of earlier calls count.
+    """
     input, wanted = _torch.arguments(operator, args, kwargs)
     if sum(map(_torch.has_symbols, map(_torch.known, input.shape))) > 1:
         _torch.settle(input)  # torch does not trace products of several symbols

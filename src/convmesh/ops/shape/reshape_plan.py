@@ -91,8 +91,7 @@ def _new_tensor(layout: Layout, placements: Placements, shape: tuple[int, ...]) 
 
 
 def _resizes_uneven(before: Placements, after: Placements, layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether an unevenly sharded dimension is flattened, or made by the reshape: torch refuses that even where it
-    could."""
+    """Whether the reshape flattens an unevenly sharded dimension, or makes one: torch refuses even what is possible."""
     pairs = [(p, q) for p, q in zip(before, after, strict=True) if isinstance(p, Shard) and isinstance(q, Shard)]
     return any(layout.shape[p.dim] != shape[q.dim] and not layout.shards(p.dim).even for p, q in pairs)
 
@@ -126,8 +125,7 @@ def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> tuple
 
 
 def _apart(before: Placement, after: Placement, layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether the newly sharded dimension is not merged with the one that was sharded. The batch always counts as
-    related."""
+    """Whether the newly sharded dimension is neither the batch nor merged with the one that was sharded."""
     if not isinstance(before, Shard) or not isinstance(after, Shard) or after.dim == 0:
         return False
     return not merged(before.dim, after.dim, layout.shape, shape)

@@ -32,8 +32,7 @@ SELECT = Behaviour("all other dimensions", "the one index, from its owner to all
 
 
 def _local_select(operator: _torch.Operator, input: Layout, dim: int, index: int) -> Layout | None:
-    """Return the layout of the selected index of a dimension that is not sharded; None for others, and where torch
-    raises."""
+    """Return the layout of one index of a dimension that is not sharded; None otherwise, and where torch raises."""
     dim %= max(1, input.ndim)
     if not input.shape or dim in input.sharded_dims or not -input.shape[dim] <= index < input.shape[dim]:
         return None

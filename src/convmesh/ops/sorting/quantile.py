@@ -45,7 +45,7 @@ def quantile(
     input: torch.Tensor, q: torch.Tensor, dim: int | None = None, keepdim: bool = False, *,
     interpolation: str = "linear",
 ) -> torch.Tensor:  # fmt: skip
-    """[..., n, ...] [k] -> [k, ...]"""
+    """`[..., n, ...] [k] -> [k, ...]`"""
     if not q.dim():
         return _quantile(input, q, dim, keepdim, interpolation)
     found = [_quantile(input, one, dim, keepdim, interpolation) for one in q.unbind()]

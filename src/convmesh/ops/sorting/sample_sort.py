@@ -32,8 +32,7 @@ def sample_sort(
 
 
 def _bucket(ranked: torch.Tensor, layout: Layout, dim: int, descending: bool) -> torch.Tensor:
-    """Return the rank that each value goes to, ascending (or descending) with the values. NaN is greater than all
-    numbers."""
+    """Return the rank that each value goes to; values ascend (or descend) with the ranks. NaN is the greatest."""
     mesh, mesh_dims = layout.mesh, layout.sharded_dims[dim]
     size = rank_line(mesh, mesh_dims).size
     mine = ranked.new_zeros(SAMPLES)
