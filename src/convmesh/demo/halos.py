@@ -30,6 +30,7 @@ def loupes(picture: torch.Tensor, mesh: Shape, layers: list[Layer]) -> list[tupl
 
 
 def keys(mesh: Shape) -> Markup:
+    """Return the legend of the close-ups."""
     ranks = [rank for rank, _ in _pairs(mesh)]
     owned = [(f"rank {rank} owns", color(rank), "box") for rank in ranks]
     return legend(owned + [(f"rank {rank} reads", color(rank), "box dashed") for rank in ranks])

@@ -48,6 +48,7 @@ def page(report: Report) -> str:
 
 
 def _cards(report: Report) -> list[tuple[str | Markup, str]]:
+    """Return (figure, caption) of the summary at the top of the page."""
     name = mesh_name(report.largest)
     cards: list[tuple[str | Markup, str]] = []
     if report.one is not None:
@@ -85,6 +86,7 @@ def _pictures(run: Run, clean: torch.Tensor) -> tuple[list[_Shown], list[_Shown]
 
 
 def _losses(report: Report) -> dict[str, Any]:
+    """Return the charts of the losses, and of their differences from one process."""
     lines = [
         Curve(mesh_name(shape), runs[0].losses, _color(report, shape), *look)
         for (shape, runs), look in zip(report.runs.items(), LOOKS, strict=False)
@@ -99,6 +101,7 @@ def _losses(report: Report) -> dict[str, Any]:
 
 
 def _costs(report: Report) -> tuple[Markup, Markup]:
+    """Return the charts of peak memory and of step times."""
     memory, times = [], []
     for shape, runs in report.runs.items():
         for rank, run in enumerate(runs):

@@ -21,6 +21,8 @@ class DemoError(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
+    """The options of a training run."""
+
     picture: str = "hubble_deep_field"
     crop: int | None = None  # the side of a square in the middle of the picture; by default the full picture
     steps: int = 12

@@ -82,6 +82,7 @@ class _Labels:
         self.known: set[Any] = set()
 
     def attach(self, name: str, module: nn.Module) -> list[Any]:
+        """Hook a module so that it becomes the running layer, and return the handles of the hooks."""
         layer = self.watch.layer(name, _kind(module))
 
         def enter(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:

@@ -129,6 +129,7 @@ def _steps(side: int, scale: float) -> list[float]:
 
 
 def rectangle(box: Box, stroke: str, opacity: float, scale: float = 1.0, dashed: bool = False) -> str:
+    """Return an SVG rectangle."""
     rows, columns = box
     look = f'fill="{stroke}" fill-opacity="{opacity:g}"' if opacity else 'fill="none"'
     dashes = ' stroke-dasharray="4 3"' if dashed else ""

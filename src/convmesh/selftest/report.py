@@ -21,6 +21,8 @@ NO_LINK = {"latency": 0.0, "bandwidth": 1e12}  # for a single rank, which has no
 
 @dataclass(frozen=True)
 class Finding:
+    """One line of the report."""
+
     verdict: str
     text: str
 

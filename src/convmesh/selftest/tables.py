@@ -11,6 +11,8 @@ from .report import Report
 
 @dataclass(frozen=True)
 class Numbers:
+    """A table."""
+
     title: str
     headings: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]

@@ -59,6 +59,7 @@ def like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @planned
 def _layout_like(spec: _torch.Spec, dtype: torch.dtype | None, keeps_partial: bool, stride: Stride) -> Layout:
+    """Return the layout of a new tensor; only an empty one may be Partial."""
     given = Layout.of(spec)
     layout = replace(given, stride=stride).typed(dtype or given.dtype)
     return layout if keeps_partial else layout.without_partial()

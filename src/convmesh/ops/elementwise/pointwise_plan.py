@@ -199,6 +199,7 @@ def _sharded(operands: Operands, shape: tuple[int, ...], dim: int) -> Row:
 
 
 def _plan(operands: Operands, output: Layout, chosen: Assignment, in_place: bool) -> PointwisePlan:
+    """Return the plan for the chosen rows."""
     here = output.mesh.get_coordinate() or ()
     zeros = {n for row, at in zip(chosen, here, strict=False) if isinstance(row, Terms) and at for n in row.once}
     steps = tuple(

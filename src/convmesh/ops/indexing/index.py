@@ -79,6 +79,7 @@ def moved_by(shape: tuple[int, ...], dims: tuple[int, ...], picked: tuple[int, .
 
 @planned
 def _plan(spec: _torch.Spec, dims: tuple[int, ...], picked: tuple[int, ...]) -> tuple[Layout, Layout, Moved]:
+    """Return the layouts of the input and of the result, and where the dimensions go."""
     layout = Layout.of(spec)
     moved = moved_by(layout.shape, dims, picked)
     source = layout.without_partial("sum")

@@ -49,6 +49,7 @@ def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
 def _plan(
     full: _torch.Spec, values: _torch.Spec, beside: tuple[int | None, ...], adds: bool
 ) -> tuple[Layout, Layout, Layout]:
+    """Cached `plan_add` for specs."""
     return plan_add("index_put", Layout.of(full), Layout.of(values), beside, adds)
 
 

@@ -52,6 +52,7 @@ class MaskPlan:
 
 @planned
 def plan_mask(operator: str, spec: _torch.Spec, mask_spec: _torch.Spec) -> MaskPlan:
+    """Check the mask's shape, and plan by specs (cached)."""
     input, mask = layouts_of(operator, [("input", spec), ("mask", mask_spec)])
     if mask.shape != input.shape[: mask.ndim] or not mask.ndim:
         raise refuse(operator, "the mask has not the shape of the input's first dimensions",
@@ -60,6 +61,7 @@ def plan_mask(operator: str, spec: _torch.Spec, mask_spec: _torch.Spec) -> MaskP
 
 
 def _plan_mask(input: Layout, mask: Layout) -> MaskPlan:
+    """Plan so that at most one masked dimension is sharded: the longest of those that are."""
     masked = mask.ndim
     given = [p if type(p) is Shard else R for p in input.placements]
     mesh_dims = tuple(m for m, p in enumerate(given) if isinstance(p, Shard) and p.dim < masked)

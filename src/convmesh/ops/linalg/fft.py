@@ -25,6 +25,7 @@ FOURIER = Behaviour(
 
 
 def _rows(input: Layout, dims: list[int], *_: object) -> Iterator[Row]:
+    """Rows that shard any dimension that is not transformed; longer ones first, so that these win ties."""
     transformed = {dim % input.ndim for dim in dims}
     yield Row("replicated", (R,), (R,))
     yield Row("sum", (P,), (P,))

@@ -128,6 +128,7 @@ def _fits(input: Layout) -> Callable[[Assignment], bool]:
 
 
 def _check(input: Layout, weight: Layout) -> None:
+    """Refuse shapes that do not fit."""
     if weight.ndim not in (1, 2) or not input.ndim or input.shape[-1] != weight.shape[-1]:
         raise Unfit(f"an input of shape {tuple(input.shape)} and a weight of shape {tuple(weight.shape)}",
                     "give an input (*, I) and a weight (O, I)")  # fmt: skip

@@ -120,6 +120,7 @@ def plan_pool_backward(
 
 
 def _dependences(source: Layout, pooling: AnyPooling) -> dict[int, Dependence]:
+    """By spatial dimension, which sources each target reads."""
     sizes = source.shape[-pooling.spatial :]
     return dict(enumerate(pooling.dependences(sizes), len(source.shape) - pooling.spatial))
 

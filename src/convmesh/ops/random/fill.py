@@ -163,6 +163,7 @@ def rrelu_with_noise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: d
 def _zeros_and_ones(
     layout: Layout, device: torch.device, p: float, generator: torch.Generator | None, into: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """Draw this rank's shard of Bernoulli numbers, in `into` if possible."""
     drawn = zeros_and_ones(layout, device, into, p, generator)
     if drawn is not None:
         return drawn

@@ -71,7 +71,8 @@ def plan_share(spec: _torch.Spec) -> Share | None:
 
 
 def _share(layout: Layout, inside: Sequence[int], ranges: Sequence[Interval], most: int) -> Share:
-    """Plan sharing the rows in these ranges, each with the dimensions `inside`. A rank needs at most `most` rows."""
+    """Plan sharing the rows in these ranges, each with the dimensions `inside`; a rank needs parts of at most
+    `most`."""
     mesh, sizes = layout.mesh, tuple(layout.shape[dim] for dim in inside)
     over = [tuple(m for m in layout.sharded_dims.get(dim, ()) if mesh.size(m) > 1) for dim in inside]
     mesh_dims, row, rows = tuple(sorted({m for dims in over for m in dims})), prod(sizes), sum(map(len, ranges))

@@ -81,6 +81,7 @@ def _drawn_in_tiles(
 
 
 def _tiles(shape: tuple[int, ...]) -> Iterator[Box]:
+    """Return the boxes in which a large tensor is drawn: they depend on its shape only."""
     return product(*(shards(size, (TILES,)) if size >= SMALLEST_TILED else (Interval(0, size),) for size in shape))
 
 
@@ -90,6 +91,7 @@ def _inside(box: Box, frame: Box) -> Box:
 
 
 def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return a view of a box of the tensor."""
     for dim, side in enumerate(box):
         if len(side) != tensor.shape[dim]:
             tensor = tensor.narrow(dim, side.start, len(side))

@@ -74,6 +74,7 @@ class Reduction:
             raise Unfit("it would reduce over no values", "give an input that has values")
 
     def combine(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """All-reduce the ranks' partial results."""
         return all_reduce(tensor, self.mesh, self.mesh_dims, op)
 
     @cached_property

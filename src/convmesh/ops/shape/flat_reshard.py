@@ -39,6 +39,7 @@ class Flow:
 
     @cached_property
     def schedule(self) -> Schedule:
+        """The exchange between the owners of stripes and those of ranges."""
         assert self.line is not None
         schedule = flat_ranges(self.line, self.stripes, self.ranges)
         return schedule if self.into_ranges else schedule.transposed()
@@ -93,6 +94,7 @@ def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> 
 
 
 def _stripes(shape: Sequence[int], dims: Sequence[int], sharded_dim: int, mesh_sizes: tuple[int, ...]) -> Stripes:
+    """The elements of the merged dimensions `dims` that each rank owns if `sharded_dim` is sharded."""
     outer, inner = (prod(shape[dim] for dim in side) for side in ([d for d in dims if d < sharded_dim],
                                                                   [d for d in dims if d > sharded_dim]))  # fmt: skip
     return Stripes(outer, inner, Shards(shape[sharded_dim], mesh_sizes))
@@ -110,6 +112,7 @@ def _new_dim(dim: int, layout: Layout, shape: tuple[int, ...]) -> int | None:
 
 
 def _kept(placement: Placement, layout: Layout, shape: tuple[int, ...]) -> Placement:
+    """The placement of a dimension that keeps its shards, in the new shape."""
     if not isinstance(placement, Shard):
         return placement
     new = _new_dim(placement.dim, layout, shape)

@@ -132,6 +132,8 @@ def _apart(before: Placement, after: Placement, layout: Layout, shape: tuple[int
 
 
 def _choices(placement: Placement, layout: Layout) -> list[Placement]:
+    """Return the placements to try in place of this one: itself, Shard of any dimension of more than one index,
+    Replicate()."""
     if not isinstance(placement, Shard):
         return [placement]
     return [placement, *(Shard(dim) for dim in range(len(layout.shape)) if layout.shape[dim] > 1), Replicate()]
@@ -165,4 +167,5 @@ def _view_of_all(layout: Layout, placements: Placements, shape: tuple[int, ...])
 
 
 def is_strided(placement: Placement) -> bool:
+    """Whether this is torch's _StridedShard: a dimension that is sharded in another order than the mesh's."""
     return type(placement).__name__ == "_StridedShard"
