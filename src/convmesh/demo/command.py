@@ -1,4 +1,4 @@
-"""The command: trains, shows how it goes, writes the page and says where it is."""
+"""The command: trains, shows progress, writes the page and prints where it is."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .settings import DemoError, Settings, Shape, mesh_name
 
 
 def run(options: argparse.Namespace) -> int:
-    """0, or 1 with the reason on the screen."""
+    """Return the exit code: 0, or 1 with the reason printed."""
     console = Console()
     settings = Settings(**{f.name: getattr(options, f.name) for f in fields(Settings) if hasattr(options, f.name)})
     began = time.perf_counter()
     try:
-        load(settings)  # if there is no picture, it is known before any process starts
+        load(settings)  # fails before any process starts if there is no picture
         runs = _joined(settings, options, console) if joins_torchrun() else _spawned(settings, options, console)
     except DemoError as error:
         console.print(f"[bold red]The demo failed.[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
-    if runs is None:  # of torchrun's ranks, the first one writes the page
+    if runs is None:  # under torchrun only the first rank writes the page
         return 0
     report = Report(settings, runs, command(), time.perf_counter() - began)
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -44,13 +44,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _spawned(settings: Settings, options: argparse.Namespace, console: Console) -> Runs:
+    """Train on new processes, one run after the other."""
     shapes: list[Shape | None] = [*([] if options.mesh_only else [None]), *dict.fromkeys(options.mesh)]
     with _Steps(settings, shapes, console) as steps:
         return {shape: spawn(settings, shape, steps.done) for shape in shapes}
 
 
 def _joined(settings: Settings, options: argparse.Namespace, console: Console) -> Runs | None:
-    """torchrun gives one world, so there is one mesh: the last one that was asked for."""
+    """Train on torchrun's ranks: they are one world, so there is one mesh, the last one that was asked for."""
     shape, alone = options.mesh[-1], not options.mesh_only
     console.quiet = os.environ["RANK"] != "0"
     with _Steps(settings, [shape, *([None] if alone else [])], console) as steps:
@@ -58,7 +59,7 @@ def _joined(settings: Settings, options: argparse.Namespace, console: Console) -
 
 
 class _Steps(Progress):
-    """A bar for each run, with the loss of its latest step."""
+    """A progress bar for each run, with the loss of its latest step."""
 
     def __init__(self, settings: Settings, shapes: list[Shape | None], console: Console):
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -66,7 +67,7 @@ class _Steps(Progress):
         self.bars = {s: self.add_task(mesh_name(s), total=settings.steps, loss="", start=False) for s in shapes}
 
     def done(self, shape: Shape | None, loss: float | None) -> None:
-        """The run has begun, or it has made a step with this loss."""
+        """Record that a run has begun, or that it has made a step with this loss."""
         if loss is None:
             self.start_task(self.bars[shape])
         else:

@@ -1,4 +1,4 @@
-"""A look through the loupe at what each layer of the demo's network reads of other shards."""
+"""Close-ups of what each layer of the demo's network reads of other shards."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .picture import embedded
 from .settings import Shape
 from .traffic import Layer
 
-LOUPE = 28  # the side of a loupe's square, in pixels of the picture
+LOUPE = 28  # the side of a close-up, in pixels of the picture
 
 
 def loupes(picture: torch.Tensor, mesh: Shape, layers: list[Layer]) -> list[tuple[Layer, Markup]]:
-    """Where the shards meet, for each layer what the first and the last rank read beyond what they own."""
+    """Return a close-up of where shards meet for each layer with halos, showing the first and the last rank."""
     sizes = picture.shape[:2]
     (top, left), side = window(sizes, mesh, LOUPE)
     address = embedded(picture[top : top + side, left : left + side].contiguous(), lossless=True)
@@ -30,10 +30,12 @@ def loupes(picture: torch.Tensor, mesh: Shape, layers: list[Layer]) -> list[tupl
 
 
 def keys(mesh: Shape) -> Markup:
+    """Return the legend of the close-ups."""
     ranks = [rank for rank, _ in _pairs(mesh)]
     owned = [(f"rank {rank} owns", color(rank), "box") for rank in ranks]
     return legend(owned + [(f"rank {rank} reads", color(rank), "box dashed") for rank in ranks])
 
 
 def _pairs(mesh: Shape) -> list[tuple[int, Shape]]:
+    """(rank, coordinates) of the mesh's first and last rank."""
     return [(0, (0, 0)), (mesh[0] * mesh[1] - 1, (mesh[0] - 1, mesh[1] - 1))]

@@ -1,4 +1,4 @@
-"""Running the training on processes of this machine, or on those that torchrun has started."""
+"""Running the training on new processes of this machine, or on those that torchrun has started."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from .settings import AXES, DemoError, Settings, Shape, mesh_name
 from .training import Run, train
 
-Progress = Callable[[Shape | None, float | None], None]  # is told that a run begins, then the loss of every step
+Progress = Callable[[Shape | None, float | None], None]  # called when a run begins (None), then with each step's loss
 SILENCE = 300  # seconds without a step after which a run is given up
-# By glibc's own rules freed blocks below 32 MB may stay with the process, in a heap with holes, and the activations of
-# a rank are smaller than those of one process. With this both give back what they free, and peaks can be compared.
+# By default glibc may keep freed blocks below 32 MB in a fragmented heap, and the activations of a rank are smaller
+# than those of one process. With this setting both return what they free, so that peaks can be compared.
 ALLOCATION = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-WAIT_FOR_ONE = timedelta(hours=1)  # while the first rank trains alone, the others wait for it
+WAIT_FOR_ONE = timedelta(hours=1)  # how long the other ranks wait while the first one trains alone
 
 
 def spawn(settings: Settings, shape: Shape | None, progress: Progress) -> list[Run]:
-    """Train on new processes, one for each place of the mesh. If one fails, all are ended, and the error says why."""
+    """Train on new processes, one for each place of the mesh. If one fails, all are killed, and the error says why."""
     context = mp.get_context("spawn")
     ranks = 1 if shape is None else shape[0] * shape[1]
     workers: list[tuple[BaseProcess, Connection]] = []
@@ -44,7 +44,7 @@ def spawn(settings: Settings, shape: Shape | None, progress: Progress) -> list[R
                 process: BaseProcess = context.Process(target=_work, args=arguments, daemon=True)
                 with _environment(ALLOCATION):
                     process.start()
-                far_end.close()  # else the pipe would outlive the process, and its death would not show
+                far_end.close()  # else the pipe would outlive the process, and its death would go unnoticed
                 workers.append((process, pipe))
             progress(shape, None)
             return _collect(workers, mesh_name(shape), lambda loss: progress(shape, loss))
@@ -57,7 +57,7 @@ def spawn(settings: Settings, shape: Shape | None, progress: Progress) -> list[R
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """For processes that start within the block."""
+    """Set environment variables for processes that start within the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -71,6 +71,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _collect(workers: list[tuple[BaseProcess, Connection]], name: str, step: Callable[[float], None]) -> list[Run]:
+    """Receive the results of all workers; call `step` with each loss of rank 0."""
     results: dict[int, Run] = {}
     while len(results) < len(workers):
         open_pipes = {pipe: rank for rank, (_, pipe) in enumerate(workers) if rank not in results}
@@ -96,10 +97,10 @@ def _collect(workers: list[tuple[BaseProcess, Connection]], name: str, step: Cal
 
 
 def _work(settings: Settings, shape: Shape | None, rank: int, store: str, pipe: Connection) -> None:
-    """A process: sends ("step", loss) after each step, and at the end ("done", its run) or ("failed", why)."""
+    """Run one process: send ("step", loss) after each step, then ("done", its run) or ("failed", why)."""
 
     def send(kind: str, value: Any) -> None:
-        pipe.send_bytes(pickle.dumps((kind, value)))  # and not as multiprocessing sends tensors, by shared memory
+        pipe.send_bytes(pickle.dumps((kind, value)))  # multiprocessing itself would send tensors through shared memory
 
     ranks = 1 if shape is None else shape[0] * shape[1]
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
@@ -107,7 +108,7 @@ def _work(settings: Settings, shape: Shape | None, rank: int, store: str, pipe: 
         mesh = None
         if shape is not None:
             loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # a host name that does not resolve must not matter
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # works even if the host name does not resolve
             dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=SILENCE), ranks, rank)
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(AXES))
         run = train(settings, mesh, "cpu", lambda loss: send("step", loss))
@@ -115,7 +116,7 @@ def _work(settings: Settings, shape: Shape | None, rank: int, store: str, pipe: 
     except Exception:
         send("failed", traceback.format_exc())
     with suppress(EOFError, OSError):
-        pipe.recv_bytes()  # a rank that ended now would take the connections of the others with it
+        pipe.recv_bytes()  # a rank that exited now would break the connections of the others
 
 
 def joins_torchrun() -> bool:
@@ -123,7 +124,7 @@ def joins_torchrun() -> bool:
 
 
 def join(settings: Settings, shape: Shape, alone: bool, progress: Progress) -> dict[Shape | None, list[Run]] | None:
-    """Train on torchrun's processes and, if `alone`, on the first one by itself. Only the first one gets results."""
+    """Train on torchrun's processes and, if `alone`, also on the first one alone. Only that one returns results."""
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -146,10 +147,10 @@ def join(settings: Settings, shape: Shape, alone: bool, progress: Progress) -> d
     if alone and first:
         results = {None: [run_on(None)], **results}
     dist.barrier()
-    # Only if all went well: a rank that fails must end at once, so that torchrun ends the others.
+    # Only on success: a rank that fails must exit at once, so that torchrun kills the others.
     dist.destroy_process_group()
     return results if first else None
 
 
 def _nobody(shape: Shape | None, loss: float | None) -> None:
-    """Watches."""
+    """Ignore the progress."""

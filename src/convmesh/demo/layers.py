@@ -19,38 +19,40 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 @dataclass(frozen=True)
 class Sides:
-    """The two sides of a convolution whose first two spatial dimensions are sharded over the mesh."""
+    """Input and output of a convolution whose first two spatial dimensions are sharded over the mesh."""
 
-    along: tuple[ShardedDependence, ShardedDependence]  # of height and width
+    along: tuple[ShardedDependence, ShardedDependence]  # along height and width
     transposed: bool
     input: tuple[int, ...]
     output: tuple[int, ...]
-    learns_input: bool  # the input needs a gradient, which the picture does not
+    learns_input: bool  # whether the input needs a gradient (the picture does not)
 
     def reads(self, place: Sequence[int]) -> Box:
-        """What the rank at `place` of the mesh reads of the input, without the padding."""
+        """The box of the input that the rank at `place` of the mesh reads, without the padding."""
         return _needed(self._plans(self.transposed), place)
 
     def owns(self, place: Sequence[int]) -> Box:
+        """The box of the input that the rank at `place` of the mesh owns."""
         return tuple(plan.owned[rank] for plan, rank in zip(self._plans(self.transposed), place, strict=True))
 
     def least_bytes(self, element_size: int) -> int:
-        """What all ranks together have to send in a step.
+        """The least number of bytes that all ranks together have to send in a step.
 
-        Forward the part of the input that a rank reads and does not own; backward the same of the output's gradient,
-        for the gradient of the input. With these, the gradient of the weight needs nothing more. Where only that one
-        is wanted, one of the two has to be sent, if forward's was not kept: the smaller one.
+        Forward, each rank needs the part of the input that it reads and does not own; backward, the same of the
+        output's gradient, for the gradient of the input. The gradient of the weight then needs nothing more. Where only
+        the weight's gradient is wanted, one of the two must be sent, the smaller one, if the forward halo was not kept.
         """
         forward = _missing(self._plans(self.transposed)) * _deep(self.input)
         backward = _missing(self._plans(not self.transposed)) * _deep(self.output)
         return (forward + (backward if self.learns_input else min(forward, backward))) * element_size
 
     def _plans(self, coarse: bool) -> list[HaloPlan]:
+        """The halo plans of the fine (`coarse=False`) or the coarse side of the windows."""
         return [side.target_plan if coarse else side.source_plan for side in self.along]
 
 
 def sides_of(module: nn.Module, input: Sequence[int], output: Sequence[int], learns: bool, mesh: Shape) -> Sides | None:
-    """Of a convolution; nothing of any other layer."""
+    """Return the `Sides` of a convolution, None for any other layer."""
     transposed = isinstance(module, TRANSPOSED)
     if not transposed and not isinstance(module, CONVOLUTIONS):
         return None
@@ -65,6 +67,7 @@ def sides_of(module: nn.Module, input: Sequence[int], output: Sequence[int], lea
 
 
 def _needed(plans: Sequence[HaloPlan], place: Sequence[int]) -> Box:
+    """The box that the rank at `place` needs, without overhangs."""
     sides = []
     for plan, rank in zip(plans, place, strict=True):
         (needed,) = plan.needed.parts(rank)
@@ -73,7 +76,7 @@ def _needed(plans: Sequence[HaloPlan], place: Sequence[int]) -> Box:
 
 
 def _missing(plans: Sequence[HaloPlan]) -> int:
-    """How many pixels all ranks together read that others own."""
+    """How many pixels all ranks together read that other ranks own."""
     total = 0
     for place in product(*(range(len(plan.owned)) for plan in plans)):
         needed = _needed(plans, place)
@@ -83,5 +86,5 @@ def _missing(plans: Sequence[HaloPlan]) -> int:
 
 
 def _deep(shape: Sequence[int]) -> int:
-    """The elements of a pixel: samples x channels x further dimensions, which are not sharded."""
+    """The number of elements per pixel: samples x channels x further dimensions, which are not sharded."""
     return prod(shape) // (shape[2] * shape[3])

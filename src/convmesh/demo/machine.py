@@ -1,4 +1,4 @@
-"""Where a report was made, and how."""
+"""The machine and the command that a report was made with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .report import Report
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -27,7 +27,7 @@ def processor() -> str:
 
 
 def command() -> str:
-    """What was typed to make the report."""
+    """The command line that made the report."""
     options = shlex.join(sys.argv[1:])
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return f"convmesh {options}"

@@ -1,4 +1,4 @@
-"""The options of `convmesh demo`, which need none of the demo's packages."""
+"""The options of `convmesh demo`. Imports none of the demo's packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page: what the runs have told, as the template shows it."""
+"""The page: what the runs have reported, for the template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .training import Run
 
 COLORS = ("var(--two)", "var(--four)", "var(--six)")
 ONE = "var(--one)"
-LOOKS = [(11.0, ""), (5.0, ""), (2.4, "8 8"), (1.2, "2 4")]  # of curves that lie on each other
+LOOKS = [(11.0, ""), (5.0, ""), (2.4, "8 8"), (1.2, "2 4")]  # line width and dashes, as the curves coincide
 NEAR = 70  # pixels around the middle
 
 
@@ -48,6 +48,7 @@ def page(report: Report) -> str:
 
 
 def _cards(report: Report) -> list[tuple[str | Markup, str]]:
+    """Return (figure, caption) of the summary at the top of the page."""
     name = mesh_name(report.largest)
     cards: list[tuple[str | Markup, str]] = []
     if report.one is not None:
@@ -71,7 +72,7 @@ class _Shown(NamedTuple):
 
 
 def _pictures(run: Run, clean: torch.Tensor) -> tuple[list[_Shown], list[_Shown]]:
-    """All of them, and where the shards meet."""
+    """Return the full pictures, and close-ups of where the shards meet."""
     assert run.noisy is not None
     assert run.output is not None
     middle = [extent // 2 for extent in clean.shape[:2]]
@@ -85,6 +86,7 @@ def _pictures(run: Run, clean: torch.Tensor) -> tuple[list[_Shown], list[_Shown]
 
 
 def _losses(report: Report) -> dict[str, Any]:
+    """Return the charts of the losses, and of their differences from one process."""
     lines = [
         Curve(mesh_name(shape), runs[0].losses, _color(report, shape), *look)
         for (shape, runs), look in zip(report.runs.items(), LOOKS, strict=False)
@@ -99,6 +101,7 @@ def _losses(report: Report) -> dict[str, Any]:
 
 
 def _costs(report: Report) -> tuple[Markup, Markup]:
+    """Return the charts of peak memory and of step times."""
     memory, times = [], []
     for shape, runs in report.runs.items():
         for rank, run in enumerate(runs):

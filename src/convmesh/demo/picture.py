@@ -1,4 +1,4 @@
-"""The picture, and pictures as what a page can show."""
+"""Loading the picture, and embedding pictures in the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .settings import DemoError, Settings
 
 
 def load(settings: Settings) -> torch.Tensor:
-    """(1, 3, height, width), from 0 to 1. It lies inside the scikit-image package: nothing is downloaded."""
+    """Return the picture as `[1 3 H W]`, from 0 to 1. It is part of the scikit-image package: nothing is downloaded."""
     try:
         from skimage import data
     except ImportError as error:
@@ -25,12 +25,12 @@ def load(settings: Settings) -> torch.Tensor:
 
 
 def to_bytes(picture: torch.Tensor) -> torch.Tensor:
-    """(1, 3, height, width) of numbers -> (height, width, 3) of bytes."""
+    """`[1 3 H W]` of floats -> `[H W 3]` of bytes."""
     return picture[0].clamp(0, 1).mul(255).round().to(torch.uint8).movedim(0, -1).contiguous().cpu()
 
 
 def embedded(picture: torch.Tensor, lossless: bool = False) -> str:
-    """A (height, width, 3) picture as an address that has the picture in it."""
+    """Return a data URL of an `[H W 3]` picture."""
     from PIL import Image
 
     kind, options = ("png", {"optimize": True}) if lossless else ("jpeg", {"quality": 84})
@@ -41,6 +41,6 @@ def embedded(picture: torch.Tensor, lossless: bool = False) -> str:
 
 
 def psnr(picture: torch.Tensor, target: torch.Tensor) -> float:
-    """The peak signal-to-noise ratio of two (height, width, 3) pictures, in decibels."""
+    """Return the peak signal-to-noise ratio of two `[H W 3]` pictures, in decibels."""
     error = (picture.double() - target.double()).div(255).square().mean()
     return float(-10 * error.log10())

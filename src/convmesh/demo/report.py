@@ -1,4 +1,4 @@
-"""The numbers of a report, from what the runs have told."""
+"""The figures of a report, computed from what the runs have reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Runs = dict[Shape | None, list[Run]]
 
 @dataclass(frozen=True)
 class Report:
-    """All that the page tells. `runs` has the single process, if there was one, before the meshes."""
+    """The results of all runs. `runs` has the single process, if there was one, before the meshes."""
 
     settings: Settings
     runs: Runs
@@ -34,13 +34,13 @@ class Report:
         return self.runs[None][0] if None in self.runs else None
 
     def differences(self, shape: Shape) -> list[float]:
-        """Of each step's loss from that of one process, relative to it."""
+        """The relative difference of each step's loss from that of one process."""
         assert self.one is not None
         pairs = zip(self.runs[shape][0].losses, self.one.losses, strict=True)
         return [abs(loss - expected) / abs(expected) for loss, expected in pairs]
 
     def traffic(self, shape: Shape) -> list[tuple[Layer, int, int]]:
-        """(layer, bytes of halos that all ranks sent for it in a step, the least possible)"""
+        """Return (layer, bytes of halos that all ranks sent for it in a step, the least possible) for each layer."""
         element = 8 if self.settings.double else 4
         rows = []
         for ranks in zip(*(run.layers for run in self.runs[shape]), strict=True):
@@ -49,6 +49,7 @@ class Report:
         return rows
 
     def totals(self, shape: Shape) -> tuple[int, int]:
+        """Return the bytes of halos sent in a step, and the least possible, over all layers."""
         rows = self.traffic(shape)
         return sum(sent for _, sent, _ in rows), sum(least for _, _, least in rows)
 
@@ -56,5 +57,5 @@ class Report:
         return max(run.memory for run in self.runs[shape])
 
     def step_seconds(self, shape: Shape | None) -> float:
-        """A mesh is as slow as its slowest rank."""
+        """The median time of a step on the slowest rank."""
         return max(median(run.seconds) for run in self.runs[shape])

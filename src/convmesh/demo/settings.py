@@ -21,8 +21,10 @@ class DemoError(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
+    """The options of a training run."""
+
     picture: str = "hubble_deep_field"
-    crop: int | None = None  # the side of a square in the middle of the picture; all of it by default
+    crop: int | None = None  # the side of a square in the middle of the picture; by default the full picture
     steps: int = 12
     noise: float = 0.1  # its standard deviation, where white is 1
     channels: tuple[int, ...] = (12, 20, 28)
@@ -33,7 +35,7 @@ class Settings:
 
 
 def mesh_shape(text: str) -> Shape:
-    """`2x2`: 2 ranks along the height times 2 along the width."""
+    """Parse `2x2`: 2 ranks along the height times 2 along the width."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
         raise ValueError(f"{text!r} is no mesh: write ranks along the height x ranks along the width, such as 2x2")

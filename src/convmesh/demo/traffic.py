@@ -1,4 +1,4 @@
-"""What each layer of a network sends in a training step, seen from outside: by whoever started the collective."""
+"""What each layer of a network sends in a training step, observed by intercepting the collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOSS, WEIGHTS = "loss", "weight gradients"
 
 @dataclass
 class Layer:
-    """What this rank sends for one layer in a step, in bytes: for the halos, for sums, and in any other way."""
+    """The bytes that this rank sends for one layer in a step: for halos, for sums, and otherwise."""
 
     name: str
     kind: str
@@ -31,7 +31,7 @@ class Layer:
 
 
 def _kind(module: nn.Module) -> str:
-    """`Conv2d 3x3, stride 2`; of other layers their name."""
+    """For example `Conv2d 3x3, stride 2`; the class name for other layers."""
     if not isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
         return type(module).__name__
     kernel, stride = "x".join(map(str, module.kernel_size)), module.stride[0]
@@ -39,8 +39,10 @@ def _kind(module: nn.Module) -> str:
 
 
 class Watch(_torch.TorchDispatchMode):
-    """Books what every collective sends to the layer that is at work. `exchanged` knows which of it are halos: numbers
-    that are to be added up may go from each rank to each as well."""
+    """Attributes the bytes of every collective to the layer that is running.
+
+    `exchanged` tells which collectives are halo exchanges: values to be summed may use an all-to-all as well.
+    """
 
     def __init__(self, exchanged: Traffic) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ class Watch(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does itself is seen here afterwards
+            return NotImplemented  # DTensor's own collectives arrive here afterwards
         namespace, name = func._schema.name.split("::")
         if namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
             size = args[0].numel() * args[0].element_size()
@@ -62,6 +64,7 @@ class Watch(_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _use(self, collective: str) -> str:
+        """The kind of this collective: "halo", "sums" or "other"."""
         before, self.exchanges = self.exchanges, self.exchanged.exchanges
         if self.exchanges > before:
             return "halo"
@@ -69,9 +72,9 @@ class Watch(_torch.TorchDispatchMode):
 
 
 class _Labels:
-    """Says which layer is at work: forward by hooks of the modules, backward by hooks of the graph's nodes.
+    """Tracks which layer is running: in forward by module hooks, in backward by hooks of the autograd graph's nodes.
 
-    Modules have backward hooks too, but these do not let an in-place activation follow.
+    Modules have backward hooks too, but these do not allow an in-place activation after the module.
     """
 
     def __init__(self, watch: Watch, mesh: Shape):
@@ -79,6 +82,7 @@ class _Labels:
         self.known: set[Any] = set()
 
     def attach(self, name: str, module: nn.Module) -> list[Any]:
+        """Hook a module so that it becomes the running layer, and return the handles of the hooks."""
         layer = self.watch.layer(name, _kind(module))
 
         def enter(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -93,14 +97,14 @@ class _Labels:
         return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
 
     def book(self, start: Any, layer: Layer, stop: Any = None) -> None:
-        """From the node `start` back to what has been booked already, the backward pass works for `layer`."""
+        """Assign the nodes from `start` back to `stop`, or to nodes assigned before, to `layer`."""
         waiting = [start]
         while waiting:
             node = waiting.pop()
             if node is None or node is stop or node in self.known:
                 continue
             self.known.add(node)
-            collects = hasattr(node, "variable")  # the end of the graph, where a parameter collects its gradient
+            collects = hasattr(node, "variable")  # an AccumulateGrad node
             self._say(node, self.watch.layer(WEIGHTS, "") if collects else layer)
             waiting += [following for following, _ in node.next_functions]
 
@@ -112,7 +116,7 @@ class _Labels:
 
 
 def watch_step(model: nn.Module, forward: Callable[[], torch.Tensor], mesh: Shape) -> list[Layer]:
-    """One forward and backward pass: its layers in their order, then what belongs to none of them."""
+    """Run one forward and backward pass; return its layers in order, then the loss and the weight gradients."""
     with count_traffic() as exchanged:
         return _watched(Watch(exchanged), model, forward, mesh)
 

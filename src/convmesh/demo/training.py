@@ -1,4 +1,4 @@
-"""The training, written once: for one process without a mesh, for each rank with one."""
+"""The training loop, the same for one process without a mesh and for each rank of a mesh."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from . import picture
 from .settings import AXES, Settings
 from .traffic import Layer, watch_step
 
-# Adam takes a full step even where a gradient is nothing but rounding, unless it is small against this.
+# Adam takes a full step even for a gradient that is only rounding error, unless that is small against its epsilon.
 EPSILON = 1e-4
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one process reports of its training. Pictures and weights are full tensors, and only of the first rank."""
+    """What one process reports of its training. Pictures and weights are full tensors, and only on the first rank."""
 
     losses: list[float]
-    seconds: list[float]  # of each step
-    memory: int  # by how much the process, or what it uses of its GPU, grew at most while it trained
+    seconds: list[float]  # the time of each step
+    memory: int  # peak growth, in bytes, of the process's (or its GPU's) memory while it trained
     threads: int
     device: str
     layers: list[Layer]
@@ -39,7 +39,7 @@ class Run:
 
 
 def build(settings: Settings) -> UNet:
-    """It starts from no correction at all: its last layer begins with zeros."""
+    """Build the network. Its last layer is zero, so training starts from no correction at all."""
     model = UNet(2, 3, 3, settings.channels, settings.strides, convs=1)
     nn.init.zeros_(model.exit.weight)
     nn.init.zeros_(model.exit.bias)
@@ -47,9 +47,9 @@ def build(settings: Settings) -> UNet:
 
 
 def train(settings: Settings, mesh: DeviceMesh | None, device: str, report: Callable[[float], None]) -> Run:
-    """Adam on a picture with new noise in every step; `report` gets each step's loss.
+    """Train with Adam on a picture with new noise in every step; `report` gets each step's loss.
 
-    All that a mesh changes of the training is that the model is distributed and the picture sharded.
+    The only changes for a mesh are that the model is distributed and the picture is sharded.
     """
     torch.manual_seed(settings.seed)
     dtype = torch.float64 if settings.double else torch.float32
@@ -91,7 +91,7 @@ def train(settings: Settings, mesh: DeviceMesh | None, device: str, report: Call
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """For a report: training itself gathers nothing."""
+    """Return the full tensor, for the report: training itself gathers nothing."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

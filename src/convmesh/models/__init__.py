@@ -1,4 +1,4 @@
-"""Well-known networks in plain PyTorch: nothing in them knows of ranks, nor of convmesh."""
+"""Well-known networks in plain PyTorch: nothing in them depends on ranks or on convmesh."""
 
 from .convnext import ConvNeXt as ConvNeXt
 from .convnext import convnext_small as convnext_small

@@ -20,7 +20,7 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class Block(nn.Module):
-    """A depthwise 7x7 convolution, then a perceptron for each pixel, added to the input."""
+    """A depthwise 7x7 convolution, then an MLP per pixel, added to the input."""
 
     def __init__(self, channels: int, spatial_dims: int, layer_scale: float, stochastic_depth: float):
         super().__init__()
@@ -32,16 +32,16 @@ class Block(nn.Module):
         self.stochastic_depth = StochasticDepth(stochastic_depth)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.depthwise(x).movedim(1, -1)  # channels last, where Linear and LayerNorm want them
+        y = self.depthwise(x).movedim(1, -1)  # Linear and LayerNorm need channels last
         y = self.layer_scale * self.perceptron(self.norm(y))
         z: torch.Tensor = x + self.stochastic_depth(y.movedim(-1, 1))
         return z
 
 
 class ConvNeXt(nn.Module):
-    """`depths` blocks a stage of `dims` channels; a patch of 4x4 pixels is one pixel of the first stage.
+    """A ConvNeXt with `depths[i]` blocks of `dims[i]` channels in stage `i`, after a stem of `patch` x `patch` pixels.
 
-    `stochastic_depth` is the probability of the last block; those before it have less, growing evenly from 0.
+    `stochastic_depth` is the drop probability of the last block; it grows linearly from 0 at the first.
     """
 
     def __init__(

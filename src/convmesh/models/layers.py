@@ -1,4 +1,4 @@
-"""The layers of torch.nn by their number of spatial dimensions, and what several networks share."""
+"""torch.nn's layers by number of spatial dimensions, and modules that several networks share."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ MAX_POOLS: tuple[type[Any], ...] = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 
 
 def of_dims(layers: tuple[type[Any], ...], spatial_dims: int) -> type[Any]:
-    """The layer for 1, 2 or 3 spatial dimensions."""
+    """Return the layer for 1, 2 or 3 spatial dimensions."""
     if not 1 <= spatial_dims <= len(layers):
         raise ValueError(f"`spatial_dims` (={spatial_dims}) must be between 1 and {len(layers)}")
     return layers[spatial_dims - 1]
 
 
 class GlobalAverage(nn.Module):
-    """The mean over all spatial dimensions: (N, C, ...) -> (N, C)."""
+    """The mean over all spatial dimensions: `(N, C, ...) -> (N, C)`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.mean(tuple(range(2, x.dim())))
 
 
 class StochasticDepth(nn.Module):
-    """In training drops whole samples of a residual branch, and scales up the others so that the mean stays."""
+    """In training, drops a residual branch for whole samples, and scales the others up to keep the mean."""
 
     def __init__(self, probability: float):
         super().__init__()

@@ -11,13 +11,13 @@ from .layers import BATCH_NORMS, CONVOLUTIONS, MAX_POOLS, GlobalAverage, of_dims
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int, spatial_dims: int) -> list[nn.Module]:
-    """Without a bias, which the norm behind it would take away again."""
+    """Return a convolution without a bias, which the norm would cancel, and a batch norm."""
     convolution, norm = of_dims(CONVOLUTIONS, spatial_dims), of_dims(BATCH_NORMS, spatial_dims)
     return [convolution(inputs, outputs, kernel, stride, kernel // 2, bias=False), norm(outputs)]
 
 
 class Residual(nn.Module):
-    """`relu(branch(x) + x)`, where a 1x1 convolution brings `x` to the shape of the branch if it has another one."""
+    """`relu(branch(x) + x)`; a 1x1 convolution brings `x` to the shape of the branch if that differs."""
 
     def __init__(self, branch: nn.Module, inputs: int, outputs: int, stride: int, spatial_dims: int):
         super().__init__()
@@ -32,7 +32,7 @@ class Residual(nn.Module):
 
 
 def basic(inputs: int, width: int, stride: int, spatial_dims: int) -> Residual:
-    """Two 3x3 convolutions: the block of the shallow networks."""
+    """Two 3x3 convolutions: the block of the shallower networks."""
     branch = [
         *_convolution(inputs, width, 3, stride, spatial_dims),
         nn.ReLU(inplace=True),
@@ -42,7 +42,7 @@ def basic(inputs: int, width: int, stride: int, spatial_dims: int) -> Residual:
 
 
 def bottleneck(inputs: int, width: int, stride: int, spatial_dims: int) -> Residual:
-    """A 3x3 convolution on a quarter of the channels, between two 1x1 convolutions."""
+    """A 3x3 convolution on a quarter of the output channels, between two 1x1 convolutions."""
     branch = [
         *_convolution(inputs, width, 1, 1, spatial_dims),
         nn.ReLU(inplace=True),
@@ -54,7 +54,7 @@ def bottleneck(inputs: int, width: int, stride: int, spatial_dims: int) -> Resid
 
 
 class ResNet(nn.Module):
-    """`depths` residual blocks a stage; the first has `width` channels, and each further one twice as many."""
+    """A ResNet with `depths[i]` residual blocks in stage `i`, whose width is `width * 2**i`."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from .layers import CONVOLUTIONS, INSTANCE_NORMS, TRANSPOSED, of_dims
 
 
 def _convolutions(inputs: int, outputs: int, stride: int, count: int, spatial_dims: int) -> nn.Sequential:
-    """`count` times convolution, instance norm and activation, the first one with the stride."""
+    """Return `count` convolutions, each with instance norm and activation; the first has the stride."""
     convolution, norm = of_dims(CONVOLUTIONS, spatial_dims), of_dims(INSTANCE_NORMS, spatial_dims)
     layers: list[nn.Module] = []
     for number in range(count):
@@ -24,7 +24,7 @@ def _convolutions(inputs: int, outputs: int, stride: int, count: int, spatial_di
 
 
 class Level(nn.Module):
-    """Down by `stride`, through what is `below`, up again, and together with what came in from above."""
+    """Downsample by `stride`, apply the levels `below`, upsample, and concatenate with the input."""
 
     def __init__(self, above: int, channels: int, below: nn.Module, stride: int, convs: int, spatial_dims: int):
         super().__init__()
@@ -35,14 +35,14 @@ class Level(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.below(self.down(x))
-        # The size is said, because several sizes above have the same size below: the network takes any size.
+        # Several sizes have the same downsampled size, so it is given: the network accepts inputs of any size.
         up = self.up(y, output_size=x.shape[2:])
         z: torch.Tensor = self.join(torch.cat([x, up], 1))
         return z
 
 
 class UNet(nn.Module):
-    """`channels` of each level, from the top; `strides` between them; `convs` convolutions a level on either way."""
+    """A U-Net with `channels` per level (from the top), `strides` between levels, and `convs` convolutions per side."""
 
     def __init__(
         self,

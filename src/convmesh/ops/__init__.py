@@ -1,4 +1,4 @@
-"""The operators' rules: a folder for each family of docs/operators.md. Importing this package declares all of them."""
+"""Operator rules: one folder per family of docs/operators.md. Importing this package declares all of them."""
 
 from importlib import import_module
 from pkgutil import walk_packages

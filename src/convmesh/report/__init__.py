@@ -1,1 +1,1 @@
-"""What the pages of `convmesh plan`, `demo` and `selftest` are made of: charts, shards with halos, words, templates."""
+"""Building blocks of the pages of `convmesh plan`, `demo` and `selftest`: charts, shards, words, templates."""

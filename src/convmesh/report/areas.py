@@ -1,4 +1,4 @@
-"""A chart of parts that add up, over a course of events: what each point is, a strip of names below tells."""
+"""A stacked area chart over a sequence of events, with strips of names below it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from .charts import HEIGHT, WIDTH
 
 @dataclass(frozen=True)
 class Point:
-    """`values` are those of the parts, in their order; `group` is the segment of the strip it belongs to."""
+    """One event: the values of the stacked parts, and the names of its segments in the two strips below."""
 
     values: Sequence[float]
     group: str
     band: str
-    words: str  # shown where somebody points at it
+    words: str  # the tooltip
 
 
 def areas(
     points: Sequence[Point], parts: Sequence[tuple[str, str]], words: Callable[[float], str],
     limit: tuple[float, str] | None = None,
 ) -> Markup:  # fmt: skip
-    """`parts` are (name, color), the lowest first. `limit` is a line that may be far above what is drawn."""
+    """Draw the chart.
+
+    `parts` are (name, color) from the bottom up. `words` formats the labels of the axis. `limit` (value, label) is a
+    line, which is left out if it is far above what is drawn.
+    """
     highest = max(sum(point.values) for point in points) or 1.0
     ticks = _ticks(highest)
     shows_limit = limit is not None and limit[0] <= 2.5 * highest
@@ -59,6 +63,7 @@ def areas(
 
 
 def _area(points: Sequence[Point], number: int, name: str, color: str, y: Callable[[float], float]) -> str:
+    """Draw one part; nothing if it is 0 everywhere."""
     step = WIDTH / len(points)
     above = [(at, y(sum(point.values[: number + 1]))) for at, point in enumerate(points)]
     below = [(at, y(sum(point.values[:number]))) for at, point in enumerate(points)]
@@ -70,7 +75,7 @@ def _area(points: Sequence[Point], number: int, name: str, color: str, y: Callab
 
 
 def _marker(points: Sequence[Point], y: Callable[[float], float]) -> str:
-    """At the highest point, what it is."""
+    """Label the highest point with the first line of its tooltip."""
     at = max(range(len(points)), key=lambda number: sum(points[number].values))
     left, top = (at + 0.5) / len(points), y(sum(points[at].values)) / HEIGHT
     side = "right" if left > 0.5 else "left"
@@ -79,16 +84,17 @@ def _marker(points: Sequence[Point], y: Callable[[float], float]) -> str:
 
 
 def _strip(points: Sequence[Point], css: str, key: Callable[[Point], str]) -> str:
+    """Draw a strip of names: neighbouring points with the same `key` share a cell."""
     cells = []
     for name, members in groupby(points, key=key):
         count = len(list(members))
-        said = name if count >= len(points) * 0.012 * min(len(name), 5) else ""  # else only where somebody points at it
+        said = name if count >= len(points) * 0.012 * min(len(name), 5) else ""  # else only as a tooltip
         cells.append(f'<span style="flex: {count} 0 0" title="{escape(name)}">{escape(said)}&#8203;</span>')
     return f'<div class="{css}">{"".join(cells)}</div>'
 
 
 def _ticks(highest: float) -> list[float]:
-    """Three to six round numbers from zero on."""
+    """Return three to six round numbers, from zero up to `highest`."""
     unit = 1.0
     while unit * 10 <= highest:
         unit *= 10

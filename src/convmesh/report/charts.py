@@ -1,4 +1,4 @@
-"""Charts as HTML: SVG for what is drawn, which stretches to any width, and text beside it, which does not."""
+"""Charts as HTML: SVG for the drawing, which stretches to any width, with the text beside it, which does not."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ WIDTH, HEIGHT = 1000.0, 100.0  # of a drawing, in its own units
 
 @dataclass(frozen=True)
 class Curve:
+    """A line of a chart: its values, and how it looks."""
+
     name: str
     values: Sequence[float]
     color: str
@@ -22,7 +24,7 @@ class Curve:
 
 
 def legend(entries: Sequence[tuple[str, str, str]]) -> Markup:
-    """(name, color, look): the look is a line if it is empty, else a box."""
+    """Return a legend of (name, color, look) entries. An empty look gives a line, otherwise a box of that CSS class."""
     marks = (
         f'<span><i class="{look}" style="border-color: {color}; --color: {color}"></i>{escape(name)}</span>'
         for name, color, look in entries
@@ -31,7 +33,7 @@ def legend(entries: Sequence[tuple[str, str, str]]) -> Markup:
 
 
 def curves(lines: Sequence[Curve], css: str = "") -> Markup:
-    """Over the number of the step, on a logarithmic scale; numbers that are not positive lie on its lower end."""
+    """Plot lines over the step number, on a logarithmic scale; values <= 0 are drawn at its lower end."""
     positive = [value for line in lines for value in line.values if value > 0] or [1.0]
     low, high = log10(min(positive)), log10(max(positive))
     ticks = _ticks(low, high)
@@ -65,7 +67,7 @@ def _path(line: Curve, points: Sequence[tuple[float, float]]) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers around the range from 10**low to 10**high: powers of ten, with steps between them if few."""
+    """Return round numbers around the range from 10**low to 10**high: powers of ten, if few with steps between them."""
     powers = range(floor(low), ceil(high) + 1)
     steps = (1, 2, 5) if len(powers) <= 3 else (1,)
     numbers = [step * 10.0**power for power in powers for step in steps]
@@ -85,7 +87,7 @@ def _short(number: float) -> str:
 
 
 def bars(rows: Sequence[tuple[str, float, str, str]]) -> Markup:
-    """(name, number, the same in words, color): lengths from zero on one scale."""
+    """Return a bar chart of (name, value, label, color) rows, on one scale from zero."""
     longest = max(number for _, number, _, _ in rows) or 1.0
     cells = (
         f'<span>{escape(name)}</span><div><i style="width: {number / longest:.2%}; background: {color}"></i></div>'
@@ -96,7 +98,7 @@ def bars(rows: Sequence[tuple[str, float, str, str]]) -> Markup:
 
 
 def stacked(parts: Sequence[tuple[str, float, str]], whole: float | None = None) -> Markup:
-    """(name, number, color): one bar of all parts; what is left to `whole` stays empty."""
+    """Return one bar of (name, value, color) parts; if they add up to less than `whole`, the rest stays empty."""
     total = whole or sum(number for _, number, _ in parts) or 1.0
     cells = (
         f'<i style="width: {number / total:.3%}; background: {color}" title="{escape(name)}"></i>'

@@ -1,4 +1,4 @@
-"""A page: one file with everything in it, that needs no network and no script."""
+"""Self-contained HTML pages: they need neither network nor scripts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import words
 
 
 def render(package: str, template: str, **values: Any) -> str:
-    """A template of a package, which may use those of this one."""
+    """Render a template of a package; it may include templates of this package."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader(__package__)]),
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
@@ -23,5 +23,6 @@ def render(package: str, template: str, **values: Any) -> str:
 
 
 def scientific(number: float) -> Markup:
+    """Format a number like `1.2·10⁻³`, as HTML."""
     digits, power = f"{number:.1e}".split("e")
     return Markup(f"{digits}&middot;10<sup>{int(power)}</sup>" if number else "0")

@@ -1,4 +1,4 @@
-"""Pictures of a tensor in shards: a plane, a volume, and a look through the loupe at what a rank reads of others."""
+"""Drawings of a sharded tensor: a plane, a volume, and a close-up of what a rank reads of others."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from markupsafe import Markup
 from ..geometry import Box, shards
 
 RANKS = ("#4f9dff", "#ff9d4f", "#5fd38d", "#f06fb0", "#c59bff", "#ffd84f", "#4fe0e0", "#ff7a7a")
-_SLANT = 0.5, 0.42  # how far one index of depth goes to the right and up, in indices of width and height
-MOST_TAGS, MOST_ACROSS = 16, 4  # ranks whose names are written into their shards, in all and side by side
-FLATTEST = 6  # a plane that is narrower is not drawn to scale: a line of indices would not be seen
+_SLANT = 0.5, 0.42  # how far one index of depth is drawn to the right and up, in indices of width and height
+MOST_TAGS, MOST_ACROSS = 16, 4  # up to this many ranks, in all and side by side, shards show their rank
+FLATTEST = 6  # the largest aspect ratio that is drawn to scale: a flatter plane would be invisible
 
 
 def color(rank: int) -> str:
+    """The color of a rank."""
     return RANKS[rank % len(RANKS)]
 
 
 def plane(sizes: Sequence[int], parts: Sequence[int], picture: str | None = None, halo: Box | None = None) -> Markup:
-    """Height and width in shards, over a picture if there is one; `halo` is what a rank reads."""
+    """Draw the shards of a plane (height, width), over a picture if given; `halo` is the box that a rank reads."""
     height, width = sizes
     boxes, tags = [], []
     for rank, (down, across) in enumerate(product(range(parts[0]), range(parts[1]))):
@@ -43,7 +44,7 @@ def plane(sizes: Sequence[int], parts: Sequence[int], picture: str | None = None
 
 
 def volume(sizes: Sequence[int], parts: Sequence[int], halo: Box | None = None) -> Markup:
-    """Depth, height and width in shards, seen from the front, the right and above; one rank's reads drawn through."""
+    """Draw the shards of a volume (depth, height, width) from the front, right and top; `halo` is what a rank reads."""
     depth, height, width = sizes
     right, up = _SLANT
     view = width + depth * right, height + depth * up
@@ -71,12 +72,13 @@ Corner = tuple[float, float, float]  # depth, height, width
 
 
 def _points(corners: Sequence[Corner], sizes: Sequence[int]) -> str:
+    """Project corners onto the page, as SVG points."""
     right, up = _SLANT
     return " ".join(f"{w + d * right:.2f},{h + (sizes[0] - d) * up:.2f}" for d, h, w in corners)
 
 
 def _visible(box: Box, place: Sequence[int], parts: Sequence[int]) -> list[tuple[list[Corner], str]]:
-    """The faces of a shard that lie on the volume's front, top and right, each with its shade."""
+    """Return the faces of a shard on the front, top and right of the volume, each with its shade."""
     (d0, d1), (h0, h1), (w0, w1) = ((side.start, side.stop) for side in box)
     faces: list[tuple[list[Corner], str]] = []
     if place[0] == 0:
@@ -89,7 +91,7 @@ def _visible(box: Box, place: Sequence[int], parts: Sequence[int]) -> list[tuple
 
 
 def _edges(box: Box) -> list[list[Corner]]:
-    """Front and back, and what joins them."""
+    """Return the edges of a box as lines: its front, its back, and what connects them."""
     (d0, d1), (h0, h1), (w0, w1) = ((side.start, side.stop) for side in box)
     around: list[tuple[float, float]] = [(h0, w0), (h0, w1), (h1, w1), (h1, w0), (h0, w0)]
     return [
@@ -102,8 +104,10 @@ def _edges(box: Box) -> list[list[Corner]]:
 def loupe(
     ranks: Sequence[tuple[int, Box, Box]], corner: tuple[int, int], side: int, scale: float, picture: str | None = None
 ) -> Markup:
-    """A square of `side` pixels at `corner`, with (rank, what it owns, what it reads) of a layer whose own pixels are
-    `scale` pixels wide."""
+    """Draw a close-up of a square of `side` pixels at `corner`.
+
+    `ranks` are (rank, box that it owns, box that it reads) in a layer whose own pixels are `scale` pixels wide.
+    """
     top, left = corner
     drawn = "".join(
         rectangle(owned, color(rank), 0, scale) + rectangle(read, color(rank), 0.38, scale, dashed=True)
@@ -125,6 +129,7 @@ def _steps(side: int, scale: float) -> list[float]:
 
 
 def rectangle(box: Box, stroke: str, opacity: float, scale: float = 1.0, dashed: bool = False) -> str:
+    """Return an SVG rectangle."""
     rows, columns = box
     look = f'fill="{stroke}" fill-opacity="{opacity:g}"' if opacity else 'fill="none"'
     dashes = ' stroke-dasharray="4 3"' if dashed else ""
@@ -135,7 +140,7 @@ def rectangle(box: Box, stroke: str, opacity: float, scale: float = 1.0, dashed:
 
 
 def window(sizes: Sequence[int], parts: Sequence[int], side: int) -> tuple[tuple[int, int], int]:
-    """The corner and the side of a square where the shards of a plane meet."""
+    """Return the corner and the side of a square where the shards of a plane meet."""
     stops = [shards(size, (count,))[0].stop for size, count in zip(sizes, parts, strict=True)]
     middle = [stop if stop < size else size // 2 for stop, size in zip(stops, sizes, strict=True)]
     side = min(side, *sizes)

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formatting numbers for people."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def number(value: float) -> str:
-    """To three digits that matter, and no power of ten: `0.00123`, `12.3`, `1,235`."""
+    """Format to three significant digits, without an exponent: `0.00123`, `12.3`, `1,235`."""
     digits = 2 - floor(log10(value)) if value > 0 else 0
     return f"{value:,.{max(0, digits)}f}"
 
 
 def size(count: float) -> str:
-    """Bytes."""
+    """Format a number of bytes: `1.23 MB`."""
     unit = 0
     while count >= 999.5 and unit < len(_UNITS) - 1:
         count /= 1000
         unit += 1
-    digits = 0 if unit == 0 or count <= 0 else max(0, 2 - int(log10(count)))  # three that matter
+    digits = 0 if unit == 0 or count <= 0 else max(0, 2 - int(log10(count)))  # three significant ones
     return f"{count:.{digits}f} {_UNITS[unit]}"
 
 
 def duration(seconds: float) -> str:
+    """Format seconds: `1.23 s`, `12.3 ms`, `123 µs`."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         value = seconds * factor
         if value >= 1 or unit == "µs":

@@ -1,1 +1,1 @@
-"""`convmesh selftest`: whether this library is right on the hardware at hand, and how fast its parts are there."""
+"""`convmesh selftest`: checks that results are exact on the hardware at hand, and measures how fast its parts are."""

@@ -1,4 +1,4 @@
-"""The command: starts ranks where torchrun has not, runs all parts on them, and writes what was found."""
+"""The command: starts ranks unless torchrun has, runs all parts on them, and writes the report."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .terminal import show
 from .timing import Stopwatch
 from .topology import Place, Topology
 
-TIMEOUT = timedelta(seconds=60)  # for a rank that has failed while others wait
+TIMEOUT = timedelta(seconds=60)  # after which the others stop waiting for a rank that has failed
 T = TypeVar("T")
 
 
 def run(options: argparse.Namespace) -> int:
-    """0, or 1 where something is wrong; 2 for functions that there are not."""
+    """Return the exit code: 0, or 1 if something is wrong, or 2 for unknown function names."""
     unknown = sorted(set(options.only or ()) - set(ALL_FUNCTIONS))
     if unknown:
         print(f"convmesh selftest: no function {', '.join(unknown)}; there are {', '.join(ALL_FUNCTIONS)}",
@@ -57,7 +57,7 @@ def _start(options: argparse.Namespace) -> int:
 
 
 def _accelerator() -> str | None:
-    """The type of devices beside the CPU that have a backend for their messages."""
+    """Return the device type of the accelerator, if it has a communication backend of its own."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or dist.get_default_backend_for_device(found) == dist.get_default_backend_for_device("cpu"):
         return None
@@ -65,7 +65,7 @@ def _accelerator() -> str | None:
 
 
 def _device() -> torch.device:
-    """One for each rank, if the machine has so many; the CPU otherwise."""
+    """Return this rank's device: one accelerator per rank if the machine has enough, else the CPU."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     kind = _accelerator()
@@ -76,6 +76,7 @@ def _device() -> torch.device:
 
 
 def _as_rank(options: argparse.Namespace) -> int:
+    """Run the test as one rank of an existing world, and return the exit code."""
     began, device = time.perf_counter(), _device()
     dist.init_process_group(dist.get_default_backend_for_device(device), timeout=TIMEOUT)
     console = Console(quiet=dist.get_rank() != 0)
@@ -90,13 +91,13 @@ def _as_rank(options: argparse.Namespace) -> int:
     report.seconds = time.perf_counter() - began
     if dist.get_rank() == 0:
         _write(report, options, console)
-    if not report.failure:  # else others may not come
+    if not report.failure:  # else other ranks may not get here
         dist.destroy_process_group()
     return int(report.wrong)
 
 
 def _fill(report: Report, watch: Stopwatch, options: argparse.Namespace, console: Console) -> None:
-    """Each part is measured on all ranks, which then know what all have found."""
+    """Run each part on all ranks; all of them get everyone's results."""
     ranks, hosts, quick = dist.get_world_size(), report.topology.hosts, options.quick
     line = init_device_mesh(watch.device.type, (ranks,), mesh_dim_names=("h",))
     with console.status("every operator family against one device"):
@@ -121,7 +122,7 @@ def _fill(report: Report, watch: Stopwatch, options: argparse.Namespace, console
 
 
 def _exactness(line: DeviceMesh, device: torch.device, names: Sequence[str]) -> list[exactness.Exactness]:
-    """On a line of ranks, and on a mesh of two dimensions where there are enough."""
+    """Check on a 1-d mesh, and on a 2-d mesh if there are enough ranks."""
     meshes: list[tuple[DeviceMesh, tuple[int, ...]]] = [(line, (2,))]
     if line.size() % 2 == 0 and line.size() > 2:
         meshes.append((init_device_mesh(device.type, (line.size() // 2, 2), mesh_dim_names=("h", "w")), (2, 3)))
@@ -134,13 +135,14 @@ def _exactness(line: DeviceMesh, device: torch.device, names: Sequence[str]) -> 
 
 
 def _told(value: T) -> list[T]:
-    """What every rank says."""
+    """All-gather an object: return every rank's value."""
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, value)
     return said
 
 
 def _write(report: Report, options: argparse.Namespace, console: Console) -> None:
+    """Write the report as text, as a page and, if measured, the device's figures."""
     options.out.mkdir(parents=True, exist_ok=True)
     said = show(report, console)
     (options.out / "report.txt").write_text(said, encoding="utf-8")

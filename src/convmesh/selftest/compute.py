@@ -1,4 +1,4 @@
-"""What the device of this rank computes by itself: arithmetic by dtype, and memory."""
+"""What this rank's device does by itself: arithmetic by dtype, and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG_ENOUGH = 0.01  # seconds
 
 
 def flops(watch: Stopwatch) -> dict[str, float]:
-    """Operations a second of a matrix product that takes long enough, for each dtype."""
+    """Return operations per second by dtype, of a matrix product that takes long enough to measure."""
     found = {}
     for dtype in DTYPES:
         side, seconds = 128, 0.0
@@ -27,14 +27,14 @@ def flops(watch: Stopwatch) -> dict[str, float]:
 
 
 def memory_bandwidth(watch: Stopwatch, elements: int) -> float:
-    """Bytes a second, read and written, of a copy."""
+    """Return bytes per second, read plus written, of a copy."""
     source = torch.ones(elements, device=watch.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / watch.seconds(lambda: target.copy_(source))
 
 
 def memory(device: torch.device, local_ranks: int) -> int:
-    """Bytes of the device's memory; of a machine's, this rank's share."""
+    """Return the device's memory in bytes; for a CPU, this rank's share of the machine's."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_ranks
     return int(torch.accelerator.get_memory_info(device)[1])

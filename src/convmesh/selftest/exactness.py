@@ -1,4 +1,4 @@
-"""A function of every operator family, sharded, against one device: as exact as that device is itself."""
+"""Compares one function per operator family, sharded, with one device: it must be as exact as that device is itself."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ..comm import CommunicationError
 from ..sharding import registry
 from .functions import ALL_FUNCTIONS, RANDOM, SHAPE
 
-# A sharded result may be so many times as far from the exact one as one device's is, and so many units of roundoff
-# more: sums are added up in another order. A wrong element of a halo is off by about the scale itself.
+# A sharded result may have this multiple of one device's error, plus this many units of roundoff: sums are
+# added in another order. A wrong element of a halo is off by about the scale itself.
 TIMES, ROUNDINGS = 8, 100
 DTYPES = (torch.float64, torch.float32)
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """How far a function's results and gradients are from one device's."""
+    """How far a function's results and gradients are from those of one device."""
 
     function: str
     dtype: str
     mesh: tuple[int, ...]
-    families: frozenset[str] = frozenset()  # of the rules that ran
-    error: float = 0.0  # the greatest difference from one device, in parts of what is allowed
-    failure: str = ""  # what was raised instead
+    families: frozenset[str] = frozenset()  # the operator families of the rules that ran
+    error: float = 0.0  # the greatest difference from one device, as a fraction of what is allowed
+    failure: str = ""  # the traceback, if it raised
 
     @property
     def right(self) -> bool:
@@ -41,7 +41,7 @@ class Exactness:
 
 @dataclass
 class Example:
-    """A function on plain tensors of this device: the results that sharded ones are compared with."""
+    """A function, its plain inputs on this device, and the results to compare sharded ones with."""
 
     name: str
     device: torch.device
@@ -56,35 +56,36 @@ class Example:
         made = [torch.randn(shape, generator=generator) for shape in (SHAPE, *shapes)]
         self.leaves = [tensor.to(self.device, self.dtype) for tensor in made]
         self.wanted = [one.detach() for one in results(self.function, self.leaves)]
-        drawn = self.name in RANDOM  # another dtype draws other numbers
+        drawn = self.name in RANDOM  # in another dtype other numbers are drawn
         exact = self.wanted if drawn else results(self.function, [tensor.double() for tensor in made])
         self.allowed = [self._allowed(*pair) for pair in zip(self.wanted, exact, strict=True)]
 
     def _allowed(self, found: torch.Tensor, exact: torch.Tensor) -> float:
+        """The greatest error that is allowed, for one device's result and the exact one (in float64)."""
         exact = exact.detach().to(self.device, torch.float64)
         scale = exact.abs().max().item()
         return TIMES * (found - exact).abs().max().item() + ROUNDINGS * torch.finfo(self.dtype).eps * scale
 
     def placed(self, mesh: DeviceMesh, sharded: Sequence[int]) -> list[DTensor]:
-        """The tensors on a mesh, whose dimensions shard these of the first one."""
+        """Return the inputs on a mesh: its dimensions shard the dimensions `sharded` of the first one."""
         first, *others = self.leaves
         over_space = distribute_tensor(first, mesh, [Shard(dim) for dim in sharded], src_data_rank=None)
         return [over_space, *(distribute_tensor(leaf, mesh, src_data_rank=None) for leaf in others)]
 
     def error(self, found: Sequence[torch.Tensor]) -> float:
-        """This rank's greatest error, in parts of what is allowed. All ranks call this."""
+        """Return this rank's greatest error, as a fraction of what is allowed. All ranks must call this."""
         return max(_error(*one) for one in zip(found, self.wanted, self.allowed, strict=True))
 
 
 def results(function: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What a function returns, and its gradients."""
+    """Return the function's output and its gradients."""
     leaves = [tensor.requires_grad_() for tensor in tensors]
     output = function(*leaves)
     return [output, *torch.autograd.grad(output, leaves, _numbers(output) if output.dim() else None)]
 
 
 def _numbers(like: torch.Tensor) -> torch.Tensor:
-    """Of this shape, placed as a gradient of `like` is."""
+    """Return fixed values for the output's gradient, with the placements that it needs."""
     numbers = torch.linspace(-1, 2, like.numel(), dtype=like.dtype, device=like.device).reshape(like.shape)
     if not isinstance(like, DTensor):
         return numbers
@@ -92,10 +93,12 @@ def _numbers(like: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(tensor: DTensor) -> list[Placement]:
+    """The tensor's placements, with Replicate() in place of Partial."""
     return [Replicate() if isinstance(one, Partial) else one for one in tensor.placements]
 
 
 def _error(found: Any, wanted: torch.Tensor, allowed: float) -> float:
+    """Return one result's greatest error on this rank, as a fraction of what is allowed."""
     assert isinstance(found, DTensor)
     assert found.shape == wanted.shape, f"a result of {tuple(found.shape)}, and one device has {tuple(wanted.shape)}"
     placements = _summed(found)
@@ -108,7 +111,7 @@ def _error(found: Any, wanted: torch.Tensor, allowed: float) -> float:
 
 
 def check(name: str, dtype: torch.dtype, mesh: DeviceMesh, dims: Sequence[int], device: torch.device) -> Exactness:
-    """This rank's verdict on a function. What it raises is a verdict, too, unless it concerns the communication."""
+    """Return this rank's verdict on a function. An exception is a verdict too, unless communication failed."""
     known, families = registry.declared(), set()
 
     def ran(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,6 +135,6 @@ def check(name: str, dtype: torch.dtype, mesh: DeviceMesh, dims: Sequence[int], 
 
 
 def worst(verdicts: Sequence[Exactness]) -> Exactness:
-    """Of all ranks' verdicts on one function."""
+    """Return the worst of all ranks' verdicts on one function."""
     failed = [one for one in verdicts if one.failure]
     return failed[0] if failed else max(verdicts, key=lambda one: one.error)

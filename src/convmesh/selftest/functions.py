@@ -1,4 +1,4 @@
-"""A function of every operator family, of an input that is sharded over space, and of tensors that are replicated."""
+"""At least one function for every operator family. The first input is sharded over space, the others are replicated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def classified(x: torch.Tensor) -> torch.Tensor:
 
 CHANNEL = ((SHAPE[1],), (SHAPE[1],))
 Function = Callable[..., torch.Tensor]
-# A function of the sharded input, and the shapes of the other tensors that it takes, which are replicated.
+# name: (function, shapes of its replicated inputs)
 FUNCTIONS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "max_pool": (lambda x: F.max_pool2d(x, 3, 2, 1), ()),
     "avg_pool": (lambda x: F.avg_pool2d(x, 3, 2, 1), ()),
@@ -97,8 +97,7 @@ def stepped(x: torch.Tensor) -> torch.Tensor:
     return x * momentum
 
 
-# And of those families of which a compiler takes no such function in one graph, or which have tests of compiled code of
-# their own.
+# Also for families whose functions do not compile into one graph, or that have their own tests of compiled code.
 ALL_FUNCTIONS = FUNCTIONS | {
     "convolution": (lambda x, w: F.conv2d(x, w, stride=2, padding=1), ((3, SHAPE[1], 3, 3),)),
     "sort": (lambda x: x.sort(2).values, ()),
@@ -109,5 +108,5 @@ ALL_FUNCTIONS = FUNCTIONS | {
     "foreach": (stepped, ()),
 }
 
-# Of these another dtype, or another device, draws other numbers.
+# These draw other numbers in another dtype or on another device.
 RANDOM = frozenset({"dropout"})

@@ -1,4 +1,4 @@
-"""Halos between neighbours: how long one takes, how many bytes a second, and whether work goes on meanwhile."""
+"""Halos between neighbours: latency, bandwidth, and whether an exchange overlaps with work."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .. import comm
 from ..geometry import HaloPlan, Interval, Reads, Shards
 from .timing import Stopwatch
 
-SMALL, LARGE = 256, 2**22  # elements of float32: 1 kB tells the latency, 16 MB the bandwidth
+SMALL, LARGE = 256, 2**22  # float32 elements: 1 kB for the latency, 16 MB for the bandwidth
 QUICK_LARGE = 2**16
-MOST_PAIRS = 16  # each needs a process group of its own
+MOST_PAIRS = 16  # each needs its own process group
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between two ranks that are neighbours: seconds of a halo of nearly nothing, and bytes a second of a large one."""
+    """Between two neighbouring ranks: seconds for a tiny halo, and bytes per second for a large one."""
 
     ranks: tuple[int, int]
     between_hosts: bool
@@ -28,7 +28,7 @@ class Link:
 
 
 class Halos:
-    """Each of a line of ranks needs one row of its neighbours', of so many elements."""
+    """A line of ranks where each needs one row of `elements` from each neighbour."""
 
     def __init__(self, group: dist.ProcessGroup, elements: int, device: torch.device):
         ranks, here = group.size(), group.rank()
@@ -47,11 +47,12 @@ class Halos:
 
 
 def _wider(part: Interval) -> Interval:
+    """The interval, extended by one index at both ends."""
     return Interval(part.start - 1, part.stop + 1)
 
 
 def neighbours(hosts: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of ranks in a row: all of them if they are few, else those between hosts first, then some of each kind."""
+    """Return all pairs of neighbouring ranks; if they are too many, pairs between hosts first, then within hosts."""
     pairs = [(rank, rank + 1) for rank in range(len(hosts) - 1)]
     apart = [pair for pair in pairs if hosts[pair[0]] != hosts[pair[1]]][: MOST_PAIRS // 2]
     inside = [pair for pair in pairs if hosts[pair[0]] == hosts[pair[1]]]
@@ -59,7 +60,7 @@ def neighbours(hosts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def measure_links(watch: Stopwatch, hosts: Sequence[int], large: int) -> list[Link]:
-    """This rank's links, each measured while no other link of either rank is in use. All ranks call this."""
+    """Measure this rank's links, each while no other link of either rank is in use. All ranks must call this."""
     pairs = neighbours(hosts)
     groups = {pair: dist.new_group(list(pair)) for pair in pairs}
     found = []
@@ -81,7 +82,7 @@ def _measured(watch: Stopwatch, ranks: tuple[int, int], apart: bool, group: dist
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of an exchange, of work on this rank that takes about as long, and of both at once."""
+    """Seconds of an exchange, of local work that takes about as long, and of both at once."""
 
     exchange: float
     work: float
@@ -89,12 +90,12 @@ class Overlap:
 
     @property
     def hidden(self) -> float:
-        """The part of the shorter one that the other hides."""
+        """The fraction of the shorter one that is hidden behind the other."""
         return min(1.0, max(0.0, (self.exchange + self.work - self.both) / min(self.exchange, self.work)))
 
 
 def measure_overlap(watch: Stopwatch, elements: int) -> Overlap:
-    """All ranks call this."""
+    """Measure how much of an exchange is hidden behind work. All ranks must call this."""
     world = dist.group.WORLD
     assert world is not None
     halos, matrix = Halos(world, elements, watch.device), torch.randn(256, 256, device=watch.device)

@@ -1,4 +1,4 @@
-"""The options of `convmesh selftest`, which need none of its packages."""
+"""The options of `convmesh selftest`. Imports none of its packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page as HTML: what was found, pictures of it, and the text for an issue."""
+"""The HTML page: findings, charts, and the text for an issue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tables import tables
 
 
 def page(report: Report, text: str) -> str:
-    """`text` is what the terminal shows."""
+    """Render the page; `text` is what the terminal shows."""
     return render(
         __package__, "selftest.html", report=report, findings=report.findings(), tables=list(tables(report)), text=text,
         pictures=_pictures(report),
@@ -20,6 +20,7 @@ def page(report: Report, text: str) -> str:
 
 
 def _pictures(report: Report) -> list[tuple[str, Markup]]:
+    """Return (title, chart) pairs of what was measured."""
     found = []
     if report.scaling:
         steps = [(f"{row.ranks} rank{'s' if row.ranks > 1 else ''}", row.seconds, duration(row.seconds),

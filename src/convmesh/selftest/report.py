@@ -1,4 +1,4 @@
-"""What a self-test found, and what that means: right, wrong, or slow."""
+"""What a self-test found, and its verdicts: right, wrong, or slow."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from .topology import Topology
 from .training import HostTime, Losses, Scaling
 
 RIGHT, WRONG, SLOW = "right", "wrong", "slow"
-# Below these something is slow, and worth a look.
+# Limits beyond which something counts as slow.
 LEAST_HIDDEN, LEAST_EFFICIENCY, LEAST_BANDWIDTH, MOST_HOST_TIME = 0.5, 0.5, 0.5, 4.0
-NO_LINK = {"latency": 0.0, "bandwidth": 1e12}  # of one rank, which has no neighbour
+NO_LINK = {"latency": 0.0, "bandwidth": 1e12}  # for a single rank, which has no neighbour
 
 
 @dataclass(frozen=True)
 class Finding:
+    """One line of the report."""
+
     verdict: str
     text: str
 
 
 @dataclass(frozen=True)
 class Device:
-    """Figures of one rank's device: operations a second by dtype, bytes a second and bytes of memory."""
+    """Figures of one rank's device: operations per second by dtype, bytes per second, and bytes of memory."""
 
     flops: dict[str, float]
     memory_bandwidth: float
@@ -36,7 +38,7 @@ class Device:
 
 @dataclass
 class Report:
-    """Of all ranks. Parts that the test did not come to are empty."""
+    """The results of all ranks. Parts that the test did not reach are empty."""
 
     topology: Topology
     exactness: list[Exactness] = field(default_factory=list)
@@ -46,7 +48,7 @@ class Report:
     overlap: Overlap | None = None
     host_time: HostTime | None = None
     scaling: list[Scaling] = field(default_factory=list)
-    failure: str = ""  # which ended the test
+    failure: str = ""  # the exception that ended the test
     seconds: float = 0.0
 
     @property
@@ -58,11 +60,12 @@ class Report:
         return [finding for part in parts for finding in part]
 
     def families(self) -> dict[str, list[Exactness]]:
-        """The checks in which a rule of each family ran."""
+        """Return, for each operator family, the checks in which one of its rules ran."""
         names = sorted({family for one in self.exactness for family in one.families})
         return {name: [one for one in self.exactness if name in one.families] for name in names}
 
     def efficiency(self, row: Scaling) -> float:
+        """The speed-up over one rank, divided by the number of ranks."""
         return self.scaling[0].seconds / (row.seconds * row.ranks)
 
     def _failure(self) -> Iterator[Finding]:
@@ -112,7 +115,8 @@ class Report:
             yield Finding(RIGHT if self.efficiency(last) >= LEAST_EFFICIENCY else SLOW, said)
 
     def device_figures(self) -> str:
-        """As JSON, which `convmesh plan --device FILE` reads. What was measured is what programs get: shares are 1."""
+        """Return the JSON that `convmesh plan --device FILE` reads. Its shares are 1: programs get what was
+        measured."""
         assert self.device is not None
         node = self._usual_link(False) or self._usual_link(True) or NO_LINK
         found = {
@@ -130,6 +134,7 @@ class Report:
         return json.dumps(found, indent=1) + "\n"
 
     def _usual_link(self, between_hosts: bool) -> dict[str, float] | None:
+        """Return the median latency and bandwidth of links between hosts, or within hosts; None if there are none."""
         links = [link for link in self.links if link.between_hosts == between_hosts]
         if not links:
             return None

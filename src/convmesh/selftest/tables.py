@@ -1,4 +1,4 @@
-"""The numbers of a self-test as tables, which the terminal and the page show."""
+"""The results of a self-test as tables, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from .report import Report
 
 @dataclass(frozen=True)
 class Numbers:
+    """A table."""
+
     title: str
     headings: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
 
 def tables(report: Report) -> Iterator[Numbers]:
-    """Only those that there are numbers for."""
+    """Yield the tables of what was measured."""
     yield Numbers("Where", ("", ""), list(_where(report)))
     families = [
         (name, ", ".join(dict.fromkeys(one.function for one in checks)), f"{max(one.error for one in checks):.2f}")

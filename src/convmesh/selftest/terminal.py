@@ -1,4 +1,4 @@
-"""The page in the terminal, and the same as plain text, to be pasted into an issue."""
+"""The report in the terminal, and the same as plain text to paste into an issue."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .report import RIGHT, SLOW, WRONG, Report
 from .tables import tables
 
 STYLES = {RIGHT: "green", SLOW: "yellow", WRONG: "bold red"}
-WIDTH = 100  # of the text
+WIDTH = 100  # columns of the plain text
 
 
 def show(report: Report, console: Console) -> str:
-    """Print the page, and return it as text."""
+    """Print the report, and return it as text."""
     written = io.StringIO()
     plain = Console(width=WIDTH, file=written)
     for part in _parts(report):

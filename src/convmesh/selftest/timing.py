@@ -1,4 +1,4 @@
-"""Timing work on the device of this rank: what is queued there is part of it."""
+"""Timing work on this rank's device, including what it has queued there."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ Together = Callable[[], object] | None
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Medians of rounds, before each of which `together`, such as a barrier, is called."""
+    """Measures medians over rounds; `together`, such as a barrier, is called before each round."""
 
     device: torch.device
     rounds: int
 
     def wait(self) -> None:
-        """Until the device has done what was asked of it."""
+        """Wait until the device has finished all queued work."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object], repeat: int = 1, together: Together = None) -> float:
+        """Return the seconds of one call of `work`."""
         return self.measure(work, (time.perf_counter,), repeat, together)[0]
 
     def measure(
         self, work: Callable[[], object], clocks: Sequence[Clock], repeat: int = 1, together: Together = None
     ) -> list[float]:
-        """By how much each clock goes on in one call, the first ones apart, which compile, plan and allocate."""
+        """Return how far each clock advances in one call of `work`, after two calls that compile, plan and allocate."""
         for _ in range(2):
             work()
         rounds = []

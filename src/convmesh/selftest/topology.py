@@ -1,4 +1,4 @@
-"""What the test runs on: versions, hosts and devices, and the settings that matter. Hosts have numbers, no names."""
+"""What the test runs on: versions, hosts, devices and relevant settings. Hosts are numbered, not named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_", "CONVMESH_", "CUDA_VISIBLE_
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank is."""
+    """The host, device and settings of one rank."""
 
     host: str
     device: str
@@ -28,16 +28,18 @@ class Place:
     @classmethod
     def here(cls, device: torch.device) -> Place:
         settings = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(SETTINGS)))
-        # Nodes of torchrun may be containers that have one name.
+        # torchrun's nodes may be containers with the same host name.
         return cls(f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}", _name(device), settings)
 
 
 @dataclass(frozen=True)
 class Topology:
+    """Versions, backend and settings, and the host and device of each rank."""
+
     versions: dict[str, str]
     backend: str
     hosts: tuple[int, ...]  # the number of each rank's host
-    devices: tuple[str, ...]  # of each rank
+    devices: tuple[str, ...]  # the device of each rank
     settings: dict[str, str]
 
     @classmethod
@@ -51,7 +53,7 @@ class Topology:
 
     @property
     def summary(self) -> str:
-        """'8 ranks on 2 hosts, NVIDIA H100, nccl'."""
+        """For example '8 ranks on 2 hosts, NVIDIA H100, nccl'."""
         ranks, hosts = len(self.hosts), len(set(self.hosts))
         kinds = ", ".join(dict.fromkeys(self.devices))
         return f"{ranks} ranks on {hosts} host{'s' if hosts > 1 else ''}, {kinds}, {self.backend}"

@@ -1,4 +1,4 @@
-"""Training steps of a U-Net: equal to one device's, how they scale with the ranks, and the host's time for them."""
+"""Training steps of a U-Net: whether losses equal one device's, how steps scale with ranks, and the host's overhead."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..models import UNet
 from ..training import distribute, shard
 from .timing import Stopwatch
 
-STEP_SECONDS = 0.3  # which one device should need for a step that is to be shared
-SMALLEST, LARGEST, TINY = 64, 8192, 16  # sides of pictures
+STEP_SECONDS = 0.3  # how long one device should need for the step whose scaling is measured
+SMALLEST, LARGEST, TINY = 64, 8192, 16  # sides of pictures, in pixels
 EXACT_STEPS = 3
 
 
 class Step:
-    """A U-Net and a picture on one device, or with rows over the ranks of a mesh."""
+    """A training step of a U-Net on a picture: on one device, or with the rows sharded over a mesh."""
 
     def __init__(
         self,
@@ -59,23 +59,24 @@ class Step:
 
 @dataclass(frozen=True)
 class Losses:
-    """Of the same training on one device and on all ranks, in float64."""
+    """The losses of the same training on one device and on all ranks, in float64."""
 
     one: tuple[float, ...]
     many: tuple[float, ...]
 
     @property
     def apart(self) -> float:
+        """The greatest relative difference."""
         return max(abs(a - b) / abs(a) for a, b in zip(self.one, self.many, strict=True))
 
     @property
     def right(self) -> bool:
-        """Rounding is 1e-16, and some steps of training make it larger; a wrong border gives parts of a hundred."""
+        """Rounding (1e-16) grows over some steps of training; a wrong border gives differences of about a hundredth."""
         return self.apart < 1e-9
 
 
 def compare_losses(mesh: DeviceMesh, device: torch.device) -> Losses:
-    """All ranks call this."""
+    """Train on one device and on all ranks. All ranks must call this."""
     exact = torch.float64
     one, many = (Step(SMALLEST, place, device, exact, width=4).losses(EXACT_STEPS) for place in (None, mesh))
     return Losses(tuple(one), tuple(many))
@@ -83,7 +84,7 @@ def compare_losses(mesh: DeviceMesh, device: torch.device) -> Losses:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Seconds of a step on so many ranks, and the part of them in which the slowest rank waited for others."""
+    """Seconds of a step on `ranks` ranks, and the fraction of them in which the slowest rank waited for others."""
 
     ranks: int
     side: int
@@ -92,13 +93,13 @@ class Scaling:
 
 
 def numbers_of_ranks(ranks: int) -> list[int]:
-    """1, 2, 4, ... and all."""
+    """Return 1, 2, 4, ... and `ranks`."""
     doubled = [2**power for power in range(ranks.bit_length())]
     return sorted({*doubled, ranks})
 
 
 def fitting_side(watch: Stopwatch) -> int:
-    """Of a picture that one device needs long enough for. The first rank measures, and tells the others."""
+    """Return the side of a picture that takes one device long enough, measured by the first rank and broadcast."""
     side = SMALLEST
     if dist.get_rank() == 0:
         while side < LARGEST and _seconds_of_one(watch, side) < STEP_SECONDS:
@@ -119,14 +120,14 @@ def _seconds_of_one(watch: Stopwatch, side: int) -> float:
 
 
 def measure_step(watch: Stopwatch, step: Step) -> tuple[float, float]:
-    """Seconds of a step, and those of them in which this rank waited for others."""
+    """Return the seconds of a step, and the seconds of them in which this rank waited for others."""
     with count_traffic() as traffic:
         seconds, waited = watch.measure(step, (time.perf_counter, lambda: traffic.seconds_waiting))
     return seconds, min(seconds, waited)
 
 
 def measure_scaling(watch: Stopwatch, counts: Sequence[int], side: int) -> list[Scaling]:
-    """This rank's steps, as one of the first 1, 2, 4, ... ranks. All ranks call this."""
+    """Measure steps on the first 1, 2, 4, ... ranks, those of them that include this rank. All ranks must call this."""
     found = []
     for count in counts:
         mesh = DeviceMesh(watch.device.type, torch.arange(count), mesh_dim_names=("h",)) if count > 1 else None
@@ -139,14 +140,14 @@ def measure_scaling(watch: Stopwatch, counts: Sequence[int], side: int) -> list[
 
 @dataclass(frozen=True)
 class HostTime:
-    """Seconds of a step of a tiny picture, which are the host's: of one device, and of a rank without its waiting."""
+    """Seconds of a step on a tiny picture, which are host time: on one device, and on a rank without its waiting."""
 
     one: float
     rank: float
 
 
 def measure_host_time(watch: Stopwatch, mesh: DeviceMesh) -> HostTime:
-    """All ranks call this."""
+    """Measure the host's time per step. All ranks must call this."""
     one, _ = measure_step(watch, Step(TINY, None, watch.device))
     seconds, waited = measure_step(watch, Step(TINY * mesh.size(), mesh, watch.device))
     return HostTime(one, seconds - waited)

@@ -1,1 +1,1 @@
-"""What several families share: tiles of windowed operators, copies by index maps, bounds of indices."""
+"""Shared by several operator families: tiles of windowed operators, copies by index maps, index bounds."""

@@ -1,4 +1,4 @@
-"""Numbers of a plan as tensors: made once for each device, not on every call."""
+"""Constants of a plan as tensors: created once per device and dtype, not on every call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ... import _torch
 
 
 class Numbers:
-    """A row of numbers that local computations index or multiply with."""
+    """A 1-d sequence of values that local computations index or multiply with."""
 
     def __init__(self, values: Sequence[Any]):
         self.values = tuple(values)
         self._made: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        if _torch.tracing():  # a compiler's tensors are not for keeping
+        """Return the values as a tensor on `device`. It is cached, except while a compiler traces."""
+        if _torch.tracing():  # tensors made while tracing must not be cached
             return torch.tensor(self.values, dtype=dtype, device=device)
         made = self._made.get((device, dtype))
         if made is None:
@@ -27,7 +28,7 @@ class Numbers:
         return made
 
     def along(self, dim: int, like: torch.Tensor) -> torch.Tensor:
-        """In the dtype of `like`, to be multiplied with it along `dim`."""
+        """Return the values in the dtype of `like`, shaped to be multiplied with it along `dim`."""
         shape = [1] * like.dim()
         shape[dim] = len(self.values)
         return self.on(like.device, like.dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Bad values in an index: an IndexError on every rank, whichever of them has the value."""
+"""Bad values in an index: every rank raises the IndexError, whichever of them holds the value."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ Result = TypeVar("Result")
 
 
 def out_of_range(index: torch.Tensor, size: int) -> torch.Tensor:
+    """Return a bool tensor: whether any index is outside of `[0, size)`."""
     return ((index < 0) | (index >= size)).any()
 
 
 def may_route(*_: Any) -> bool:
-    """Whether indices may be sent to who owns what they point to: how many go where no compiler knows."""
+    """Whether indices may be sent to the ranks that own what they point to.
+
+    Not while tracing: a compiler does not know how many go where.
+    """
     return not _torch.tracing()
 
 
 def check_within(index: torch.Tensor, size: int) -> None:
-    """For an index of which every rank has all, also where a rank then has nothing to read or write."""
+    """Check an index of which every rank has all values, also on ranks that then have nothing to read or write."""
     if synchronous(index):
         if out_of_range(index, size):
             raise _bad(size)
@@ -42,17 +46,19 @@ def raised_alike(
     index: Layout | None = None,
     settled: Sequence[int] = (),
 ) -> Result:
-    """What `compute` makes of `places`, this rank's local tensor of an index into `size` numbers.
+    """Return `compute()`; raise an IndexError on every rank if any rank's `places` have a bad value.
 
-    Where the `index` is sharded, ranks tell each other with one number whether theirs was bad. Only CPUs know that at
-    once, and an index that is used in backward was used before. Along the mesh dimensions `settled` all know already.
+    `places` is this rank's local tensor of an index into a dimension of `size`. Where the `index` is sharded, ranks
+    all-reduce one number: whether theirs was bad. Along the mesh dimensions `settled` all of them know it already. Only
+    CPU values are known at once, and an index that is used in backward was checked in forward: elsewhere nothing is
+    checked here.
     """
     if not synchronous(places) or _torch.in_backward():
         return compute()
     result: list[Result] = []
     try:
         result.append(compute())
-    except IndexError:  # also where others have sent this rank a bad value
+    except IndexError:  # also where another rank has sent this one a bad value
         pass
     except RuntimeError as error:
         if isinstance(error, CommunicationError) or not out_of_range(places, size):

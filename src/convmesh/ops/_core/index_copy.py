@@ -1,7 +1,7 @@
-"""Copying along dimensions by index maps: what padding, slicing, joining and turning have in common.
+"""Copying along dimensions by index maps: the common core of padding, slicing, joining and flipping.
 
-Every rank produces its part of the output, which has the layout of its own size, and reads what its pieces copy from
-whoever owns it. The adjoint goes the other way and adds.
+Every rank computes its shard of the output, which is sharded by its own size, and fetches what its pieces copy from the
+ranks that own it. The adjoint sends gradients the other way and adds them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ...sharding.layout import Layout, dense_stride
 from ...strides import memory_format
 
 Fill = float | int | bool
-Boxes = tuple[tuple[Box, ...], ...]  # of each source's blocks
-Copy = tuple[int, int, list[Piece]]  # of which source and which of its blocks, and what along each dimension
+Boxes = tuple[tuple[Box, ...], ...]  # for each source, the boxes of its blocks
+Copy = tuple[int, int, list[Piece]]  # the source, the number of its block, and the piece along each dimension
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One mapped dimension: what each rank owns and needs of each source, and what this rank produces."""
+    """One mapped dimension: what each rank owns and needs of each source, and which outputs this rank computes."""
 
     dim: int
     map: IndexMap
     plans: tuple[HaloPlan, ...]
-    line: RankLine | None  # None where the dimension is not sharded: then this rank is number 0 of one
+    line: RankLine | None  # None where the dimension is not sharded: then `rank` is 0
     out: Interval
 
     @property
@@ -41,14 +41,14 @@ class Axis:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Of the first source, along this dimension alone."""
+        """The exchange of the first source along this dimension alone."""
         assert self.line is not None
         return halo(self.line, Halo(0, self.plans[0], (Interval(0, self.plans[0].size),)))
 
 
 @dataclass(frozen=True)
 class Job:
-    """An exchange of several sources, or of several boxes of one."""
+    """One exchange for several sources, or for several boxes of one source."""
 
     sources: tuple[int, ...]
     schedule: Schedule
@@ -62,10 +62,10 @@ class Remap:
 
     @staticmethod
     def of(layout: Layout, maps: Mapping[int, IndexMap], sizes: Sequence[int] | None = None) -> Remap:
-        """`layout` says how the dimensions are sharded, in all sources and in the output alike.
+        """Plan a copy by `maps` (tensor dimension -> index map) for tensors that are sharded like `layout`.
 
-        There is one source with `layout`'s shape; with `sizes` there are several, of these sizes along the one
-        dimension that is mapped.
+        Sources and output have the same placements. There is one source, of `layout`'s shape; with `sizes` there are
+        several, with these sizes along the one dimension that is mapped.
         """
         axes = []
         for dim, index_map in maps.items():
@@ -88,17 +88,17 @@ class Remap:
         return tuple(axis.dim for axis in self.axes)
 
     def __call__(self, sources: Sequence[torch.Tensor], fill: Fill = 0) -> torch.Tensor:
-        """The output's part; always a new tensor, into which every number is copied once."""
+        """Return this rank's part of the output: always a new tensor, into which every element is copied once."""
         held = [Held.own(source, self.dims, self._own(number)) for number, source in enumerate(sources)]
         result = self._allocate(sources[0], fill)
-        written = 0  # how many blocks of each source
-        # Along one dimension after the other, which brings the corners too.
+        written = 0  # how many blocks of each source are copied already
+        # One dimension after the other, so that corners are fetched too.
         for number, axis in enumerate(self.axes):
             if axis.line is None:
                 continue
             job = self._job(number, len(sources))
             pending = start(job.schedule, [held[source] for source in job.sources])
-            if not written and self._disjoint:  # this rank's own, while messages are under way
+            if not written and self._disjoint:  # copy this rank's own values while messages are in flight
                 written = 1
                 self._write(result, held, slice(0, written))
             for source, blocks in zip(job.sources, pending.finish(), strict=True):
@@ -108,27 +108,29 @@ class Remap:
 
     @cached_property
     def _disjoint(self) -> bool:
+        """Whether no two pieces write to the same outputs, so that they can be written in any order."""
         return all(axis.map.disjoint for axis in self.axes)
 
     @cached_property
     def _known_jobs(self) -> dict[tuple[int, int], Job]:
-        """By axis and number of sources: found in the first call, and the same in all others."""
+        """Exchanges by (axis, number of sources): planned in the first call and reused in all others."""
         return {}
 
     @cached_property
     def _known_copies(self) -> dict[Boxes, list[Copy]]:
-        """By the blocks that are there, likewise."""
+        """Copies by the boxes of the blocks that are held: planned in the first call and reused in all others."""
         return {}
 
     def _own(self, source: int) -> Box:
+        """The box of a source that this rank owns."""
         return tuple(axis.plans[source].owned[axis.rank] for axis in self.axes)
 
     def _allocate(self, model: torch.Tensor, fill: Fill) -> torch.Tensor:
-        """Room for the output's part, filled where nothing is copied to."""
+        """Allocate this rank's part of the output, filled where nothing is copied to."""
         shape = list(model.shape)
         for axis in self.axes:
             shape[axis.dim] = axis.out.size
-        # Of the model's kind: a compiler replays a part that it is given on a fake tensor, and is in no mode for it.
+        # A new tensor of the model's type: a compiler replays this on a fake tensor without being in fake mode.
         result = model.new_empty_strided(shape, dense_stride(tuple(shape), memory_format(model)))
         for dim, at, length in self._gaps:
             result.narrow(dim, at, length).fill_(fill)
@@ -136,13 +138,13 @@ class Remap:
 
     @cached_property
     def _gaps(self) -> list[tuple[int, int, int]]:
-        """Dimension, start and length of what nothing is copied to."""
+        """(dimension, start, length) of each range that no piece copies to."""
         return [
             (axis.dim, gap.start - axis.out.start, gap.size) for axis in self.axes for gap in axis.map.gaps(axis.out)
         ]
 
     def _job(self, number: int, sources: int) -> Job:
-        """What is sent along one of the axes, with what has come along those before it."""
+        """Return the exchange along one axis, which includes what was received along the axes before it."""
         if (number, sources) in self._known_jobs:
             return self._known_jobs[number, sources]
         line = self.axes[number].line
@@ -156,7 +158,7 @@ class Remap:
         return self._known_jobs.setdefault((number, sources), made)
 
     def _write(self, result: torch.Tensor, held: Sequence[Held], which: slice) -> None:
-        """Copy what pieces have of some of the blocks."""
+        """Copy into `result` what pieces read from some of the blocks."""
         boxes = tuple([tuple([block.box for block in one.blocks[which]]) for one in held])
         if _torch.has_symbols(boxes):
             copies = self._copies(boxes)
@@ -167,7 +169,7 @@ class Remap:
             self._copy(result, parts, held[source].blocks[which][number])
 
     def _copies(self, boxes: Boxes) -> list[Copy]:
-        """What pieces have of these blocks."""
+        """Return the copies that pieces make from blocks with these boxes."""
         copies = []
         for pieces in product(*(axis.map.within(axis.out) for axis in self.axes)):
             source = pieces[0].source
@@ -178,6 +180,7 @@ class Remap:
         return copies
 
     def _copy(self, result: torch.Tensor, parts: Sequence[Piece], block: Block) -> None:
+        """Copy from one block what one piece per dimension reads from it."""
         data, place = block.data, result
         for axis, part, side in zip(self.axes, parts, block.box, strict=True):
             if part.reads != side:
@@ -187,13 +190,14 @@ class Remap:
         place.copy_(data)
 
     def adjoint(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What the gradient of the output's part gives for this rank's local tensor of the one source."""
+        """Return the gradient of this rank's part of the only source, from the gradient of its part of the output."""
         for axis in reversed(self.axes):
             gradient = _adjoint(gradient, axis)
         return gradient
 
 
 def _adjoint(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Apply the adjoint along one axis: add the gradients of all copies of an index, and send them to its owner."""
     plan = axis.plans[0]
     shape = list(gradient.shape)
     blocks = []
@@ -222,14 +226,14 @@ def _adjoint(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def _stepped(data: torch.Tensor, dim: int, step: int) -> torch.Tensor:
-    """Every `step`-th of what a piece reads; backwards if it is negative. One index stays one, to be repeated."""
+    """Take every `step`-th index of what a piece reads, reversed if `step` < 0. A single index is left to broadcast."""
     if abs(step) > 1:
         data = data[_along(dim, slice(None, None, abs(step)))]
     return data.flip(dim) if step < 0 and data.shape[dim] > 1 else data
 
 
 def _strided(tensor: torch.Tensor, axis: Axis, piece: Piece) -> torch.Tensor:
-    """A view of the outputs that a piece writes."""
+    """Return a view of the outputs that a piece writes."""
     first = piece.out_start - axis.out.start
     if piece.out_step == 1:
         return tensor.narrow(axis.dim, first, piece.count)

@@ -1,4 +1,4 @@
-"""Planning copies of one tensor: where its operand has to be, where the result lies, and what this rank copies."""
+"""Planning copies of one tensor: the layouts of operand and result, and what this rank copies."""
 
 from __future__ import annotations
 
@@ -20,28 +20,34 @@ Stock = Callable[[torch.Tensor, Fill], torch.Tensor]
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """A copy along some dimensions that leaves all placements as they are."""
+    """A copy along some dimensions that keeps all placements."""
 
     source: Layout
     output: Layout
-    remap: Remap | None  # None where no dimension that is sharded is mapped: then the stock operator does it
+    remap: Remap | None  # None where no mapped dimension is sharded: then the stock operator runs on local tensors
 
     def call(self, stock: Stock, fill: Fill = 0, alone: Stock | None = None, **how: Any) -> Call:
-        """`stock(local, fill)` does it where none of the mapped dimensions is sharded, and `alone`, if it is given,
-        where some are and yet this rank needs nothing of others."""
+        """Return a `Call` that runs `stock(local, fill)` where no mapped dimension is sharded, else the exchange.
+
+        `alone(local, fill)`, if given, replaces the exchange; for sharded dimensions of which no rank needs remote
+        values.
+        """
         value, shape = fill if self.source.adds_once else 0, self.output.local_shape
 
         def run(x: torch.Tensor, *numbers: Any) -> torch.Tensor:
             if self.remap is not None:
                 return self.remap([x], value) if alone is None else alone(x, value)
-            # torch refuses some empty tensors, and would do nothing for them
+            # torch refuses some empty tensors, for which there is nothing to do
             return stock(x, value) if prod(shape) else x.new_empty(shape)
 
         return Call((self.source,), self.output, run, **how)
 
 
 def copy_plan(layout: Layout, maps: Maps, partial: tuple[str, ...] = ("sum", "avg", "max", "min")) -> CopyPlan:
-    """What is copied may be Partial in any way. Its adjoint, which adds, wants a sum."""
+    """Plan a copy of a tensor of `layout` by `maps`.
+
+    A copy accepts any Partial; its adjoint, which adds, only `partial=("sum",)`. Other Partials are reduced first.
+    """
     source = layout.without_partial(*partial)
     shape = tuple(maps[dim].size if dim in maps else size for dim, size in enumerate(layout.shape))
     output = replace(source, shape=shape, stride=dense_stride(shape, layout.memory_format))

@@ -1,4 +1,4 @@
-"""Planning a tiled operator: the layouts of its operands and of its result, and this rank's tile."""
+"""Planning a tiled operator: the layouts of its operands and its result, and this rank's tile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Dependences = Mapping[int, Dependence]  # by tensor dimension
 
 @dataclass(frozen=True)
 class TiledPlan:
-    """Layouts of the operands, of what is computed of them and of the result, and this rank's tile."""
+    """Layouts of the operands, of the computed result and of the wanted one, and this rank's tile."""
 
     operands: tuple[Layout, ...]
     computed: Layout
@@ -36,28 +36,32 @@ class TiledPlan:
 
     @property
     def fields(self) -> tuple[tuple[Layout, ...], Layout, Layout, Tiling | None]:
-        """For a plan that has more."""
+        """All fields as a tuple, for subclasses that add more."""
         return self.operands, self.computed, self.wanted, self.tiling
 
     def finish(self, local: torch.Tensor) -> DTensor:
+        """Return the DTensor of a computed local result, redistributed to the wanted layout."""
         same = self.computed is self.wanted
         local = usual(local, self.wanted.stride) if same else relocated(local, self.computed, self.wanted)
         return _torch.wrap(local.contiguous(memory_format=self.wanted.memory_format), self.wanted.spec)
 
     def call(self, run: Callable[..., Any], *unused: None) -> Call:
-        """Of a rule with one result: `run` gets this rank's tile, and then the arguments. Tensors after the first of
-        which only the layout counts are `unused`."""
+        """Return the `Call` of a rule with one result: `run(tiling, *arguments)`.
+
+        `unused` has a None for each tensor after the first that only matters for its layout; it is not redistributed.
+        """
         operands = *self.operands[:1], *unused, *self.operands[1:]
         return Call(operands, Moved(self.computed, self.wanted), partial(run, self.tiling))
 
     def outside(self, like: DTensor) -> DTensor:
+        """Return the empty result of a rank outside of the mesh."""
         return _torch.wrap(_torch.local_of(like).new_empty(0, dtype=self.wanted.dtype), self.wanted.spec)
 
 
 def ask_for_memory(source: Layout, shape: Sequence[int]) -> None:
-    """Raise what one process does if there is no memory for a result of `shape`, sharded as its source is.
+    """Raise torch's out-of-memory error now if a result of `shape`, sharded like `source`, does not fit.
 
-    Asked before a plan is made, which has numbers for each of a rank's indices.
+    Called before planning, since a plan stores data for every index of a rank.
     """
     stride = dense_stride(tuple(shape), torch.contiguous_format)
     result = Layout(source.mesh, source.placements, tuple(shape), stride, source.dtype)
@@ -65,7 +69,7 @@ def ask_for_memory(source: Layout, shape: Sequence[int]) -> None:
 
 
 def plan_targets(source: Layout, shape: tuple[int, ...], dependences: Dependences, linear: bool) -> TiledPlan:
-    """From sources to targets of `shape`: shards stay as they are, and Partial(sum) stays if the operator is linear."""
+    """Plan sources -> targets of `shape`. Shards stay where they are; Partial(sum) stays if the operator is linear."""
 
     def kept(placement: Placement) -> Placement:
         return placement if isinstance(placement, Shard) or (linear and is_sum(placement)) else R
@@ -79,7 +83,7 @@ def plan_targets(source: Layout, shape: tuple[int, ...], dependences: Dependence
 def plan_sources(
     operator: str, named: Sequence[tuple[str, Layout]], source: Layout, dependences: Dependences
 ) -> TiledPlan:
-    """From the targets' gradient (and indices, if `named` has them) to the gradient of the sources, linear in it."""
+    """Plan the targets' gradient (and indices, if `named` has them) -> the sources' gradient, which is linear in it."""
     count = len(named)
     rows = [
         Row("replicated", (R,) * count, (R,)),

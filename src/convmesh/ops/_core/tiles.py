@@ -1,7 +1,8 @@
 """Tiles of windowed operators: what this rank owns of sources and targets, and the halo exchanges between ranks.
 
-An operator that takes sources to targets fetches the sources that its targets read, or gives each target back what it
-made of its own sources. Transposed operators and gradients take targets to sources, likewise.
+An operator that maps sources to targets either fetches the sources that its targets read, or computes from its own
+sources and sends each target what it contributes. Transposed operators and gradients map targets to sources in the same
+two ways.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ...comm import Block, Halo, HaloBlock, Held, Pending, RankLine, Schedule, g
 from ...geometry import Box, Dependence, HaloPlan, Interval, ShardedDependence, hull, slabs
 from ...sharding.layout import Layout
 
-# Border strips cost more per element than a full tile does. Where the border is more than this part of the tile,
-# it is cheaper to put tile and halos together first (measured: benchmarks, small shards).
+# Border strips cost more per element than a full tile. Where the border is a larger fraction of the tile than this,
+# it is cheaper to concatenate tile and halos first (measured: benchmarks, small shards).
 LARGEST_BORDER = 0.25
 
 
@@ -36,7 +37,7 @@ class Tiling:
     def of(
         cls, layout: Layout, sources: Sequence[int], targets: Sequence[int], dependences: Mapping[int, Dependence]
     ) -> Self:
-        """Of the shapes of both sides, sharded as `layout` is, and the dependences by dimension."""
+        """Return the tiling of sources and targets that are sharded like `layout`, with dependences by dimension."""
         dims, sharded, lines = [], [], []
         for dim, dependence in sorted(dependences.items()):
             mesh_dims = layout.sharded_dims.get(dim, ())
@@ -59,16 +60,16 @@ class Tiling:
 
     @cached_property
     def inner_sources(self) -> Box:
-        """Those of them that no other rank's targets read."""
+        """The part of `sources` that no other rank's targets read."""
         return tuple(along.inner_sources(rank) for along, rank in self._places)
 
     @cached_property
     def inner_targets(self) -> Box:
-        """Those of them that read no other rank's sources."""
+        """The part of `targets` that reads no other rank's sources."""
         return tuple(along.inner_targets(rank) for along, rank in self._places)
 
     def reads(self, targets: Box) -> Box:
-        """The sources that these targets read; overhangs where the operator pads."""
+        """The sources that these targets read; overhangs the dimension where the operator pads."""
         return tuple(along.dependence.reads(side) for along, side in zip(self.sharded, targets, strict=True))
 
     def read_by(self, sources: Box) -> Box:
@@ -86,15 +87,17 @@ class Tiling:
         return self.read_by(self.sources)
 
     def side(self, box: Box, dim: int, size: int) -> Interval:
-        """The interval of `dim` in a box of the sharded dimensions; all `size` of it if it is not sharded."""
+        """The interval of `dim` in a box over the sharded dimensions; `[0, size)` if `dim` is not sharded."""
         return box[self.dims.index(dim)] if dim in self.dims else Interval(0, size)
 
     @cached_property
     def source_halos(self) -> Halos:
+        """The exchanges that bring the sources that this rank's targets read."""
         return Halos(self.dims, tuple(along.source_plan for along in self.sharded), self.lines)
 
     @cached_property
     def target_halos(self) -> Halos:
+        """The exchanges that bring the targets that read this rank's sources."""
         return Halos(self.dims, tuple(along.target_plan for along in self.sharded), self.lines)
 
     def fetch_sources(self, own: torch.Tensor) -> Fetch:
@@ -106,11 +109,11 @@ class Tiling:
         return Fetch(self.target_halos, own)
 
     def sum_sources(self, block: torch.Tensor) -> torch.Tensor:
-        """The adjoint of `fetch_sources`: owners get the sum of all ranks' blocks, of their boxes `sources_read`."""
+        """The adjoint of `fetch_sources`: sum all ranks' blocks (of their boxes `sources_read`) at the owners."""
         return self._sum(block, self.sources_read, self.source_halos)
 
     def sum_targets(self, block: torch.Tensor) -> torch.Tensor:
-        """The adjoint of `fetch_targets`: owners get the sum of all ranks' blocks, of their boxes `readers`."""
+        """The adjoint of `fetch_targets`: sum all ranks' blocks (of their boxes `readers`) at the owners."""
         return self._sum(block, self.readers, self.target_halos)
 
     def _sum(self, block: torch.Tensor, box: Box, halos: Halos) -> torch.Tensor:
@@ -122,9 +125,9 @@ class Tiling:
     def combine_targets(
         self, blocks: list[torch.Tensor], fills: Sequence[float], combine: Callable[..., None]
     ) -> list[torch.Tensor]:
-        """`sum_targets` of several tensors by another operation than a sum, in any order.
+        """`sum_targets` for several tensors at once, with any commutative operation in place of the sum.
 
-        `combine(*so_far, *more)` changes `so_far` in place, which begin as `fills`.
+        `combine(*so_far, *more)` updates `so_far` in place; they start as `fills`.
         """
         halos = self.target_halos
         for dim, side, own, schedule in zip(self.dims, self.readers, halos.owned, halos.alone, strict=True):
@@ -146,12 +149,13 @@ class Tiling:
 
     @property
     def _places(self) -> Iterator[tuple[ShardedDependence, int]]:
+        """(dependence, this rank's number along its line) for each sharded dimension."""
         return zip(self.sharded, (along.rank for along in self.lines), strict=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Halos:
-    """What this rank owns and needs of one side of a tiling, and the schedules that bring it."""
+    """What this rank owns and needs of one side of a tiling, and the schedules that fetch it."""
 
     dims: tuple[int, ...]
     plans: tuple[HaloPlan, ...]
@@ -163,13 +167,14 @@ class Halos:
 
     @cached_property
     def needed(self) -> Box:
-        """What this rank needs along each sharded dimension, in one interval and without overhangs."""
+        """What this rank needs along each sharded dimension, as one interval without overhangs."""
         sides = zip(self.plans, self.lines, strict=True)
         return tuple(hull(plan.needed.parts(line.rank)) & Interval(0, plan.size) for plan, line in sides)
 
     @cached_property
     def in_turn(self) -> tuple[Schedule, ...]:
-        """One dimension after the other, each with what those before it have brought, so that corners come too."""
+        """Schedules for one dimension after the other. Each also sends what earlier ones fetched: corners arrive
+        too."""
         return tuple(
             halo(line, Halo(axis, plan, (*self.needed[:axis], *self.owned[axis:])))
             for axis, (plan, line) in enumerate(zip(self.plans, self.lines, strict=True))
@@ -177,19 +182,21 @@ class Halos:
 
     @cached_property
     def alone(self) -> tuple[Schedule, ...]:
-        """Every dimension by itself, whatever the extent of the others."""
+        """Schedules for each dimension alone, whatever the extent of the others."""
         sides = zip(self.plans, self.lines, strict=True)
         return tuple(halo(line, Halo(0, plan, (Interval(0, plan.size),))) for plan, line in sides)
 
     def block(self, box: Box, ndim: int, fills: bool = False) -> HaloBlock | None:
-        """What puts a local tensor of so many dimensions together with its halos, to `box`; None where that has gaps
-        or is more than this rank needs, unless it `fills` what nobody reads."""
+        """Return what joins a local tensor of `ndim` dimensions and its halos into one block of extent `box`.
+
+        None if the box has gaps or is not exactly what this rank needs; with `fills`, what no one reads may be filled.
+        """
         sizes = [plan.size for plan in self.plans]
         return HaloBlock.of(self.in_turn, self.dims, sizes, self.owned, self.needed, box, ndim, fills)
 
 
 class Fetch:
-    """Halos of one tensor under way, one sharded dimension after the other, which brings the corners too."""
+    """Halos of one tensor in flight, one sharded dimension after the other, so that corners are fetched too."""
 
     def __init__(self, halos: Halos, own: torch.Tensor):
         self.own_box, self.needed = halos.owned, halos.needed
@@ -199,20 +206,20 @@ class Fetch:
         self._start_next()
 
     def advance(self) -> None:
-        """Wait for the dimension under way, and start the next."""
+        """Wait for the dimension in flight, and start the next."""
         assert self._pending is not None
         (blocks,) = self._pending.finish()
         self.held = self.held.plus(blocks)
         self._start_next()
 
     def complete(self) -> Held:
-        """All that this rank needs."""
+        """Wait for all dimensions and return everything that this rank needs."""
         while self._pending is not None:
             self.advance()
         return self.held
 
     def tie(self, result: torch.Tensor) -> torch.Tensor:
-        """`result`, which depends on the tensor on every rank, also where it uses nothing of it."""
+        """Return `result`, made to depend on the fetched tensor on every rank, even where it uses nothing of it."""
         self.complete()
         return _torch.tie(result, self.held.blocks[0].data)
 
@@ -224,9 +231,9 @@ class Fetch:
 def patch(
     result: torch.Tensor, fetch: Fetch, box: Box, inner: Box, part: Callable[[Held, Box], torch.Tensor]
 ) -> torch.Tensor:
-    """Compute the border of `box` around its `inner` part anew, in place: there `result` lacks other ranks' values.
+    """Recompute the border of `box` around `inner` in `result`, in place: there it lacks other ranks' values.
 
-    `part(held, strip)` computes a strip of the result, while the halos of the next dimension are under way.
+    `part(held, strip)` computes a strip of the result while the halos of the next dimension are in flight.
     """
     view = Held.own(result, fetch.held.dims, box)
     for strips in slabs(box, inner):

@@ -1,5 +1,7 @@
-"""Activations that are elementwise and yet have more than one result or parameter, or read their input twice: PReLU's
-gradient, log-sigmoid, GLU."""
+"""Elementwise activations with several results or parameters: PReLU's gradient, log-sigmoid, GLU.
+
+GLU has one input but reads it twice.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ GLU = Behaviour(
 
 @table_rule(aten._prelu_kernel_backward.default, behaviour=ELEMENTWISE)
 def prelu_backward(grad_output: Layout, input: Layout, weight: Layout) -> Iterable[Row]:
-    """Both gradients have the input's shape: torch itself sums the weight's over what it was broadcast along."""
+    """Both gradients have the input's shape: torch itself sums the weight's over its broadcast dimensions."""
     return elementwise_rows((grad_output, input, weight), results=2)
 
 
 @table_rule(aten.log_sigmoid_forward.default, behaviour=ELEMENTWISE)
 def log_sigmoid(input: Layout) -> Iterable[Row]:
-    """The second result is torch's own, for the gradient: only some devices use it, others leave it empty."""
+    """The second result is torch's own buffer for the gradient: only some devices use it, others leave it empty."""
     return elementwise_rows((input,), results=2)
 
 
@@ -45,6 +47,7 @@ def log_sigmoid_backward(grad_output: Layout, input: Layout, buffer: Layout) -> 
 
 
 def _halves(operator: str, input: Any, dim: int) -> Any:
+    """Return both halves of the input along `dim`."""
     check_placed(operator, (("input", input),))
     size = int(input.shape[dim]) if input.dim() else 1
     if size % 2:

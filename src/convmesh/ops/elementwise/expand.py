@@ -1,4 +1,4 @@
-"""Repeating size-1 dimensions, and summing a gradient back over them, which the reductions do."""
+"""Repeating size-1 dimensions. (The reductions sum a gradient back over them.)"""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ EXPAND = Behaviour(
 
 @dataclass(frozen=True)
 class ExpandPlan:
+    """The layout that the input is redistributed to, and that of the result."""
+
     source: Layout
     output: Layout
 
 
 @planned
 def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], wish: Placements | None) -> ExpandPlan | None:
-    """None where only torch's DTensor knows what to do. Of `wish` it takes what costs nothing: a rank can have any part
-    of what is repeated."""
+    """Plan an expand; None where only torch's DTensor knows what to do.
+
+    Of the placements `wish`, it takes those that cost nothing: a rank can produce any shard of a repeated dimension.
+    """
     layout = Layout.of(spec)
     new = len(sizes) - len(layout.shape)
     if not _torch.plain_order(spec) or any(type(p) not in (Replicate, Shard, Partial) for p in layout.placements):
@@ -51,12 +55,12 @@ def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], wish: Placements | No
 
     def kept(placement: Placement) -> Placement:
         if isinstance(placement, Partial) and grows:
-            return Replicate()  # adding up what is repeated would be so many times as much
+            return Replicate()  # reducing the repeated tensor later would send that many times more
         return Replicate() if isinstance(placement, Shard) and placement.dim in repeated else placement
 
     placements = tuple(map(kept, layout.placements))
     grown = {*range(new), *(dim + new for dim in repeated)}
-    if wish is not None and grows:  # a rank takes its shard of what it has all of; a sum is reduce-scattered
+    if wish is not None and grows:  # a replicated dimension is narrowed to the rank's shard; a sum is reduce-scattered
         placements = tuple(
             Shard(w.dim - new) if isinstance(p, Replicate) and type(w) is Shard and w.dim not in grown else p
             for p, w in zip(placements, wish, strict=True)
@@ -76,7 +80,8 @@ def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], wish: Placements | No
 def expand(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, sizes, _ = _torch.arguments(operator, args, kwargs)
     spec, shape = _torch.spec_of(input), tuple(map(_torch.known, sizes))
-    # The gradient of a reduction is a few numbers for all of its input: sharded as that was, it is never replicated.
+    # The gradient of a reduction is a few values expanded to its input's shape. It gets the input's placements, so
+    # it is never replicated.
     plan = plan_expand(spec, shape, placements_of(spec.mesh, shape))
     if plan is None:
         return _torch.stock(operator, args, kwargs)

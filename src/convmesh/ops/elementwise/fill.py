@@ -1,4 +1,4 @@
-"""Filling tensors in place, and new ones that are like others."""
+"""Filling tensors in place, and new tensors like others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIKE = Behaviour("all dimensions", "nothing: like a Partial tensor they are repl
 
 @rule(aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, behaviour=FILL)
 def fill(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of Partial(sum), one rank has the value, and the others zeros."""
+    """Fill in place. Of a Partial(sum), one rank gets the value and the others zeros."""
     target, *value = args
     local = _torch.local_of(target)
     if not value:
@@ -46,7 +46,8 @@ def _layout(spec: _torch.Spec) -> Layout:
     behaviour=LIKE, knows_strides=True,
 )  # fmt: skip
 def like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """DTensor's own rule remembers the strides of the first memory format that was asked for."""
+    """`empty_like`, `zeros_like`, ... DTensor's own rule keeps the strides of the first memory format it is asked
+    for."""
     spec, local = _torch.spec_of(args[0]), _torch.local_of(args[0])
     if not _torch.plain_order(spec):
         return _torch.stock(operator, args, kwargs)  # type: ignore[no-any-return]
@@ -58,12 +59,14 @@ def like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @planned
 def _layout_like(spec: _torch.Spec, dtype: torch.dtype | None, keeps_partial: bool, stride: Stride) -> Layout:
+    """Return the layout of a new tensor; only an empty one may be Partial."""
     given = Layout.of(spec)
     layout = replace(given, stride=stride).typed(dtype or given.dtype)
     return layout if keeps_partial else layout.without_partial()
 
 
 def _whole(value: Any) -> Any:
+    """Return the fill value as a full local tensor; a number is returned unchanged."""
     if not isinstance(value, DTensor):
         return value
     layout = Layout.of(_torch.spec_of(value))

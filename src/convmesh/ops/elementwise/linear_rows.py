@@ -1,4 +1,4 @@
-"""Elementwise operators on Partial tensors: what may stay Partial because the operator is linear in it."""
+"""Elementwise operators on Partial tensors: which operands may stay Partial because the operator is linear in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ... import _torch
 from ...sharding.layout import Layout
 from ...sharding.sharding_table import R, Row
 
-# By operator: the groups of arguments in which it is linear together, while all others are replicated.
+# By operator: the groups of arguments in which it is jointly linear while all others are replicated.
 ALONE = ((0,),)
 LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
     "clone": ALONE, "_to_copy": ALONE, "neg_": ALONE, "copy_": ((0, 1),),
@@ -27,7 +27,7 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 
 @dataclass(frozen=True)
 class Terms(Row):
-    """A row with a Partial result. Of the operands `once` the first rank alone contributes terms."""
+    """A row with a Partial result. Only the first rank adds the operands `once`; the others use zeros."""
 
     once: tuple[int, ...] = ()
 
@@ -35,8 +35,12 @@ class Terms(Row):
 def linear_rows(
     operator: _torch.Operator, operands: Sequence[Layout | None], kwargs: Mapping[str, Any], count: int
 ) -> list[Row]:
-    """What may stay Partial, where the operator is linear in it. A replicated operand beside it is a term, of averages
-    on every rank and of a sum on the first, if what is Partial is as large as the result, which is reduced later."""
+    """Return the rows in which operands stay Partial because the operator is linear in them.
+
+    A replicated operand beside a Partial one is a term of the sum: added on every rank for averages, on the first rank
+    for sums. That is only allowed if the Partial operand has the result's size (`count`), since the result is reduced
+    later.
+    """
     name = operator._schema.name.removeprefix("aten::")
     groups = LINEAR.get(name) or LINEAR.get(f"{name}.{operator._overloadname}", ())
     if name.endswith("_backward"):

@@ -1,7 +1,7 @@
-"""Elementwise operators on DTensors: each rank works on its own part, however uneven the parts are.
+"""Elementwise operators: each rank computes on its own shard, however uneven the shards are.
 
-torch's DTensor gathers where a dimension has fewer indices than the mesh has ranks, and where uneven parts meet a
-tensor that is broadcast along them. A network has hundreds of these calls, so the common case does as little as it can.
+torch's DTensor gathers where a dimension is shorter than the number of ranks, and where an uneven shard meets a tensor
+that is broadcast along it. A network has hundreds of these calls, so the common case does as little as possible.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BACKWARD = (
 )
 # fmt: on
 DIVISIONS = _torch.overloads("div")
-# These have a rule of their own, in `scale`.
+# These have their own rule, `scale`.
 APART = (aten.div.Scalar, aten.mul.Scalar, aten.neg.default)
 
 POINTWISE = Behaviour(
@@ -74,6 +74,7 @@ made_of_others(
 
 
 def _handler(operator: _torch.Operator) -> _torch.Handler:
+    """Make the rule of one operator, which caches its plans by the specs of the operands."""
     plans = Table()
     known, writes = plans.plans, operator._schema.is_mutable
 
@@ -94,8 +95,10 @@ def _handler(operator: _torch.Operator) -> _torch.Handler:
 
     @tolerant
     def unknown(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that is new, while tracing, where operands have to be redistributed or reduced, or beside plain
-        tensors: those of one element are replicated."""
+        """Handle calls that are new or traced, need communication, or have plain tensors beside DTensors.
+
+        Plain tensors of one element are replicated.
+        """
         mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
         args = tuple(the_same_everywhere(arg, mesh) if _is_plain_number(arg) else arg for arg in args)
         tensors = [arg if isinstance(arg, torch.Tensor) else None for arg in args]
@@ -107,7 +110,7 @@ def _handler(operator: _torch.Operator) -> _torch.Handler:
 
 
 def _key(specs: list[_torch.Spec | None], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What a plan depends on. Numbers, which change from step to step, are not among it."""
+    """Return what a plan depends on. Numbers are left out: they change from step to step."""
     return (*specs, kwargs.get("dtype"), kwargs.get("memory_format")) if kwargs else tuple(specs)
 
 
@@ -121,13 +124,13 @@ for _operator in OPERATORS:
 def _is_plain_number(arg: Any) -> bool:
     if not isinstance(arg, torch.Tensor) or isinstance(arg, DTensor) or arg.numel() != 1:
         return False
-    return not arg.requires_grad or _torch.in_backward()  # a parameter on each rank would be trained by itself
+    return not arg.requires_grad or _torch.in_backward()  # each rank would train its own copy of a parameter
 
 
 def _run(
     rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], plan: PointwisePlan
 ) -> Any:
-    """With operands that may have to be redistributed or narrowed before they are used."""
+    """Run a plan whose operands may have to be redistributed or narrowed first."""
     if plan.leaves:
         return _torch.stock(operator, args, kwargs)
     on_sums = plan.reduces or (plan.writes_terms and _sum_is_known(*args))
@@ -141,11 +144,12 @@ def _run(
 
 
 def _sum_is_known(target: DTensor, *others: Any) -> bool:
-    """And nothing else is Partial, of which the sum would have to be taken for it."""
+    """Whether the target's sum is cached, and no other operand is Partial, which would have to be reduced as well."""
     return kept(target) is not None and not any(isinstance(other, DTensor) and is_pending(other) for other in others)
 
 
 def _brought(tensor: Any, local: Any, step: Step | None) -> Any:
+    """Redistribute and narrow one operand."""
     if step is None:
         return local
     if step.moved is not None:
@@ -156,13 +160,13 @@ def _brought(tensor: Any, local: Any, step: Step | None) -> Any:
 
 
 def _makes_infinite(operator: _torch.Operator, args: tuple[Any, ...]) -> bool:
-    """Whether a number makes the terms of a sum infinite or NaN: their signs may be others than the sum's."""
+    """Whether a number makes terms of a sum infinite or NaN: their signs may differ from the sum's."""
     numbers = [arg for arg in args if is_number(arg)]
     return any(not isfinite(number) or (number == 0 and operator in DIVISIONS) for number in numbers)
 
 
 def _on_sums(rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """With the sums of Partial tensors: for what cannot be done term by term, or need not be because they are known."""
+    """Run on the sums of Partial tensors: term by term is not possible, or the sums are cached anyway."""
     sums = reduce_once([arg for arg in args if isinstance(arg, DTensor) and is_pending(arg)])
     result: DTensor = rule(operator, tuple(sums.get(id(arg), arg) for arg in args), kwargs)
     if not operator._schema.is_mutable:

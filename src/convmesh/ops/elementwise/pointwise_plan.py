@@ -1,8 +1,7 @@
-"""Placements of the operands of an elementwise operator, and of its result.
+"""Placements of the operands and the result of an elementwise operator.
 
-Along each mesh dimension the result is sharded like an operand that has all of the dimension; a replicated operand
-beside it is sharded locally, which sends nothing. Operands that are sharded differently are redistributed at least
-cost.
+Along each mesh dimension the result is sharded like an operand that has the full dimension; a replicated operand beside
+it is narrowed locally, without communication. Operands that are sharded differently are redistributed at least cost.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from .linear_rows import Terms, linear_rows
 R = Replicate()
 
 Narrow = tuple[int, int, int]
-"""A dimension, the first index that is kept, and how many are."""
+"""(dimension, first index that is kept, how many are kept)."""
 
 Operands = Sequence[Layout | None]
-"""By argument; None for one that is no DTensor."""
+"""One layout per argument; None for arguments that are not DTensors."""
 
-# Operators of two tensors, which torch's meta functions take in another order than its kernels do.
+# Binary operators whose meta functions give results in another dimension order than their kernels do.
 aten = torch.ops.aten
 AS_A_SUM = frozenset((
     aten.copysign.Tensor, aten.floor_divide.default, aten.special_xlog1py.default, aten.xlogy.Tensor,
@@ -43,23 +42,25 @@ AS_A_SUM = frozenset((
 
 @dataclass(frozen=True)
 class Step:
-    """How an operand comes to where it is used: it is redistributed, where it has to be, and sliced on the rank."""
+    """How to prepare an operand: redistribute it if necessary, then narrow it on the rank."""
 
     moved: Layout | None
     narrows: tuple[Narrow, ...]
-    zero: bool = False  # it is added to a Partial(sum), and another rank has it as its term
+    zero: bool = False  # it is added to a Partial(sum), and another rank adds it: this one uses zeros
 
 
 @dataclass(frozen=True)
 class PointwisePlan:
-    steps: tuple[Step | None, ...]  # by argument; None for one that is used as it is
+    """What to do with each operand, and the result's layout."""
+
+    steps: tuple[Step | None, ...]  # by argument; None if it needs no preparation
     output: Layout
-    reduces: bool = False  # the tensor that is written is a Partial(sum), and has to be added up before
-    writes_terms: bool = False  # the tensor that is written is Partial, and every rank writes its own term of the sum
-    scales: bool = False  # what stays Partial is multiplied or divided by a number
-    leaves: bool = False  # to torch's DTensor: on several meshes, or sharded in an order other than the mesh's
-    ready: bool = False  # all arguments are used as they are
-    odd: tuple[tuple[int, Stride], ...] = ()  # arguments of which this rank has one index, or none, of a dimension
+    reduces: bool = False  # the tensor that is written is a Partial(sum), and must be reduced first
+    writes_terms: bool = False  # the tensor that is written is Partial, and every rank writes its own term
+    scales: bool = False  # a tensor that stays Partial is multiplied or divided by a number
+    leaves: bool = False  # left to torch's DTensor: the shards or the mesh are in an unusual order
+    ready: bool = False  # no argument needs preparation
+    odd: tuple[tuple[int, Stride], ...] = ()  # (argument, full strides) where a local size is 0 or 1
     specs: dict[torch.dtype, _torch.Spec] = field(default_factory=dict)
 
     def spec(self, dtype: torch.dtype) -> _torch.Spec:
@@ -72,6 +73,7 @@ class PointwisePlan:
 def plan_pointwise(
     operator: _torch.Operator, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Sequence[_torch.Spec | None]
 ) -> PointwisePlan:
+    """Plan one call of an elementwise operator."""
     given = [spec for spec in specs if spec is not None]
     operands = [None if spec is None else Layout.of(spec) for spec in specs]
     if any(spec.mesh != given[0].mesh for spec in given):
@@ -96,6 +98,7 @@ def is_number(arg: Any) -> bool:
 
 
 def _odd(specs: Sequence[_torch.Spec | None]) -> tuple[tuple[int, Stride], ...]:
+    """The arguments whose local strides must be replaced by the full tensor's (see `PointwisePlan.odd`)."""
     given = [(number, spec, Layout.of(spec)) for number, spec in enumerate(specs) if spec is not None]
     return tuple(
         (number, layout.stride)
@@ -105,6 +108,7 @@ def _odd(specs: Sequence[_torch.Spec | None]) -> tuple[tuple[int, Stride], ...]:
 
 
 def _alike(specs: Sequence[_torch.Spec]) -> bool:
+    """Whether all operands have the same shape and placements."""
     first = specs[0]
     return all(
         spec.placements == first.placements and spec.shape == first.shape and spec.shard_order == first.shard_order
@@ -115,7 +119,7 @@ def _alike(specs: Sequence[_torch.Spec]) -> bool:
 def _result(
     operator: _torch.Operator, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Operands
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of the result on one device; torch itself complains about what does not fit together."""
+    """Return shape and strides of the result on one device; torch itself raises if the shapes do not fit."""
     with _torch.meta_tensors(any(layout is not None and _torch.has_symbols(layout.shape) for layout in operands)):
         models = [arg if layout is None else _model(layout) for arg, layout in zip(args, operands, strict=True)]
         options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
@@ -135,7 +139,7 @@ def _model(layout: Layout) -> torch.Tensor:
 def _choose(
     operator: _torch.Operator, operands: Operands, output: Layout, kwargs: Mapping[str, Any]
 ) -> Assignment | None:  # fmt: skip
-    """A row for every mesh dimension; None where the written tensor could not keep its Partial(sum)."""
+    """Choose a row for every mesh dimension; None if the written tensor cannot keep its Partial(sum)."""
     shape = output.shape
     written = operands[0] if operator._schema.is_mutable else None
     rows = [Row("replicated", _by_operand(operands, lambda layout: R), (R,))]
@@ -146,14 +150,14 @@ def _choose(
     natural = [_cut_dims(operands, len(shape), mesh_dim) for mesh_dim in range(output.mesh.ndim)]
 
     def fits(chosen: Assignment) -> bool:
-        """A Partial(sum) is not scattered where nothing else is: the next operator would have to bring it together."""
+        """Never reduce-scatter a Partial(sum) where no operand is sharded: the next operator would gather it again."""
         placements = output_placements(chosen, 0)
         if written is not None and placements != written.placements:
             return False
         return all(not isinstance(p, Shard) or p.dim in dims for p, dims in zip(placements, natural, strict=True))
 
     def summing(row: Row, mesh_dim: int) -> float:
-        """What is left pending has to be summed yet: no reason to gather an operand of the result's size for it."""
+        """A Partial result must still be reduced, so an operand of the result's size is not gathered for it."""
         gathers = any(
             type(layout.placements[mesh_dim]) is Shard and target == R
             for layout, target in zip(operands, row.inputs, strict=True)
@@ -174,7 +178,7 @@ def _by_operand(operands: Operands, placement: Any) -> tuple[Placement, ...]:
 
 
 def _cut_dims(operands: Operands, rank: int, mesh_dim: int | None = None) -> set[int]:
-    """The result's dimensions along which an operand is sharded; with `mesh_dim`, by that mesh dimension."""
+    """Return the result's dimensions along which an operand is sharded; with `mesh_dim`, over that mesh dimension."""
     return {
         dim + rank - len(layout.shape)
         for layout in operands
@@ -185,6 +189,8 @@ def _cut_dims(operands: Operands, rank: int, mesh_dim: int | None = None) -> set
 
 
 def _sharded(operands: Operands, shape: tuple[int, ...], dim: int) -> Row:
+    """Return the row in which every operand that has the full dimension is sharded along it."""
+
     def placement(layout: Layout) -> Placement:
         own = dim - (len(shape) - len(layout.shape))
         return Shard(own) if own >= 0 and layout.shape[own] == shape[dim] else R
@@ -193,6 +199,7 @@ def _sharded(operands: Operands, shape: tuple[int, ...], dim: int) -> Row:
 
 
 def _plan(operands: Operands, output: Layout, chosen: Assignment, in_place: bool) -> PointwisePlan:
+    """Return the plan for the chosen rows."""
     here = output.mesh.get_coordinate() or ()
     zeros = {n for row, at in zip(chosen, here, strict=False) if isinstance(row, Terms) and at for n in row.once}
     steps = tuple(
@@ -206,6 +213,7 @@ def _plan(operands: Operands, output: Layout, chosen: Assignment, in_place: bool
 
 
 def _step(source: Layout, target: Layout, zero: bool) -> Step | None:
+    """Return how an operand gets from `source` to `target`: what is replicated is narrowed, the rest redistributed."""
     if source.placements == target.placements:
         return Step(None, (), True) if zero else None
     on_the_way = target
@@ -225,6 +233,9 @@ def _step(source: Layout, target: Layout, zero: bool) -> Step | None:
 
 
 def _is_innermost(layout: Layout, mesh_dim: int) -> bool:
-    """Whether a rank that this mesh dimension does not shard would have its part, and more, in one piece."""
+    """Whether this mesh dimension is the innermost that shards its tensor dimension.
+
+    Then a rank that it does not shard holds its shard within one contiguous range, and can narrow to it.
+    """
     placement = layout.placements[mesh_dim]
     return isinstance(placement, Shard) and layout.sharded_dims[placement.dim][-1] == mesh_dim

@@ -1,7 +1,7 @@
 """Multiplying by a number, for the gradients of means.
 
-The gradient of a mean over everything is one number, expanded to the full input on every rank: no memory at all, until
-it is divided by the count. Here it stays expanded, and each rank takes its shard of it later.
+The gradient of a mean over everything is one value, expanded to the full input on every rank: it takes no storage until
+it is divided by the count. Here it stays expanded, and each rank narrows it to its shard later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEGATIVE: dict[Placement, Placement] = {Partial("max"): Partial("min"), Partial(
 
 @planned
 def plan_scale(spec: _torch.Spec, dtype: torch.dtype, expanded: tuple[int, ...], negates: bool) -> Layout:
-    """The result's layout; along `expanded` dimensions all of its values are one in memory."""
+    """Return the result's layout; along `expanded` dimensions its strides are 0."""
     input = Layout.of(spec).typed(dtype)
     if negates:
         input = input.placed(tuple(NEGATIVE.get(placement, placement) for placement in input.placements))
@@ -39,7 +39,10 @@ def plan_scale(spec: _torch.Spec, dtype: torch.dtype, expanded: tuple[int, ...],
 
 @planned
 def settled_sums(spec: _torch.Spec, negates: bool) -> Layout | None:
-    """Where a tensor must go before it is scaled: only sums and averages stay Partial, and what is negated."""
+    """Return the layout that a tensor must be redistributed to before it is scaled, or None.
+
+    Sums and averages may stay Partial, and for `neg` also extremes.
+    """
     stay = {Partial("sum"), Partial("avg"), *(NEGATIVE if negates else ())}
     placements = tuple(Replicate() if isinstance(p, Partial) and p not in stay else p for p in spec.placements)
     return None if placements == spec.placements else Layout.of(spec).placed(placements)
@@ -55,7 +58,7 @@ def scale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     if target is not None:
         local, spec = _torch.redistribute(local, spec, target.spec), target.spec
     expanded: tuple[int, ...] = ()
-    if _torch.in_backward():  # elsewhere someone may write into the result, which has to have its own memory
+    if _torch.in_backward():  # in forward the result may be written to, so it needs storage of its own
         whole = zip(local.stride(), local.shape, spec.shape, strict=False)
         expanded = tuple(dim for dim, (step, here, size) in enumerate(whole) if step == 0 and here == size > 1)
     small = local

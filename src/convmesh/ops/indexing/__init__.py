@@ -1,1 +1,1 @@
-"""Reading and writing where indices or masks say."""
+"""Reading and writing with indices and masks."""

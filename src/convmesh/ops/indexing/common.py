@@ -1,4 +1,4 @@
-"""What operators share that read or write single places along a sharded dimension, where an index says."""
+"""Shared by operators that read or write single positions along a sharded dimension, given by an index."""
 
 from __future__ import annotations
 
@@ -19,32 +19,35 @@ aten = torch.ops.aten
 
 
 def has_numbers(*operands: Any) -> bool:
-    """Whether single numbers are among lists: torch takes them for lists of one."""
+    """Whether 0-d tensors are mixed with 1-d ones: torch treats them as having one element."""
     return {operand.ndim for operand in operands if isinstance(operand, Layout)} == {0, 1}
 
 
 def as_lists(*values: Any) -> list[Any]:
-    """All arguments, with lists of one for single numbers."""
+    """Return all arguments, with 0-d tensors as 1-d tensors of one element."""
     numbers = (isinstance(value, torch.Tensor) and not value.dim() for value in values)
     return [aten.unsqueeze.default(value, 0) if one else value for value, one in zip(values, numbers, strict=True)]
 
 
 def with_index(input: Any, dim: int, index: Any, *rest: Any) -> tuple[Any, ...]:
-    """A plain tensor of indices is a constant, the same on every rank."""
+    """Make a plain index a replicated DTensor: it is a constant, the same on every rank."""
     plain = isinstance(input, DTensor) and not isinstance(index, DTensor)
     return input, dim, the_same_everywhere(index, input.device_mesh) if plain else index, *rest
 
 
 def others(places: torch.Tensor, index: Layout, full: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each place along `dim` that the local tensor of an index names, in their order: which rank of those that
-    share `dim` has it, and where in its local tensor, counted in the order of its elements."""
+    """For each position along `dim` in the local tensor of an index, return the rank that owns it and the offset there.
+
+    Both are flat, in the order of the index's elements. The rank is counted among those that share `dim`; the offset is
+    into that rank's flattened local tensor.
+    """
     owner, starts, lengths = owners(places, full.shards(dim))
     offset = torch.zeros_like(places)
     for d in range(places.dim()):
         if d == dim:
             offset = offset * lengths + (places - starts)
         else:
-            # All ranks that share `dim` have the same of the other dimensions.
+            # All ranks that share `dim` own the same range of the other dimensions.
             own, shape = full.own(d), [1] * places.dim()
             shape[d] = places.shape[d]
             first = index.own(d).start - own.start
@@ -53,7 +56,7 @@ def others(places: torch.Tensor, index: Layout, full: Layout, dim: int) -> tuple
 
 
 def idle(layout: Layout, placements: tuple[Placement, ...]) -> bool:
-    """Whether a tensor would be moved to a dimension of which half of the ranks or more have nothing."""
+    """Whether a tensor would be redistributed to a dimension of which half of the ranks or more have nothing."""
     moved = layout.placed(placements)
     return any(
         before != after and not isinstance(before, Replicate) and moved.mostly_empty(mesh_dim)
@@ -62,8 +65,11 @@ def idle(layout: Layout, placements: tuple[Placement, ...]) -> bool:
 
 
 def is_routed_alone(assignment: Assignment, names: Sequence[str]) -> bool:
-    """Whether the places of rows called `names` are in what their owners have of all other dimensions, and a
-    sharded dimension is not read in two ways at once."""
+    """Whether every routed position is in a local tensor: its owner has the index's range of all other dimensions.
+
+    `names` are those of the rows that route indices. A sharded dimension must not be read in two of the ways "asked",
+    "sent" and "owned" at once, either.
+    """
     kinds = {row.name for row in assignment if row.name in ("asked", "sent", "owned")}
     routed_dims = {row.inputs[1] for row in assignment if row.name in names}
     return len(kinds) < 2 and not any(
@@ -72,7 +78,7 @@ def is_routed_alone(assignment: Assignment, names: Sequence[str]) -> bool:
 
 
 def replication_price(row: Row, mesh_dim: int, layouts: Sequence[Layout]) -> float:
-    """The memory that sharded tensors take if a row replicates them, in elements."""
+    """The storage, in elements, that sharded tensors take if a row replicates them."""
     return sum(
         prod(layout.shape)
         for layout, wanted in zip(layouts, row.inputs, strict=True)

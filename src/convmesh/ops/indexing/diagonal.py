@@ -1,4 +1,4 @@
-"""Diagonals of matrices that are sharded: single places, which each rank has some of."""
+"""Diagonals of sharded matrices: single elements, of which each rank owns some."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def diagonal(operator: _torch.Operator, input: Layout, offset: int, first: int, 
 
 
 def _taken(input: DTensor, offset: int, first: int, second: int) -> Any:
+    """Copy the diagonal of a sharded matrix; what is written into the copy is put back."""
     remember(_torch.spec_of(input))  # its gradient is written into zeros
     order, _, places = _places(tuple(input.shape), offset, first, second, input.device.type)
     return copy_of(aten.index.Tensor(aten.permute.default(input, order), places), input, (
@@ -46,7 +47,7 @@ def _taken(input: DTensor, offset: int, first: int, second: int) -> Any:
 def _places(
     shape: tuple[int, ...], offset: int, first: int, second: int, device: str
 ) -> tuple[list[int], list[int], list[torch.Tensor | None]]:
-    """The order in which the matrix comes last, the order back, and the indices of its diagonal there."""
+    """Return the permutation that puts the matrix last, its inverse, and the indices of the diagonal there."""
     rank = len(shape)
     matrix = [first % rank, second % rank]
     order = [*(dim for dim in range(rank) if dim not in matrix), *matrix]

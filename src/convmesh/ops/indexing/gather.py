@@ -1,9 +1,9 @@
-"""`gather`: every output takes one number along a dimension, where an index says.
+"""`gather`: an index says which element along a dimension each output reads.
 
-torch makes the gradient of max unpooling of it, and the double gradient of max pooling. An index may point anywhere
-along its dimension. Where that dimension is sharded, another one is sharded instead if that sends the least; or, if
-every rank has all indices, each takes what it owns and contributes zeros for the others; or the indices are sent to who
-owns what they point to, and the numbers come back.
+torch uses it in the gradient of max unpooling and in the double gradient of max pooling. An index may point anywhere
+along its dimension. Where that is sharded, either another dimension is sharded instead, if that sends least; or, with a
+replicated index, each rank reads what it owns and contributes zeros for the rest; or the indices are sent to the ranks
+that own what they point to, which send the values back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gather(
     if has_numbers(input, index):
         return _of_lists
     rank = input.ndim
-    if not prod(index.shape):  # torch takes any index that is empty
+    if not prod(index.shape):  # torch accepts any index that is empty
         nothing = input.replicated().new(index.shape)
         return Call((input, None), nothing, lambda x, *_: x.new_empty(nothing.local_shape))
     if rank != index.ndim or not -max(1, rank) <= dim < max(1, rank):
@@ -72,16 +72,18 @@ def gather(
 
 
 def _of_lists(input: Any, dim: int, index: Any, sparse: bool) -> Any:
+    """Run the operator with 0-d tensors as 1-d ones."""
     return aten.view.default(aten.gather.default(*as_lists(input, dim, index)), list(index.shape))
 
 
 def _choose(input: Layout, index: Layout, dim: int, routes: bool) -> tuple[Row, ...]:
-    # A dimension of which only the first indices are read is not sharded alike in both.
+    """Choose a row for each mesh dimension; routed rows cost what they send."""
+    # Where the index is shorter than the input, the two do not have the same shards.
     alike = [d for d in range(input.ndim) if d != dim and input.shape[d] == index.shape[d]]
     rows = [Row("replicated", (R, R), (R,)), *(Row("sharded", (Shard(d), Shard(d)), (Shard(d),)) for d in alike)]
     if input.ndim:
         rows.append(Row("sharded indices", (R, Shard(dim)), (Shard(dim),)))
-        if input.dtype != torch.bool:  # which cannot be Partial(sum)
+        if input.dtype != torch.bool:  # bools cannot be Partial(sum)
             rows.append(Row("owned", (Shard(dim), R), (P,)))
         if routes:
             rows += [Row("asked", (Shard(dim), Shard(d)), (Shard(d),)) for d in range(input.ndim)]
@@ -92,7 +94,7 @@ def _choose(input: Layout, index: Layout, dim: int, routes: bool) -> tuple[Row, 
         return replication_price(row, mesh_dim, (input, index)) + sent / (size if row.name == "asked" else 1)
 
     def fits(assignment: tuple[Row, ...]) -> bool:
-        """Nothing is moved to a dimension of which half of the ranks would have nothing."""
+        """Whether indices can be routed, and no redistribution would leave half of the ranks empty."""
         return is_routed_alone(assignment, ("asked",)) and not any(
             idle(layout, input_placements(assignment, number)) for number, layout in enumerate((input, index))
         )

@@ -1,7 +1,7 @@
-"""Indexing with tensors of indices, of one dimension or several, and the gradient that torch makes of it.
+"""Indexing with tensors, along one dimension or several.
 
-As in `index_select` every rank takes what it owns, and contributes zeros for the others. The indices are the same on
-every rank; a mask beside other indices stands for the places where it is true. One alone has a way of its own.
+As in `index_select`, every rank reads what it owns and contributes zeros for the rest. The indices are replicated; a
+mask beside other indices becomes the indices where it is true. A mask alone takes another path (`masked_select.py`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from .masked_select import index_masked, refuse_compiled
 aten = torch.ops.aten
 
 Picks = dict[int, torch.Tensor]
-"""The indexed dimensions, and which of their indices: all of one shape, counted from the start."""
+"""By indexed dimension, its indices: all broadcast to one shape, and non-negative."""
 
 
 def picks_of(shape: Sequence[int], indices: Sequence[torch.Tensor | None]) -> Picks:
+    """Return the indices of each indexed dimension, with masks replaced by the indices where they are true."""
     found: Picks = {}
     dim = 0
     for index in indices:
@@ -49,21 +50,25 @@ def picks_of(shape: Sequence[int], indices: Sequence[torch.Tensor | None]) -> Pi
 
 
 def _from_the_start(places: torch.Tensor, size: int) -> torch.Tensor:
-    """Those that are counted from the end, as from the start. One beyond the start is beyond the end then: an operator
-    would count a negative one from the end once more."""
+    """Make negative indices non-negative.
+
+    An index before the start becomes `size`, which is out of range: an operator would count a negative one from the end
+    once more.
+    """
     return torch.where(places < 0, torch.where(places < -size, size, places + size), places)
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Where the dimensions of an indexed tensor go: the indexed ones become those of the indices."""
+    """Where the dimensions of an indexed tensor are in the result: the indices' dimensions replace the indexed ones."""
 
     first: int  # the first dimension of the indices in the result
     shape: tuple[int, ...]
-    others: dict[int, int]  # the dimensions that are not indexed, and their numbers in the result
+    others: dict[int, int]  # dimension that is not indexed -> its number in the result
 
 
 def moved_by(shape: tuple[int, ...], dims: tuple[int, ...], picked: tuple[int, ...]) -> Moved:
+    """Return how indexing `dims` with indices of shape `picked` moves the dimensions of a tensor of `shape`."""
     adjacent = dims == tuple(range(dims[0], dims[0] + len(dims)))
     kept = [dim for dim in range(len(shape)) if dim not in dims]
     first = dims[0] if adjacent else 0
@@ -74,6 +79,7 @@ def moved_by(shape: tuple[int, ...], dims: tuple[int, ...], picked: tuple[int, .
 
 @planned
 def _plan(spec: _torch.Spec, dims: tuple[int, ...], picked: tuple[int, ...]) -> tuple[Layout, Layout, Moved]:
+    """Return the layouts of the input and of the result, and where the dimensions go."""
     layout = Layout.of(spec)
     moved = moved_by(layout.shape, dims, picked)
     source = layout.without_partial("sum")
@@ -85,7 +91,7 @@ def _plan(spec: _torch.Spec, dims: tuple[int, ...], picked: tuple[int, ...]) -> 
 
 
 def here_of(picks: Picks, layout: Layout) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-    """The indices in the local tensor, and which of them it has (None: all of them)."""
+    """Return the indices into the local tensor, and a mask of those that this rank owns (None: all of them)."""
     local: list[torch.Tensor | None] = [picks.get(dim) for dim in range(len(layout.shape))]
     mine: torch.Tensor | None = None
     for dim in picks:
@@ -96,13 +102,13 @@ def here_of(picks: Picks, layout: Layout) -> tuple[list[torch.Tensor | None], to
 
 
 def check_picks(picks: Picks, layout: Layout) -> None:
-    """For a rank that has nothing of an indexed tensor, so that no operator looks at them."""
+    """Check the indices on a rank that has no elements of the indexed tensor, where no operator would."""
     for dim, places in picks.items():
         check_within(places, layout.shape[dim])
 
 
 def without_others(values: torch.Tensor, mine: torch.Tensor | None, first: int) -> torch.Tensor:
-    """Zero where another rank has the index."""
+    """Return the values, with zeros where another rank owns the index."""
     if mine is None:
         return values
     behind = values.dim() - first - mine.dim()
@@ -110,7 +116,7 @@ def without_others(values: torch.Tensor, mine: torch.Tensor | None, first: int) 
 
 
 def sole_mask(input: Any, indices: Sequence[Any]) -> DTensor | None:
-    """The mask of `input[mask]`, where only the first dimensions are masked and nothing else is indexed."""
+    """Return the mask of `input[mask]`, where it covers the first dimensions and nothing else is indexed; else None."""
     given = [index for index in indices if index is not None]
     alone = len(given) == 1 and indices[0] is given[0] and isinstance(given[0], DTensor)
     return given[0] if alone and given[0].dtype == torch.bool and given[0].dim() else None
@@ -118,10 +124,12 @@ def sole_mask(input: Any, indices: Sequence[Any]) -> DTensor | None:
 
 @rule(aten.index.Tensor, behaviour=INDEX)
 def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x[:, :, indices]`, `x[rows, columns]`, `x[mask]`. How many places a mask names only its values say, so
-    no plan is made of layouts alone."""
+    """`x[:, :, indices]`, `x[rows, columns]`, `x[mask]`.
+
+    Not a `plan_rule`: how many indices a mask gives depends on its values, so layouts alone do not determine a plan.
+    """
     input, indices = _torch.arguments(operator, args, kwargs)
-    if not isinstance(input, DTensor) or input.dtype == torch.bool:  # which cannot be Partial(sum)
+    if not isinstance(input, DTensor) or input.dtype == torch.bool:  # bools cannot be Partial(sum)
         return _torch.stock(operator, args, kwargs)
     check_placed("index", (("input", input),))
     mask = sole_mask(input, indices)

@@ -1,4 +1,4 @@
-"""Filling some indices of a dimension: every rank knows all of them, and fills those that it has."""
+"""Filling some indices of a dimension: every rank knows all of them, and fills those that it owns."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ aten = torch.ops.aten
 
 
 def _constants(input: Any, dim: int, index: Any, value: Any) -> tuple[Any, ...]:
+    """Make a plain index and a plain 0-d value replicated DTensors."""
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.dim():
         value = the_same_everywhere(value, input.device_mesh)
     return with_index(input, dim, index, value)

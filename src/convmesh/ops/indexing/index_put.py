@@ -1,4 +1,4 @@
-"""Writing where tensors of indices say: `x[indices] = values`, and the gradient of indexing, which adds.
+"""Writing with tensors of indices: `x[indices] = values`, and the gradient of indexing, which adds.
 
 Every rank writes what it owns of the indexed dimensions.
 """
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @rule(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, behaviour=ADD)
 def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Opens its arguments itself, as `index` does."""
+    """`x[indices] = values`, or `+=`. Not a `plan_rule`, for the same reason as `index`."""
     full, indices, values, adds, *_ = _torch.arguments(operator, args, kwargs)
     if not isinstance(full, DTensor):
         return _torch.stock(operator, args, kwargs)
@@ -49,11 +49,12 @@ def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
 def _plan(
     full: _torch.Spec, values: _torch.Spec, beside: tuple[int | None, ...], adds: bool
 ) -> tuple[Layout, Layout, Layout]:
+    """Cached `plan_add` for specs."""
     return plan_add("index_put", Layout.of(full), Layout.of(values), beside, adds)
 
 
 def _put(full: DTensor, picks: Picks, moved: Moved, values: DTensor, adds: bool) -> tuple[torch.Tensor, Layout]:
-    """The local tensor of the result, and its layout."""
+    """Return the local tensor of the result, and its layout."""
     beside = tuple(moved.others.get(dim) for dim in range(full.dim()))
     placed, given, output = _plan(_torch.spec_of(full), _torch.spec_of(values), beside, adds)
     x, v = move(full, placed), move(values, given)
@@ -72,7 +73,7 @@ def _replaced(
     x: torch.Tensor, local: Sequence[torch.Tensor | None], mine: torch.Tensor, v: torch.Tensor, moved: Moved,
     output: Layout,
 ) -> torch.Tensor:  # fmt: skip
-    """What belongs to other ranks goes to one place more of a sharded dimension, which is taken off again."""
+    """Write the values whose index this rank owns; the others go to an extra index, which is removed afterwards."""
     dim = next(d for d, index in enumerate(local) if index is not None and d in output.sharded_dims)
     length = x.shape[dim]
     room = torch.cat([x, x.narrow(dim, 0, 1)], dim)
@@ -84,7 +85,7 @@ def _replaced(
 
 
 def _fill_masked(operator: _torch.Operator, full: DTensor, mask: DTensor, value: DTensor) -> Any:
-    """One value wherever the mask is true: elementwise."""
+    """Write one value wherever the mask is true: elementwise."""
     behind = full.dim() - mask.dim()
     for _ in range(behind):
         mask = aten.unsqueeze.default(mask, -1)
@@ -95,7 +96,7 @@ def _fill_masked(operator: _torch.Operator, full: DTensor, mask: DTensor, value:
 
 
 def _as_many(full: DTensor, mask: DTensor, values: DTensor) -> DTensor:
-    """Values that are the same for all that a mask selects, once for each."""
+    """Expand values that are broadcast over the selection to one row for each selected row."""
     if values.dim() == full.dim() - mask.dim() + 1 and values.shape[0] != 1:
         return values
     count = int(aten.sum.default(mask).full_tensor())
@@ -103,6 +104,7 @@ def _as_many(full: DTensor, mask: DTensor, values: DTensor) -> DTensor:
 
 
 def _finished(operator: _torch.Operator, full: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
+    """Return the result: a new tensor, or `full` itself for the in-place operator."""
     if not operator._schema.is_mutable:
         return _torch.wrap(local.contiguous(), layout.dense.spec)
     target = Layout.of(_torch.spec_of(full))

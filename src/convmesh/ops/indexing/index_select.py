@@ -1,8 +1,8 @@
-"""Indexing one dimension with a list of indices: `index_select`, and adding to such indices.
+"""Indexing one dimension with a 1-d index: `index_select`, and `index_add`.
 
-Every rank takes what it owns of the indices, and contributes zeros for the others: along a sharded dimension the
-result is Partial(sum). No rank has to know the indices' values in advance, so this compiles, and nothing waits for the
-device.
+Every rank reads what it owns of the indices, and contributes zeros for the others: along a sharded dimension the result
+is Partial(sum). No rank has to know the values of the indices in advance, so this compiles and never synchronizes with
+the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADD = Behaviour("all dimensions, Partial(sum)", "operands of other placements")
 
 
 def local_index(index: Any) -> torch.Tensor:
-    """A plain tensor of indices is a constant, the same on every rank."""
+    """Return the full index as a local tensor. A plain tensor is a constant, the same on every rank."""
     if not isinstance(index, DTensor):
         return index  # type: ignore[no-any-return]
     layout = Layout.of(_torch.spec_of(index))
@@ -41,7 +41,7 @@ def local_index(index: Any) -> torch.Tensor:
 
 
 def owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the indices are in the local tensor (anything for those that are not), and which of them are."""
+    """Return the indices into the local tensor, clamped to it, and a mask of those that this rank owns."""
     check_within(index, size)
     mine = (index >= own.start) & (index < own.stop)
     return (index - own.start).clamp(0, max(0, len(own) - 1)), mine
@@ -76,16 +76,19 @@ def index_select(operator: _torch.Operator, input: Layout, dim: int, index: Layo
 
 
 def _along(mine: torch.Tensor, dim: int, like: torch.Tensor) -> torch.Tensor:
-    """To be broadcast against `like`, along `dim`."""
+    """Shape the mask so that it broadcasts against `like` along `dim`."""
     return mine.view(-1, *[1] * (like.dim() - dim - 1))
 
 
 def plan_add(
     operator: str, full: Layout, source: Layout, beside: Sequence[int | None], adds: bool = True
 ) -> tuple[Layout, Layout, Layout]:
-    """`beside` has for each dimension of the full that of the source; None for one that is indexed."""
+    """Return the layouts of the full tensor, of the source that is added to it or written into it, and of the result.
+
+    `beside` has, for each dimension of the full tensor, the matching dimension of the source; None for an indexed one.
+    """
     rows = [Row("replicated", (R, R), (R,)), *([Row("sums", (P, P), (P,))] if adds else [])]
-    # Along an indexed dimension each rank adds to what it owns.
+    # Along an indexed dimension each rank writes what it owns.
     rows += [Row("sharded", (Shard(d), R if b is None else Shard(b)), (Shard(d),)) for d, b in enumerate(beside)]
 
     def fits(assignment: Assignment) -> bool:

@@ -1,9 +1,9 @@
-"""What a mask selects of a tensor: how much that is, only the values say.
+"""Selecting elements of a tensor with a mask, where the size of the result depends on values.
 
-Every rank counts what it selects, and all counts together tell each selected element its number. The results are
-sharded in the order of these numbers, evenly: `x[mask]` of a sharded tensor is a sharded tensor, and so is the list of
-true places. Into a selection values come the other way: each rank asks for those with its numbers. Compiled code cannot
-know how many they are, and refuses.
+Every rank counts what it selects, and the counts of all ranks give each selected element its number. The results are
+sharded evenly in the order of these numbers: `x[mask]` of a sharded tensor is a sharded tensor, and so is the result of
+`nonzero`. Writing into a selection goes the other way: each rank asks for the values with its numbers. Compiled code
+cannot know how many elements are selected, so it is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SELECTED = Behaviour(
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """A tensor whose first dimensions are masked, of which at most one is sharded, over `mesh_dims`."""
+    """A tensor whose first dimensions are masked. At most one of these, `dim`, is sharded, over `mesh_dims`."""
 
     source: Layout
     mask: Layout
@@ -52,6 +52,7 @@ class MaskPlan:
 
 @planned
 def plan_mask(operator: str, spec: _torch.Spec, mask_spec: _torch.Spec) -> MaskPlan:
+    """Check the mask's shape, and plan by specs (cached)."""
     input, mask = layouts_of(operator, [("input", spec), ("mask", mask_spec)])
     if mask.shape != input.shape[: mask.ndim] or not mask.ndim:
         raise refuse(operator, "the mask has not the shape of the input's first dimensions",
@@ -60,6 +61,7 @@ def plan_mask(operator: str, spec: _torch.Spec, mask_spec: _torch.Spec) -> MaskP
 
 
 def _plan_mask(input: Layout, mask: Layout) -> MaskPlan:
+    """Plan so that at most one masked dimension is sharded: the longest of those that are."""
     masked = mask.ndim
     given = [p if type(p) is Shard else R for p in input.placements]
     mesh_dims = tuple(m for m, p in enumerate(given) if isinstance(p, Shard) and p.dim < masked)
@@ -71,20 +73,21 @@ def _plan_mask(input: Layout, mask: Layout) -> MaskPlan:
 
 @dataclass(frozen=True)
 class Selection:
-    """What this rank selects: where, in the order of its elements, and the numbers of that among all."""
+    """The elements that this rank selects, and their numbers among those that all ranks select."""
 
-    mine: torch.Tensor  # of its elements, flat
+    mine: torch.Tensor  # flat indices into the mask's local tensor, ascending
     numbers: torch.Tensor
-    count: int  # of all ranks
+    count: int  # how many elements all ranks select
 
 
 def select_masked(mask: torch.Tensor, plan: MaskPlan) -> Selection:
+    """Number what this rank selects; the ranks that share the mask all-gather their counts."""
     mine = mask.reshape(-1).nonzero().squeeze(1)
     if not plan.mesh_dims:
         return Selection(mine, torch.arange(len(mine), device=mask.device), len(mine))
     mesh, rows = plan.source.mesh, prod(plan.mask.shape[: plan.dim])
     counts = mask.reshape(rows, mask.numel() // max(1, rows)).sum(1)
-    # In the order of all elements, a row of this rank comes after those of the ranks before it in the same row.
+    # In the order of the full tensor, this rank's part of a row comes after the parts of the ranks before it.
     everyone = all_gather_stacked(counts, mesh, plan.mesh_dims).t().reshape(-1)
     along = rank_line(mesh, plan.mesh_dims)
     before = (everyone.cumsum(0) - everyone).view(rows, along.size)[:, along.rank]
@@ -94,11 +97,12 @@ def select_masked(mask: torch.Tensor, plan: MaskPlan) -> Selection:
 
 
 def _ranges(plan: MaskPlan, count: int) -> Shards:
+    """The even shards of `count` selected rows."""
     return Shards(count, tuple(plan.source.mesh.size(m) for m in plan.mesh_dims))
 
 
 def gathered(rows: torch.Tensor, chosen: Selection, plan: MaskPlan) -> torch.Tensor:
-    """This rank's part of all selected rows, of which `rows` are those that it has selected itself."""
+    """Return this rank's shard of all selected rows; `rows` are those that it has selected itself. An all-to-all."""
     if not plan.mesh_dims:
         return rows
     ranges = _ranges(plan, chosen.count)
@@ -108,7 +112,7 @@ def gathered(rows: torch.Tensor, chosen: Selection, plan: MaskPlan) -> torch.Ten
 
 
 def spread(values: torch.Tensor, chosen: Selection, plan: MaskPlan) -> torch.Tensor:
-    """For what this rank has selected its rows, where every rank has its part of all of them."""
+    """Return the values for what this rank has selected, from its shard of all of them. The inverse of `gathered`."""
     if not plan.mesh_dims:
         return values
     owner, start, _ = owners(chosen.numbers, _ranges(plan, chosen.count))
@@ -117,7 +121,7 @@ def spread(values: torch.Tensor, chosen: Selection, plan: MaskPlan) -> torch.Ten
 
 
 def output_of(plan: MaskPlan, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """The layout of selected rows: sharded where masked dimensions were, and along those behind them as before."""
+    """The layout of selected rows: sharded where masked dimensions were; later dimensions keep their placements."""
     behind = len(plan.mask.shape) - 1
     placements = tuple(
         Shard(0) if m in plan.mesh_dims else Shard(p.dim - behind) if isinstance(p, Shard) else p
@@ -138,13 +142,14 @@ def refuse_compiled(operator: str, tensors: Sequence[tuple[str, object]]) -> Non
 
 
 def begin_mask(operator: str, input: Any, mask: Any) -> MaskPlan:
+    """Return the plan of an operator with a mask; refuse compiled code."""
     refuse_compiled(operator, (("input", input),))
     specs = check_placed(operator, (("input", input), ("mask", mask)))
     return plan_mask(operator, *specs)
 
 
 def index_masked(input: DTensor, mask: DTensor) -> DTensor:
-    """`input[mask]`"""
+    """Return `input[mask]`."""
     plan = begin_mask("index with a mask", input, mask)
     remember(_torch.spec_of(input))
     x, truth = move(input, plan.source), move(mask, plan.mask)
@@ -156,7 +161,7 @@ def index_masked(input: DTensor, mask: DTensor) -> DTensor:
 
 
 def put_masked(full: DTensor, mask: DTensor, values: DTensor, adds: bool) -> tuple[torch.Tensor, Layout]:
-    """The local tensor of `full` with `values` where the mask is true, and its layout."""
+    """Return the local tensor of `full` with `values` written (or added) where the mask is true, and its layout."""
     plan = begin_mask("index_put with a mask", full, mask)
     x, truth = move(full, plan.source).clone(memory_format=torch.contiguous_format), move(mask, plan.mask)
     if not plan.source.present:
@@ -172,7 +177,7 @@ def put_masked(full: DTensor, mask: DTensor, values: DTensor, adds: bool) -> tup
 
 
 def _alike(input: Any, mask: Any) -> tuple[DTensor, DTensor]:
-    """Both in the shape that they have together, and that of a row if they are numbers."""
+    """Broadcast both to their common shape; 0-d tensors become 1-d."""
     shape = list(torch.broadcast_shapes(input.shape, mask.shape)) or [1]
     one, other = (aten.expand.default(t, shape) if list(t.shape) != shape else t for t in (input, mask))
     return one, other
@@ -185,7 +190,7 @@ def masked_select(operator: _torch.Operator, *_: Any) -> Made:
 
 @plan_rule(aten.masked_scatter.default, behaviour=SELECTED)
 def masked_scatter(operator: _torch.Operator, *_: Any) -> Made:
-    """The gradient of `masked_select`. Its values are as many as the mask selects, or more."""
+    """The gradient of `masked_select`. It has as many values as the mask selects, or more."""
     return _masked_scatter
 
 
@@ -202,7 +207,7 @@ def _masked_scatter(full: Any, mask: Any, values: Any) -> Any:
 
 @plan_rule(aten.masked_scatter_backward.default, behaviour=SELECTED)
 def masked_scatter_backward(operator: _torch.Operator, gradient: Layout, mask: Layout, sizes: tuple[int, ...]) -> Made:
-    """What was taken from the first values, and nothing for the others."""
+    """Return the gradient of the values: those that were used get theirs, the rest zero."""
 
     def made(gradient: DTensor, mask: DTensor, sizes: Sequence[int]) -> Any:
         taken = index_masked(*_alike(gradient, mask))
@@ -225,7 +230,7 @@ def nonzero(operator: _torch.Operator, input: Layout, known: bool) -> Call | Non
     def run(local: torch.Tensor) -> tuple[torch.Tensor, Layout]:
         chosen = select_masked(local != 0, plan)
         rows = gathered(local.nonzero() + starts.on(local.device), chosen, plan)
-        # One device finds them dimension by dimension.
+        # One device returns a transposed tensor: contiguous along each input dimension.
         return rows, replace(output, shape=(chosen.count, input.ndim), stride=(1, max(1, chosen.count)))
 
     return Call((plan.mask,), Reported(output), run)

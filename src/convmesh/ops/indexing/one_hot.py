@@ -1,4 +1,4 @@
-"""One-hot rows of labels: each label is compared with the row of all classes, which every rank knows."""
+"""One-hot encoding of labels: each label is compared with all classes, which every rank knows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ONE_HOT = Behaviour("all dimensions", "all-reduce of one number, for bad labels"
 
 @composite("one_hot", ONE_HOT)
 def one_hot(labels: DTensor, num_classes: int = -1) -> torch.Tensor:
-    """[...] -> [... C]"""
+    """`[...] -> [... C]`"""
     count = num_classes if num_classes >= 0 or not labels.numel() else int(labels.max().item()) + 1
-    # All ranks hear of a wrong label, and raise alike.
+    # The check is a sum over all ranks, so all of them raise if any has a bad label.
     known = not _torch.tracing() and _torch.has_values(labels.device_mesh)
     if labels.dtype != torch.int64 or count < 1 or (known and bool(_beyond(labels, count).item())):
         raise RuntimeError(f"one_hot: labels have to be int64 numbers of 0 to {count - 1}")

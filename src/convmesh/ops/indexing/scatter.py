@@ -1,7 +1,7 @@
-"""`scatter` and its kin: every value of a source goes to a place along a dimension, where an index says.
+"""`scatter`, `scatter_add` and `scatter_reduce`: an index says where along a dimension each source value goes.
 
-torch makes the gradients of `gather`, of sorting and of extremes of it. Along a sharded dimension each rank writes what
-it owns: values and indices are replicated for that, or sent to who owns their places, whichever is less.
+torch uses these as gradients of `gather`, sorting, and min and max. Along a sharded dimension each rank writes what it
+owns: values and indices are replicated for that, or sent to the ranks that own their positions, whichever costs less.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ZEROS = Behaviour("in backward sharded as the tensor was whose gradient it becom
 
 
 def _asks(full: _torch.Spec, *_: Any) -> tuple[bool, Placements | None]:
-    """Whether values may be routed, and in backward where a tensor of this shape was."""
+    """Return whether values may be routed and, in backward, the placements that a tensor of this shape had."""
     return may_route(), placements_of(full.mesh, tuple(full.shape))
 
 
@@ -52,7 +52,7 @@ def scatter(operator: _torch.Operator, full: Layout, dim: int, index: Layout, so
     if has_numbers(full, index, values):
         return lambda *given: _of_lists(functional, writes, *given)
     given, rank = [one for one in (full, index, values) if one is not None], full.ndim
-    if not prod(index.shape):  # torch takes any index that is empty
+    if not prod(index.shape):  # torch accepts any index that is empty
         return Call(given, full if writes else full.dense, lambda x, *_: x if writes else x.clone(), writes=writes)
     if any(one.ndim != rank for one in given) or not -max(1, rank) <= dim < max(1, rank):
         raise Unfit(f"dimension {dim} of tensors of {[one.ndim for one in given]} dimensions",
@@ -71,7 +71,7 @@ def scatter(operator: _torch.Operator, full: Layout, dim: int, index: Layout, so
         check_within(at, size)
         own = target.own(dim)
         mine = (at >= own.start) & (at < own.stop)
-        # What belongs to other ranks goes to one place more, which is left out.
+        # Other ranks' values go to one extra index, which is removed.
         room = torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)
         written = call(room, dim, torch.where(mine, at - own.start, len(own)), source, *how)
         return written.narrow(dim, 0, len(own))
@@ -88,12 +88,13 @@ def scatter(operator: _torch.Operator, full: Layout, dim: int, index: Layout, so
 
 
 def _of_lists(functional: _torch.Operator, writes: bool, full: Any, *rest: Any) -> Any:
+    """Run the operator with 0-d tensors as 1-d ones."""
     listed = aten.view.default(_torch.call(functional, as_lists(full, *rest)), list(full.shape))
     return aten.copy_.default(full, listed) if writes else listed
 
 
 def _routed(target: Layout, where: Layout, dim: int, at: torch.Tensor, source: Any) -> tuple[torch.Tensor, Any]:
-    """Places in this rank's elements, and the values for them, from all ranks."""
+    """Return the flat offsets into this rank's elements, and the values for them, received from all ranks."""
     owner, offset = others(at, where, target, dim)
     route = routed(owner, target.mesh, target.sharded_dims[dim])
     if isinstance(source, torch.Tensor) and source.dim():
@@ -102,6 +103,7 @@ def _routed(target: Layout, where: Layout, dim: int, at: torch.Tensor, source: A
 
 
 def _choose(operator: str, given: list[Layout], dim: int, routes: bool, wish: Placements | None) -> tuple[Row, ...]:
+    """Choose a row for each mesh dimension; routed rows cost what they send."""
     full, index, *values = given
     rank, count = full.ndim, len(given)
     alike = [d for d in range(rank) if d != dim and all(layout.shape[d] == full.shape[d] for layout in given)]
@@ -127,6 +129,7 @@ def _choose(operator: str, given: list[Layout], dim: int, routes: bool, wish: Pl
 
 
 def _was(like: _torch.Spec, sizes: tuple[int, ...], *_: Any) -> Placements | None:
+    """The placements, if they are remembered, of the tensor whose gradient these zeros become."""
     return placements_of(like.mesh, sizes) if prod(sizes) else None
 
 
@@ -134,7 +137,7 @@ def _was(like: _torch.Spec, sizes: tuple[int, ...], *_: Any) -> Placements | Non
 def new_zeros(
     operator: _torch.Operator, like: Layout, sizes: tuple[int, ...], dtype: torch.dtype | None, *rest: Any
 ) -> Call | None:
-    """Zeros that a gradient is written into are placed as the tensor, if that was remembered."""
+    """Place zeros that a gradient is written into like the tensor itself, if its placements were remembered."""
     *_, placements = rest
     if placements is None:
         return None

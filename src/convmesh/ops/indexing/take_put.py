@@ -1,4 +1,4 @@
-"""Single places of a tensor by their numbers, counted over all of it: `take`, and `put`, which writes there."""
+"""`take` and `put`: reading and writing single elements by their flat index into the full tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _places(shape: tuple[int, ...], index: Any) -> list[torch.Tensor]:
-    """The index along each dimension of places that are counted over all of them."""
+    """Return the index along each dimension for flat indices into a tensor of `shape`."""
     flat = local_index(index)
     count = torch.Size(shape).numel()
     if not _torch.tracing() and bool(((flat < -count) | (flat >= count)).any()):
@@ -26,6 +26,7 @@ def _places(shape: tuple[int, ...], index: Any) -> list[torch.Tensor]:
 
 
 def _seen(input: DTensor) -> DTensor:
+    """Return the input, as 1-d if it is 0-d."""
     return input if input.dim() else aten.unsqueeze.default(input, 0)
 
 

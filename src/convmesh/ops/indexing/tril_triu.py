@@ -1,4 +1,4 @@
-"""Triangles of matrices that are sharded: each rank knows where its rows and columns begin."""
+"""Triangles of sharded matrices: each rank shifts the diagonal by the start of its rows and columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distances of all pairs of rows of two tensors: [B* P M] [B* R M] -> [B* P R]"""
+"""Distances between all pairs of rows of two tensors: `[B* P M] [B* R M] -> [B* P R]`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ DISTANCE = Behaviour("batch, the rows of one of the two", "the smaller is replic
 
 
 def _batch(*operands: Layout) -> Iterator[Row]:
+    """Rows that replicate everything, or shard a batch dimension that all operands have in full."""
     yield Row("replicated", (R,) * len(operands), (R,))
     for dim in range(-min(layout.ndim for layout in operands), -2):
         if len({layout.shape[dim] for layout in operands}) == 1:
@@ -33,7 +34,7 @@ def cdist(x1: Layout, x2: Layout, p: float, compute_mode: int | None) -> Iterato
 
 @table_rule(aten._cdist_backward.default, behaviour=DISTANCE, prepare=contiguous)
 def cdist_backward(grad: Layout, x1: Layout, x2: Layout, p: float, distances: Layout) -> Iterator[Row]:
-    """The gradient of x1."""
+    """Return the gradient of x1."""
     yield from _batch(grad, x1, x2, distances)
     yield Row("rows", (Shard(-2), Shard(-2), R, Shard(-2)), (Shard(-2),))
     yield Row("columns", (Shard(-1), R, Shard(-2), Shard(-1)), (P,))

@@ -1,6 +1,6 @@
-"""Determinants, solutions and factors of batches of matrices: a rank has all of each of its matrices.
+"""Determinants, solves and factorizations of batches of matrices: each matrix is on one rank in full.
 
-autograd asks of a matrix whether it is contiguous, to know which way round it was factorised: so local tensors are
+autograd checks whether a matrix is contiguous to know whether its transpose was factorized: so local tensors are
 contiguous exactly where full tensors are.
 """
 
@@ -21,10 +21,11 @@ MATRICES = Behaviour(
     "batch dimensions",
     "nothing; where matrices are sharded an all-to-all to the batch; without a batch they are replicated",
 )
-MOST = 4  # results
+MOST = 4  # results of any of these operators
 
 
 def _contiguous_alike(layout: Layout, local: torch.Tensor) -> torch.Tensor:
+    """Make the local matrices row-major where the full tensor is contiguous, else column-major."""
     if layout.is_contiguous or not (layout.dtype.is_floating_point or layout.dtype.is_complex):
         return local.contiguous()
     return local.mT.contiguous().mT

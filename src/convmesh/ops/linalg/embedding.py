@@ -1,7 +1,7 @@
-"""Rows of a weight by their indices: [V E] [...] -> [... E]
+"""Embedding: rows of a weight by their indices, `[V E] [...] -> [... E]`.
 
-DTensor's own rule remembers what was masked from one call to the next, and wants DTensors only, also in backward; a
-model that makes its positions in its forward pass has plain ones.
+DTensor's own rule keeps its mask from one call to the next, and accepts DTensors only, also in backward; a model that
+creates its positions in its forward pass uses plain tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EMBEDDING = Behaviour(
 
 
 def _looked_up(plan: TablePlan, weight: Layout, indices: Layout, *_: object) -> Callable[..., torch.Tensor]:
-    """Of the local rows; zeros for indices of others. A bad index is raised on all ranks."""
+    """Look up the local rows; zeros for indices that other ranks own. A bad index raises on all ranks."""
     count = weight.shape[0]
 
     def rows(local: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -63,6 +63,6 @@ def embedding_dense_backward(
     yield Row("replicated", (R, R), (R,))
     yield Row("columns", (Shard(-1), R), (Shard(1),))
     yield Row("sum", (P, R), (P,))
-    if not scale_grad_by_freq:  # how often an index is there only those know that have all of them
+    if not scale_grad_by_freq:  # counting how often an index occurs needs all indices
         for dim in range(indices.ndim):
             yield Row("indices", (Shard(dim), Shard(dim)), (P,))

@@ -1,8 +1,8 @@
-"""Fourier transforms: along their dimensions every number depends on every other, so none of these is sharded.
+"""Fourier transforms: each output depends on every input along the transformed dimensions, so these are not sharded.
 
-Other dimensions, samples and channels, are sharded over the same ranks instead, which takes an all-to-all in place of
-an all-gather. The result stays there: what is done with frequencies is done for each channel, or with few of them, and
-the inverse transform finds its dimensions unsharded.
+Other dimensions (samples, channels) are sharded over the same ranks instead, which takes an all-to-all in place of an
+all-gather. The result keeps these placements: most operations on frequencies work per channel, or on few frequencies,
+and the inverse transform finds its dimensions unsharded.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ FOURIER = Behaviour(
 
 
 def _rows(input: Layout, dims: list[int], *_: object) -> Iterator[Row]:
+    """Rows that shard any dimension that is not transformed; longer ones first, so that these win ties."""
     transformed = {dim % input.ndim for dim in dims}
     yield Row("replicated", (R,), (R,))
     yield Row("sum", (P,), (P,))

@@ -1,10 +1,10 @@
-"""Linear layers over the last dimension of tensors with sharded dimensions before it.
+"""Linear layers over the last dimension of tensors that are sharded along dimensions before it.
 
-torch flattens those dimensions into one, and what a sharded inner dimension becomes there is no Shard of it. So a
-linear layer stays one operator, and autograd records it as one: every rank flattens its own local tensor.
+torch flattens those dimensions into one, and a sharded inner dimension is not a Shard of the flattened one. So a linear
+layer stays one operator, and autograd records it as one: every rank flattens its own local tensor.
 
-Compilers, transforms and derivatives of gradients do not know it as one. For them it is a convolution with a kernel of
-1, whose rules know all placements, on a channels_last view, which costs no copy and computes the same product.
+Compilers, function transforms and double backward do not support that operator. For them it is a convolution with
+kernel size 1, whose rules know all placements, on a channels_last view: no copy is made, and the product is the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LINEAR = Behaviour("all dimensions before the last, features in and out, Partial
 
 @composite("linear")
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[... I] [O I] [O] -> [... O]"""
+    """`[... I] [O I] [O] -> [... O]`"""
     if _is_pointwise(input, weight, bias):
         return _pointwise(input, weight, bias)
     result: torch.Tensor = _torch.composite(aten.linear.default, (input, weight, bias), {})
@@ -40,7 +40,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 @composite("matmul", LINEAR)
 def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A product with a matrix is a linear layer; any other is left to torch."""
+    """A product with a 2-d second operand is a linear layer; all others are left to torch."""
     if _is_pointwise(input, other, None):
         return _pointwise(input, other.t(), None)
     result: torch.Tensor = _torch.composite(aten.matmul.default, (input, other), {})
@@ -48,6 +48,7 @@ def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _is_pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a linear layer is computed by `_pointwise`, rather than by torch's decomposition."""
     placed = all(tensor is None or isinstance(tensor, DTensor) for tensor in (input, weight, bias))
     if not placed or weight.dim() != 2 or not input.dtype.is_floating_point:
         return False
@@ -57,32 +58,36 @@ def _is_pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def _pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute a linear layer as one operator or, where that cannot be recorded, as a convolution."""
     if _torch.records_whole():
         result: torch.Tensor = _torch.recorded(aten.linear.default, (input, weight, bias))
         return result
-    input = input.contiguous()  # as one device makes it, so that gradients have its strides
+    input = input.contiguous()  # as one device does, so that gradients have the same strides
     kernel, images = _as_kernel(weight, input.dim()), _as_images(input)
     output = torch.convolution(images, kernel, bias, *_geometry(images))
-    # A convolution keeps the order of its input in memory, and a linear layer does not: others view what it returns.
+    # A convolution keeps its input's memory format, a linear layer does not: its users view the result.
     return _as_features(output, input.dim()).contiguous()
 
 
 def _as_images(input: torch.Tensor) -> torch.Tensor:
-    """[N ... I] -> [N I ...], with two dimensions of space at least."""
+    """`[N ... I] -> [N I ...]`, with at least two spatial dimensions."""
     input = input.unsqueeze(1) if input.dim() < 4 else input
     return input.permute(0, input.dim() - 1, *range(1, input.dim() - 1))
 
 
 def _as_features(images: torch.Tensor, dims: int) -> torch.Tensor:
+    """`[N O ...] -> [N ... O]`: the inverse of `_as_images`, for a tensor of `dims` dimensions."""
     features = images.permute(0, *range(2, images.dim()), 1)
     return features.squeeze(1) if dims < 4 else features
 
 
 def _as_kernel(weight: torch.Tensor, dims: int) -> torch.Tensor:
+    """`[O I] -> [O I 1 1 ...]`"""
     return weight.view(*weight.shape, *[1] * (max(4, dims) - 2))
 
 
 def _geometry(images: torch.Tensor) -> tuple[Any, ...]:
+    """Return stride 1, padding 0, dilation 1, not transposed, output padding 0, one group."""
     zeros, ones = [0] * (images.dim() - 2), [1] * (images.dim() - 2)
     return ones, zeros, ones, False, zeros, 1
 
@@ -91,7 +96,10 @@ def _geometry(images: torch.Tensor) -> tuple[Any, ...]:
 def linear_backward(
     input: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, mask: list[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Where it is derived once more, by the convolution's, of which torch's own formula knows nothing."""
+    """The gradients of a linear layer.
+
+    For a double backward they are computed as those of a convolution, because torch's own formula does not cover this.
+    """
     derived = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (input, gradient, weight))
     if not derived:
         plain: tuple[torch.Tensor | None, ...] = _torch.recorded(
@@ -106,7 +114,7 @@ def linear_backward(
 
 
 def _fits(input: Layout) -> Callable[[Assignment], bool]:
-    """A dimension of fewer indices than ranks is not sharded anew: some ranks would be idle."""
+    """Return a check that no dimension shorter than the number of ranks becomes sharded: some ranks would be idle."""
 
     def fits(assignment: Assignment) -> bool:
         wanted = input_placements(assignment, 0)
@@ -120,6 +128,7 @@ def _fits(input: Layout) -> Callable[[Assignment], bool]:
 
 
 def _check(input: Layout, weight: Layout) -> None:
+    """Refuse shapes that do not fit."""
     if weight.ndim not in (1, 2) or not input.ndim or input.shape[-1] != weight.shape[-1]:
         raise Unfit(f"an input of shape {tuple(input.shape)} and a weight of shape {tuple(weight.shape)}",
                     "give an input (*, I) and a weight (O, I)")  # fmt: skip
@@ -127,7 +136,7 @@ def _check(input: Layout, weight: Layout) -> None:
 
 @plan_rule(aten.linear.default, behaviour=LINEAR)
 def linear_forward(operator: _torch.Operator, input: Layout, weight: Layout, bias: Layout | None) -> Call | None:
-    """Where the output is Partial(sum), one rank only adds the bias."""
+    """Plan the forward pass. Where the output is Partial(sum), only one rank adds the bias."""
     _check(input, weight)
     last, features = input.ndim - 1, weight.shape[:-1]
     rows = [
@@ -179,8 +188,8 @@ def linear_gradients(
     for_input, for_weight, for_bias = mask
 
     def run(x: torch.Tensor, gy: torch.Tensor, w: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        """[... I] [... O] [O I] -> [... I] [O I] [O]"""
-        count = prod(gy.shape[:-1])  # which -1 would leave open where a rank has no features
+        """`[... I] [... O] [O I] -> [... I] [O I] [O]`"""
+        count = prod(gy.shape[:-1])  # -1 would be ambiguous where a rank has no features
         flat = gy.reshape(count, gy.shape[-1])
         gx = flat.mm(w).view(x.shape) if for_input else None
         gw = flat.t().mm(x.reshape(count, x.shape[-1])) if for_weight else None

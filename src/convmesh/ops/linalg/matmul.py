@@ -1,10 +1,9 @@
-"""Products of matrices, and of batches of them, whichever of their dimensions are sharded.
+"""Matrix products and batched matrix products, whichever dimensions are sharded.
 
-Rows of the first operand and columns of the second stay sharded, and so does the batch. Where the dimension that is
-summed over is sharded, the product is Partial(sum): of a Gram matrix over pixels every rank has the terms of its own
-pixels. Where both rows and columns are sharded over the same ranks, one of them has to be moved: to the batch, where
-that has work for all ranks, and else the smaller operand is replicated. torch makes einsum, the gradients and attention
-of these operators.
+The rows of the first operand, the columns of the second and the batch stay sharded. Where the summed dimension is
+sharded, the product is Partial(sum): for a Gram matrix over pixels, every rank has the terms of its own pixels. Where
+rows and columns are sharded over the same ranks, one of them must be redistributed: to the batch, if that has work for
+all ranks; otherwise the smaller operand is replicated. torch decomposes einsum, attention and the gradients into these.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ PRODUCT = Behaviour(
 
 
 def _rows(batched: bool) -> list[Row]:
-    """(first [B] M K, second [B] K N) -> ([B] M N)"""
+    """Return the sharding table of `(first [B] M K, second [B] K N) -> [B] M N`."""
     m, k, n = (1, 2, 2) if batched else (0, 1, 1)
     rows = [
         Row("replicated", (R, R), (R,)),
@@ -55,19 +54,21 @@ ROWS = {batched: tuple(_rows(batched)) for batched in (False, True)}
 def _plan(
     operator: _torch.Operator, given: Sequence[Layout], like: Placements | None
 ) -> tuple[Sequence[Layout], Layout]:
-    """Where the operands (first, second and, if any, added) have to be, and where their product then is; it should be
-    placed `like` this, if that is known."""
+    """Return the layouts of the operands (first, second and, if any, added) and of the product.
+
+    `like` are the placements that the product should get, if they are known.
+    """
     first, second, added = *given[:2], given[2] if len(given) > 2 else None
     shape = _shape(first, second, added)
 
     def price(row: Row, mesh_dim: int) -> float:
-        """A Partial product is going to be reduced, and what is replicated takes memory, too."""
+        """A Partial product must be reduced later, and replicated operands take storage."""
         size = first.mesh.size(mesh_dim)
         reduced = 2 * prod(shape) * (size - 1) / size if row.outputs[0] == P and like is None else 0
         return replication_price(row, mesh_dim, given) + reduced
 
     def fits(assignment: Assignment) -> bool:
-        """Nothing is moved to a dimension of which half of the ranks would have nothing."""
+        """Whether nothing is redistributed to a dimension of which half of the ranks or more would have nothing."""
         return not any(idle(layout, input_placements(assignment, number)) for number, layout in enumerate(given))
 
     wanted = [] if like is None else [Wanted(like, prod(shape))]
@@ -79,6 +80,7 @@ def _plan(
 
 
 def _shape(first: Layout, second: Layout, added: Layout | None) -> tuple[int, ...]:
+    """Check the shapes, and return that of the product."""
     fitting = len(first.shape) == len(second.shape) in (2, 3) and first.dtype == second.dtype
     fitting = fitting and first.shape[-1] == second.shape[-2] and first.shape[:-2] == second.shape[:-2]
     shape = (*first.shape[:-1], second.shape[-1]) if fitting else ()
@@ -92,8 +94,11 @@ def _shape(first: Layout, second: Layout, added: Layout | None) -> tuple[int, ..
 
 
 def _with_added(row: Row, added: Layout | None, shape: tuple[int, ...]) -> list[Row]:
-    """The same row for a third operand, which is added: sharded as the product where it has all of the dimension, and
-    Partial or replicated where the product is Partial."""
+    """Extend a row by the third operand, which is added to the product.
+
+    It is sharded like the product where it has the full dimension; where the product is Partial, it is Partial or
+    replicated.
+    """
     if added is None:
         return [row]
     new, (output,) = len(shape) - len(added.shape), row.outputs
@@ -106,7 +111,7 @@ _factors = Hints()
 
 
 def _like(first: _torch.Spec, second: _torch.Spec) -> Placements | None:
-    """In backward, the placements of the factor whose gradient a product is. A forward pass remembers them."""
+    """In backward, return the placements of the factor whose gradient this product is; in forward, remember them."""
     if _torch.in_backward():
         return _factors.recall((first.mesh, tuple(first.shape), tuple(second.shape)))
     for hint in _hints(first, second):
@@ -116,10 +121,10 @@ def _like(first: _torch.Spec, second: _torch.Spec) -> Placements | None:
 
 @planned
 def _hints(first: _torch.Spec, second: _torch.Spec) -> tuple[tuple[Hashable, Placements], ...]:
-    """The placements of the factors, by the shapes of the products that are their gradients: these should have them."""
+    """Return (key, placements) for the products that are gradients of the factors: they should be placed like these."""
     (*batch, m, k), n = first.shape, second.shape[-1]
-    # Of a factor whose columns are next to each other in memory torch makes the gradient transposed. That is rarer, so
-    # it comes first: where shapes do not tell one from the other, the later one counts.
+    # For a column-major factor torch computes the transposed gradient. That is rarer, so it comes first: where the
+    # shapes are the same, the later entry counts.
     return (
         ((first.mesh, (*batch, k, n), (*batch, n, m)), _transposed(first)),
         ((first.mesh, (*batch, n, m), (*batch, m, k)), _transposed(second)),
@@ -129,6 +134,7 @@ def _hints(first: _torch.Spec, second: _torch.Spec) -> tuple[tuple[Hashable, Pla
 
 
 def _transposed(spec: _torch.Spec) -> Placements:
+    """The placements of the transposed matrices."""
     rows = len(spec.shape) - 2
     flip: dict[Placement, Placement] = {Shard(rows): Shard(rows + 1), Shard(rows + 1): Shard(rows)}
     return tuple(flip.get(placement, placement) for placement in spec.placements)
@@ -140,12 +146,16 @@ def product(operator: _torch.Operator, first: Layout, second: Layout, like: Plac
 
 
 def _forgets(added: _torch.Spec, first: _torch.Spec, second: _torch.Spec, *_: object) -> None:
+    """Remember the factors' placements for backward; this product itself needs no hint."""
     _like(first, second)
 
 
 @plan_rule(aten.addmm.default, aten.baddbmm.default, behaviour=PRODUCT, asks=_forgets)
 def product_and_sum(operator: _torch.Operator, added: Layout, first: Layout, second: Layout, *_: object) -> Call:
-    """Where the product is Partial one rank adds what is added, or all add their terms of it."""
+    """Plan `beta * added + alpha * first @ second`.
+
+    Where the product is Partial, one rank adds a replicated `added`, or all ranks add their terms of a Partial one.
+    """
     (*factors, added), output = _plan(operator, (first, second, added), None)
     pairs = zip(output.placements, added.placements, strict=True)
     once = [mesh_dim for mesh_dim, (at, beside) in enumerate(pairs) if at == P and beside != P]

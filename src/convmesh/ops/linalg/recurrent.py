@@ -1,8 +1,8 @@
-"""Recurrent layers, whose steps follow each other: batch is sharded while they run.
+"""Recurrent layers, whose steps are sequential: the batch is sharded while they run.
 
-torch makes them of linear layers and functions of each element, one step after the other, in place: where the state is
-put at first decides where all of it is. Time or features that are sharded are exchanged for the batch before the first
-step, and come back after the last one.
+torch decomposes them into linear layers and elementwise functions, step by step and in place: the placements of the
+initial state decide those of all that follow. Where time or features are sharded, an all-to-all shards the batch before
+the first step, and another one restores the placements after the last.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ RECURRENT = Behaviour(
 
 
 def _layer(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Declare the rule of one kind of recurrent layer."""
     operator = getattr(torch.ops.aten, name).input
 
     @composite(f"{name}.input", RECURRENT)
     def layer(
         input: torch.Tensor, state: torch.Tensor | Sequence[torch.Tensor], *rest: Any
     ) -> tuple[torch.Tensor, ...]:
-        """[T B I] or, batch first, [B T I], and states [L B H] -> [T B O], states."""
+        """`[T B I]` or, batch first, `[B T I]`, and states `[L B H]` -> `[T B O]`, states."""
         batch_first = rest[-1]
         if not isinstance(input, DTensor) or isinstance(input, Buffer) or input.dim() != 3:
             return _steps(operator, input, state, rest)
@@ -51,16 +52,18 @@ def _layer(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
 
 
 def _steps(operator: Any, input: torch.Tensor, state: Any, rest: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """Run the layer as torch decomposes it."""
     made: tuple[torch.Tensor, ...] = _torch.composite(operator, (input, state, *rest), {})
     return made
 
 
 def _over_batch(placements: Sequence[Placement], batch: int, samples: int) -> tuple[Placement, ...]:
-    """Of one sample no part can be computed without the others' steps."""
+    """Return placements that shard the batch instead of time or features; unchanged if there is only one sample."""
     return tuple(Shard(batch) if isinstance(p, Shard) and samples > 1 else p for p in placements)
 
 
 def _placed(state: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """Give a state these placements."""
     if isinstance(state, Buffer) and state.undecided():
         state.lie_at(placements, state.content.mesh)
         return state

@@ -1,4 +1,4 @@
-"""Losses that compare input and target element by element: every rank its own, and one number is all-reduced."""
+"""Losses that compare input and target elementwise: every rank its shard, then one value is all-reduced."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ made_of_others(
 
 
 def _count(plan: TablePlan) -> int:
-    """Of all elements that are compared."""
+    """Return the number of elements that are compared on all ranks."""
     return prod(torch.broadcast_shapes(*(layout.shape for _, layout in plan.operands)))
 
 
 def _with_reduction(plan: TablePlan, values: tuple[Any, ...], reduction: int) -> torch.Tensor:
+    """Call the operator with another reduction."""
     place = _torch.signature(plan.operator).names.index("reduction")
     result: torch.Tensor = _torch.call(plan.operator, (*values[:place], reduction, *values[place + 1 :]))
     return result
 
 
 def _reduced(plan: TablePlan, *arguments: Any) -> Callable[..., torch.Tensor]:
+    """Return the local loss, whose mean or sum is over all ranks."""
     reduction = _before_reduction(arguments)[-1]
     mesh, count = plan.operand().mesh, _count(plan)
     mesh_dims = sorted({mesh_dim for _, layout in plan.operands for mesh_dim in layout.sharded_over()})
@@ -67,13 +69,13 @@ def loss(*arguments: Any) -> Iterator[Row]:
 
 
 def _before_reduction(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The tensors, and the first number after them."""
+    """Return the arguments up to the reduction: the tensors, and the first integer after them."""
     end = next(place for place, argument in enumerate(arguments) if isinstance(argument, int))
     return arguments[: end + 1]
 
 
 def _of_all(plan: TablePlan, *arguments: Any) -> Callable[..., torch.Tensor]:
-    """The mean is over all ranks' elements, which the kernel does not know of."""
+    """Return the local backward: a mean is over all ranks' elements, of which the kernel knows only its own."""
     reduction, count = _before_reduction(arguments)[-1], _count(plan)
 
     def backward(gradient: torch.Tensor, *values: Any) -> torch.Tensor:
@@ -89,6 +91,6 @@ def _of_all(plan: TablePlan, *arguments: Any) -> Callable[..., torch.Tensor]:
     local=_of_all,
 )  # fmt: skip
 def loss_backward(*arguments: Any) -> Iterator[Row]:
-    """The gradient of a mean or sum is one number; in a double backward it may be one for each element."""
+    """The gradient of a mean or sum is one value; in a double backward it may be one for each element."""
     *tensors, _ = _before_reduction(arguments)
     yield from elementwise_rows(tensors)

@@ -1,1 +1,1 @@
-"""Operators on lists of tensors, which optimizers, clipping and loss scaling are made of."""
+"""Operators on lists of tensors, which optimizers, gradient clipping and loss scaling use."""

@@ -1,4 +1,4 @@
-"""Operators on lists of tensors, which optimizers, gradient clipping and loss scaling are made of."""
+"""`_foreach_*` and `_fused_*` operators on lists of tensors, for optimizers, gradient clipping and loss scaling."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ UNSCALE = Behaviour("all", "one all-reduce of one number; Partial sums before", 
 
 
 def _moved(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """With tensors that have to be redistributed or reduced first."""
+    """Run an operator for which some tensors must be redistributed or reduced first."""
     lists = Lists(operator, args, kwargs)
     local = lists.local()
     results = _torch.call(operator, local)
     if results is None:
         return lists.write_back(local)
-    if isinstance(results, tuple):  # a fused optimizer: what it would write in place, for each of its first lists
+    if isinstance(results, tuple):  # the functional form of a fused optimizer: new values for each of its first lists
         return tuple(lists.wrap(some, number) for number, some in enumerate(results))
     return lists.wrap(results)
 
@@ -72,6 +72,7 @@ _elsewhere_as_on_one_device = as_on_one_device(_elsewhere)
     *_torch.overloads(*(f"_fused_{name}" for name in OPTIMIZERS)), behaviour=FUSED, knows_strides=True, tolerates=True
 )
 def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the operator on local tensors, which mostly needs no redistribution."""
     writes = operator._schema.is_mutable
     known = of_one_layout(operator, args, kwargs)
     if known is None:
@@ -83,20 +84,20 @@ def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     several = results if isinstance(results, tuple) else (results,)
     dtypes = [spec.tensor_meta.dtype for spec in specs]  # type: ignore[union-attr]
     if has_gaps or not all([one.dtype for one in some] == dtypes for some in several):
-        return _elsewhere_as_on_one_device(operator, args, kwargs)  # results are not as the tensors are
+        return _elsewhere_as_on_one_device(operator, args, kwargs)  # results have other strides or dtypes
     wrapped = [[*map(_torch.wrap, some, specs)] for some in several]
     return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
 
 
 @rule(aten._foreach_zero_.default, behaviour=Behaviour("all, Partial sums", "nothing"))
 def zero(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Zeros add up to zero, so that nothing has to be reduced."""
+    """Zero all tensors; a sum of zeros is zero, so nothing has to be reduced."""
     _torch.call(operator, Lists(operator, args, kwargs, reduce=False).local())
 
 
 @rule(*_torch.overloads("_foreach_norm", "_foreach_max"), behaviour=NORM)
 def reduction(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Of each tensor one number: every rank reduces its parts, and the numbers of all tensors are sent together."""
+    """One value per tensor: every rank reduces its shards, and the values of all tensors are all-reduced together."""
     lists = Lists(operator, args, kwargs)
     tensors, *options = lists.local()
     order, dtype = (float(options[0]), options[1]) if options else (inf, None)
@@ -120,7 +121,7 @@ def reduction(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _of_parts(operator: _torch.Operator, parts: list[torch.Tensor], options: list[Any]) -> torch.Tensor:
-    """The reduction of each of this rank's parts; one without elements adds nothing, and is no extreme."""
+    """Reduce each of this rank's shards. An empty one gets the neutral element."""
     filled = [part for part in parts if part.numel()]
     values = iter(_torch.call(operator, [filled, *options]) if filled else ())
     dtype = (options[1] if options else parts[0].dtype).to_real()
@@ -130,7 +131,7 @@ def _of_parts(operator: _torch.Operator, parts: list[torch.Tensor], options: lis
 
 
 def _combined(values: torch.Tensor, mesh: DeviceMesh | None, mesh_dims: Sequence[int], order: float) -> torch.Tensor:
-    """Norms of a tensor's parts, or their greatest elements, to that of the tensor."""
+    """Combine the ranks' norms (or maxima) of their shards to those of the full tensors."""
     if mesh is None or mesh.get_coordinate() is None or not mesh_dims:
         return values
     if order in (inf, -inf):
@@ -146,7 +147,7 @@ def _scalar(target: Layout, dtype: torch.dtype) -> Layout:
 
 @rule(aten._amp_foreach_non_finite_check_and_unscale_.default, behaviour=UNSCALE)
 def unscale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """All ranks have to skip the step if one of them finds an overflow, whichever gradient it is in."""
+    """Unscale all gradients. If one rank finds an overflow in any of them, all ranks have to skip the step."""
     lists = Lists(operator, args, kwargs)
     local = lists.local()
     _torch.call(operator, local)
@@ -164,14 +165,14 @@ def unscale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
         _torch.local_of(args[1]).copy_(found)
 
 
-# While an optimizer steps, by its id: parameters with the gradients that they had before, and have now.
+# While an optimizer steps, by its id: (parameter, gradient before, gradient during the step).
 _stepping: dict[int, list[tuple[torch.Tensor, DTensor, DTensor]]] = {}
 
 
 def reduce_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step: reduce all Partial gradients at once, and let the parameters have the sums until it is over.
+    """Before a step: reduce all Partial gradients at once, and give the parameters the sums until the step is over.
 
-    What an optimizer makes of a gradient, a momentum for example, is then placed as the parameter is.
+    What an optimizer derives from a gradient, such as momentum, then has the parameter's placements.
     """
     if torch.compiler.is_compiling():
         return
@@ -196,7 +197,7 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 
 def give_gradients_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After a step. A closure may have made new gradients meanwhile."""
+    """After a step: restore the gradients, except where a closure has made new ones."""
     for parameter, gradient, sum in _stepping.pop(id(optimizer), ()):
         if parameter.grad is sum:
             parameter.grad = gradient

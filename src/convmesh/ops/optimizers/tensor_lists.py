@@ -1,4 +1,4 @@
-"""What operators on lists of tensors share: to bring what has the same number in every list to one placement."""
+"""The arguments of operators on lists of tensors: the i-th tensors of all lists are brought to the same placements."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ LINEAR = frozenset(f"_foreach_{name}" for name in (
 
 
 class Known(NamedTuple):
-    """Lists of tensors that an operator got before, of which nothing had to be moved."""
+    """Lists of tensors from an earlier call that needed no redistribution."""
 
     specs: list[list[_torch.Spec]]
-    odd: list[tuple[int, int, Stride]]  # of which list which tensor has strides that say nothing, and those of all
+    odd: list[tuple[int, int, Stride]]  # (list, index, full strides) of tensors with a local size of 0 or 1
     has_gaps: bool
 
 
-# The last ones, by operator and number of tensors; threads may be ranks.
+# The most recent lists, by operator, number of tensors and thread (a thread may be a rank).
 _known: dict[tuple[int, int, int], Known] = {}
 
 
 def of_one_layout(
     operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], list[_torch.Spec], bool] | None:
-    """Nearly always nothing has to be moved: all arguments with local tensors, where the tensors of each number are,
-    and whether one of these has gaps in memory. None where something may have to be."""
+    """Return all arguments with local tensors, the specs, and whether a tensor has gaps in its storage.
+
+    None if something may have to be redistributed, which is rare.
+    """
     values = list(_torch.arguments(operator, args, kwargs))
     lists = [number for number in _torch.signature(operator).lists if values[number]]
     lengths = {len(values[number]) for number in lists}
@@ -73,10 +75,10 @@ def of_one_layout(
 
 
 class Lists:
-    """The arguments of one call: what each rank computes with, and where the results belong.
+    """The arguments of one call: what each rank computes with, and where results go.
 
-    Tensors of the same number in the lists have one layout when the operator runs. Partial ones are reduced first, but
-    for linear operators on sums that nobody has taken yet.
+    The i-th tensors of all lists have one layout when the operator runs. Partial tensors are reduced first, except for
+    linear operators on sums that have not been reduced yet.
     """
 
     def __init__(self, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], reduce: bool = True):
@@ -87,16 +89,16 @@ class Lists:
         self._check_lengths()
         self._reduced: dict[int, DTensor] = {}
         self._reduce = reduce and not self._term_by_term()
-        assert self.targets is not None  # what is refused is refused before anything is sent
+        assert self.targets is not None  # raises errors before anything is sent
         self._reduced = reduce_once(self._dtensors()) if self._reduce else {}
 
     @cached_property
     def targets(self) -> list[Layout | None]:
-        """Where the tensors of each number are brought to."""
+        """For each index into the lists, the layout that the tensors are brought to."""
         return [self._target(index) for index in range(len(self._first))]
 
     def local(self) -> list[Any]:
-        """All arguments for the call of the stock operator on this rank's parts."""
+        """Return all arguments for calling the stock operator on local tensors."""
         local = [self._whole(value) for value in self.values]
         for number in self._lists:
             local[number] = [
@@ -105,7 +107,7 @@ class Lists:
         return local
 
     def write_back(self, local: Sequence[Any]) -> None:
-        """Bring what the operator wrote to where the tensors are that it had to work on copies of."""
+        """Copy what the operator wrote into copies back to the tensors they were made from."""
         for number in self._known.written:
             if number not in self._lists:
                 continue
@@ -121,7 +123,7 @@ class Lists:
                         assign(tensor, _torch.wrap(result, target.spec))
 
     def wrap(self, results: Sequence[torch.Tensor], number: int = 0) -> list[torch.Tensor]:
-        """The DTensors of a list of results, which belong to the list number `number` of the arguments."""
+        """Return the DTensors of a list of results, which belong to the list argument `number`."""
         given = self.values[self._known.lists[number]]
         return [
             _torch.wrap(local, _with_dtype(target, local.dtype).spec)
@@ -131,7 +133,7 @@ class Lists:
         ]
 
     def _term_by_term(self) -> bool:
-        """Whether every rank may work on its own terms of Partial sums, and give terms of the results."""
+        """Whether every rank may compute on its own terms of Partial sums, with terms of the results as its output."""
         name = f"{_torch.name_of(self.operator).removesuffix('_')}.{self.operator._overloadname}"
         if name not in LINEAR or any(isinstance(value, torch.Tensor) for value in self.values):
             return False
@@ -162,7 +164,7 @@ class Lists:
             raise refuse(self.operator._schema.name, "the lists differ in length", lengths, "give lists of one length")
 
     def _target(self, index: int) -> Layout | None:
-        """Where the tensors number `index` are brought to; None if they are plain tensors, which stay what they are."""
+        """Return the layout for the tensors at `index`; None if they are plain tensors, which stay plain."""
         named = [(self._known.names[number], self.values[number][index]) for number in self._lists]
         tensors = [(name, tensor) for name, tensor in named if tensor.dim() > 0]
         if not any(isinstance(tensor, DTensor) for _, tensor in tensors):
@@ -176,6 +178,7 @@ class Lists:
         return _common(self.operator._schema.name, 0 in self._known.written, *specs)
 
     def _move(self, tensor: torch.Tensor, target: Layout | None) -> torch.Tensor:
+        """Return the local tensor of `tensor` at the layout `target`."""
         tensor = self._reduced.get(id(tensor), tensor)
         if not isinstance(tensor, DTensor) or target is None:
             return tensor
@@ -188,7 +191,7 @@ class Lists:
         return moved
 
     def _whole(self, value: Any) -> Any:
-        """A tensor beside the lists, such as a learning rate, holds for all of them: every rank takes all of it."""
+        """Return a tensor beside the lists, such as a learning rate, as a full local tensor: it applies to them all."""
         if not isinstance(value, DTensor):
             return value
         value = self._reduced.get(id(value), value)
@@ -202,13 +205,16 @@ def _is_settled(spec: _torch.Spec) -> bool:
 
 @lru_cache(maxsize=1024)
 def _settled(placements: tuple[Placement, ...], shard_order: object) -> bool:
-    """No Partial(sum)s, and nothing out of the ordinary."""
+    """Whether there is no Partial, only Replicate and Shard in the mesh's order."""
     return all(type(placement) in (Replicate, Shard) for placement in placements) and _torch.plain(shard_order)
 
 
 @planned
 def _common(operator: str, in_place: bool, *specs: _torch.Spec) -> Layout:
-    """In place: where the first tensor is. Else wherever one of them is sharded, so that none is gathered."""
+    """Return the layout for the tensors at one index.
+
+    It is that of the first tensor if it is written in place, else that of any sharded one, so that none is gathered.
+    """
     layouts = [Layout.of(spec) for spec in specs]
     first = layouts[0]
     for layout in layouts[1:]:

@@ -1,7 +1,8 @@
 """Adaptive average pooling, and its gradient.
 
-Along sharded dimensions each rank sums what it has of every window. Along others with few kinds of windows it does so
-too, because the first dimension that is reduced is the one that takes time. torch's own operator does the rest.
+Along sharded dimensions each rank sums its part of every window by hand. Along other dimensions with few kinds of
+windows it does so too, because the first dimension that is reduced takes most of the time. torch's operator does the
+rest.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .window import PARTS, STAYS, name_of, spatial_of
 
 aten = torch.ops.aten
 
-FEW = 16  # kinds of windows
+FEW = 16  # kinds of windows (lengths and steps) up to which summing by hand pays
 
 AVERAGE = Behaviour(f"{STAYS}, Partial(sum)", PARTS)
 
@@ -79,7 +80,7 @@ def adaptive_avg_pool3d(input: torch.Tensor, output_size: list[int]) -> torch.Te
 
 
 def _pooled(operator: _torch.Operator, input: torch.Tensor, output_size: list[int]) -> torch.Tensor:
-    """One window is a mean. Of channels_last tensors torch corrects its strides then, which no DTensor can do."""
+    """Take the mean if there is one window: torch would change strides of channels_last tensors, as no DTensor can."""
     if isinstance(input, DTensor) and len(output_size) < input.dim() and all(size == 1 for size in output_size):
         return input.mean(tuple(range(-len(output_size), 0)), keepdim=True)
     result: torch.Tensor = _torch.composite(operator, (input, output_size), {})
@@ -87,13 +88,14 @@ def _pooled(operator: _torch.Operator, input: torch.Tensor, output_size: list[in
 
 
 def _by_hand(plan: PoolPlan) -> list[Side]:
+    """Return the dimensions along which windows are summed by hand; none if nothing is sharded."""
     if not any(side.sharded for side in plan.sides):
         return []
     return [side for side in plan.sides if side.sharded or len(side.strided_windows) <= FEW]
 
 
 def _share_of_means(x: torch.Tensor, side: Side) -> torch.Tensor:
-    """What this rank's sources add to the mean over each window that has any of them."""
+    """Return what this rank's sources contribute to the mean of each window that has any of them."""
     shape = list(x.shape)
     shape[side.dim] = len(side.readers)
     means = x.new_zeros(shape, dtype=wide(x.dtype))
@@ -104,7 +106,7 @@ def _share_of_means(x: torch.Tensor, side: Side) -> torch.Tensor:
 
 
 def _share_of_gradients(gy: torch.Tensor, side: Side) -> torch.Tensor:
-    """The adjoint: a source gets its share of every window that it is in."""
+    """The adjoint of `_share_of_means`: each source gets its share of the gradients of the windows that it is in."""
     shape = list(gy.shape)
     shape[side.dim] = len(side.sources)
     gx = gy.new_zeros(shape)
@@ -115,12 +117,13 @@ def _share_of_gradients(gy: torch.Tensor, side: Side) -> torch.Tensor:
 
 
 def _windows(sources: torch.Tensor, dim: int, windows: StridedWindows) -> torch.Tensor:
-    """[... sources ...] -> [... windows, sources of each ...], a view."""
+    """Return a view of the sources as windows: `[... sources ...] -> [... windows, sources of each ...]`."""
     rows = sources.narrow(dim, windows.start, windows.count * windows.step)
     view: torch.Tensor = rows.unflatten(dim, (windows.count, windows.step))
     return view.narrow(dim + 1, 0, windows.length)
 
 
 def _targets(targets: torch.Tensor, dim: int, windows: StridedWindows) -> torch.Tensor:
+    """Return a view of the targets of these windows."""
     stop = windows.target + windows.target_step * (windows.count - 1) + 1
     return targets[(*[slice(None)] * dim, slice(windows.target, stop, windows.target_step))]

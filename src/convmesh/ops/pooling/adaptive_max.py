@@ -39,7 +39,7 @@ def adaptive_max(operator: _torch.Operator, input: Layout, sizes: tuple[int, ...
         if values.numel():
             width = [side.padded_windows.width for side in plan.sides]
             padded = _padded_windows(x, plan.sides)
-            padded = padded if plan.first > 1 else padded.contiguous()  # the kernels take channels and volume for one
+            padded = padded if plan.first > 1 else padded.contiguous()  # the kernels merge channels and volume
             values, indices = MAXIMUM[len(width)](padded, width, width)
             along = coordinates(indices, padded.shape[plan.first :])
             indices = flatten([*map(_source_of, along, plan.sides)], plan.source_sizes)
@@ -58,12 +58,13 @@ def adaptive_max_backward(operator: _torch.Operator, gradient: Layout, input: La
     own = [len(side.sources) for side in plan.sides]
 
     def run(tiling: Tiling, gy: torch.Tensor, _: Any, at: torch.Tensor) -> torch.Tensor:
-        # What needs no gradient the compiler may run with the forward pass, on some ranks only: so the indices need it.
+        # The compiler may move what does not depend on the gradient into the forward pass, on some ranks only: so the
+        # indices are made to depend on it.
         fetches = [tiling.fetch_targets(gy), tiling.fetch_targets(_torch.tie(at, gy))]
         gy, at = (fetch.complete().read(tiling.readers) for fetch in fetches)
         along = coordinates(at, plan.source_sizes)
         for side, index in zip(plan.sides, along, strict=True):
-            if side.sharded:  # a maximum on another rank is that rank's to add
+            if side.sharded:  # where the maximum is on another rank, that rank adds it
                 mine = (index >= side.sources.start) & (index < side.sources.stop)
                 gy = torch.where(mine, gy, 0)
         gx = gy.new_zeros([*gy.shape[: plan.first], prod(own)])
@@ -81,7 +82,7 @@ def adaptive_max_backward(operator: _torch.Operator, gradient: Layout, input: La
 
 
 def _padded_windows(x: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
-    """All windows one behind the other, padded to one length."""
+    """Concatenate all windows, padded to one length."""
     for side in sides:
         if not side.padded_windows.trivial or len(side.padded_windows.positions) != x.shape[side.dim]:
             x = x.index_select(side.dim, side.positions.on(x.device))
@@ -89,14 +90,14 @@ def _padded_windows(x: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
 
 
 def _source_of(index: torch.Tensor, side: Side) -> torch.Tensor:
-    """The sources at these indices of padded windows."""
+    """Return the source indices for these indices into the padded windows."""
     if side.padded_windows.trivial:
         return index + side.sources.start
     return side.positions.on(index.device)[index] + side.sources.start
 
 
 def _keep_better(best: torch.Tensor, at: torch.Tensor, value: torch.Tensor, index: torch.Tensor) -> None:
-    """In place. As on one device, the first of equal numbers wins, and the last of what is not a number."""
+    """Update `best` and `at` in place. As on one device, the first of equal values wins, but the last of NaNs."""
     better = (at < 0) | (value > best) | ((value == best) & (index < at))
     better |= value.isnan() & (~best.isnan() | (index > at))
     best.copy_(torch.where(better, value, best))

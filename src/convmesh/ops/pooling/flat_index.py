@@ -1,4 +1,4 @@
-"""Flat positions in a spatial plane or volume, as max pooling returns them: of a block, and of the full tensor."""
+"""Flat indices into a spatial plane or volume, as max pooling returns them: for a block, and for the full tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...kernels.pooling import quotient
 
 
 def coordinates(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The index along each dimension of positions in a volume of these sizes."""
+    """Return the index along each dimension for flat indices into a volume of `sizes`."""
     found = []
     for size in reversed(sizes[1:]):
         found.append(flat % size)
@@ -20,7 +20,7 @@ def coordinates(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 def flatten(along: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """The positions in a volume of these sizes of an index along each dimension."""
+    """Return flat indices into a volume of `sizes` for an index along each dimension."""
     flat = along[0]
     for index, size in zip(along[1:], sizes[1:], strict=True):
         flat = flat * size + index
@@ -28,16 +28,16 @@ def flatten(along: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor
 
 
 def shifted(flat: torch.Tensor, sizes: Sequence[int], by: Sequence[int], new_sizes: Sequence[int]) -> torch.Tensor:
-    """Positions in a volume of `sizes` as positions in one of `new_sizes`, whose origin is `by` before theirs.
+    """Convert flat indices into a volume of `sizes` to one of `new_sizes`, whose origin is `by` before the old one.
 
-    Divisions are slow, so there is one only for each dimension whose size changes, and none for the others.
+    Divisions are slow, so there is one only for each dimension whose size changes.
     """
     step, result = 0, flat
     for axis, (shift, size, new_size) in enumerate(zip(by, sizes, new_sizes, strict=True)):
         behind = prod(new_sizes[axis + 1 :])
         step += shift * behind
         if axis and size != new_size:
-            # One more of this dimension for each index of those before it.
+            # Each step of the outer dimensions now skips more (or less) of this one.
             result = result.add(quotient(flat, prod(sizes[axis:])), alpha=(new_size - size) * behind)
     if not step:
         return result

@@ -1,11 +1,11 @@
-"""Max unpooling: values are written to the positions that indices name.
+"""Max unpooling: values are written to the positions that indices give.
 
-Only the values of the indices say where that is, anywhere in space. So where space is sharded, batch or channels are
-sharded instead: each rank unpools full planes, and the output is resharded as the input was. Where there are fewer
-planes than ranks, each value is sent with its index to the owner of its position. Compiled code cannot know how many
-go where: there values and indices, which are the small side, are all-gathered, and each rank writes its own output.
+Only the values of the indices tell where that is, anywhere in space. So where space is sharded, batch or channels are
+sharded instead: each rank unpools full planes, and the output is redistributed like the input. With fewer planes than
+ranks, each value is sent with its index to the owner of its position. Compiled code cannot know how many go where:
+there values and indices, which are the small side, are all-gathered, and each rank writes its own output.
 
-torch's gradient is `view` and `gather`, whose rules shard other dimensions than space as well.
+torch computes the gradient with `view` and `gather`, whose rules shard other dimensions than space as well.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Space:
     """What this rank computes of the output."""
 
     computed: Layout
-    first: int  # of the spatial dimensions
+    first: int  # the first spatial dimension
     sizes: tuple[int, ...]
-    own: tuple[Interval, ...]  # what this rank owns of computed space
-    routed: tuple[int, ...]  # the mesh dimensions over which values are sent to where their indices say
+    own: tuple[Interval, ...]  # what this rank owns of space in `computed`
+    routed: tuple[int, ...]  # the mesh dimensions over which values are sent to the owners of their positions
 
 
 @plan_rule(
@@ -62,7 +62,7 @@ def max_unpool(operator: _torch.Operator, input: Layout, indices: Layout, sizes:
     planes = _planes_instead(kept, first, routes)
     shape = (*input.shape[:first], *sizes)
     output = replace(kept, shape=shape, stride=dense_stride(shape, input.memory_format))
-    # Along a mesh dimension that shards no planes, each rank writes what it owns of space.
+    # Along a mesh dimension that does not shard the planes, each rank writes what it owns of space.
     pairs = zip(planes, kept.placements, strict=True)
     computed = output.placed(p if isinstance(p, Shard) else k for p, k in pairs)
     own = tuple(computed.own(first + axis) for axis in range(spatial)) if computed.present else ()
@@ -85,12 +85,12 @@ def max_unpool(operator: _torch.Operator, input: Layout, indices: Layout, sizes:
 
 
 def _write_routed(values: torch.Tensor, at: torch.Tensor, space: Space) -> torch.Tensor:
-    """Each value is sent to the owner of its position, numbered over all planes."""
+    """Send each value to the owner of its position, numbered over all planes, and write what arrives."""
     layout, first, sizes = space.computed, space.first, space.sizes
     volume = prod(sizes)
     owner = torch.zeros_like(at)
     for axis, index in enumerate(coordinates(at, sizes)):
-        # The owner's rank along each mesh dimension, which counts by its step among all ranks.
+        # The owner's coordinate along each mesh dimension, times the stride of that dimension among the ranks.
         number, mesh_dims = owners(index, layout.shards(first + axis))[0], layout.sharded_dims.get(first + axis, ())
         for mesh_dim in reversed(mesh_dims):
             step = prod(layout.mesh.size(m) for m in space.routed if m > mesh_dim)
@@ -107,6 +107,7 @@ def _write_routed(values: torch.Tensor, at: torch.Tensor, space: Space) -> torch
 
 
 def _write_own(values: torch.Tensor, at: torch.Tensor, space: Space) -> torch.Tensor:
+    """Write the values whose positions this rank owns."""
     check_within(at, prod(space.sizes))
     along = coordinates(at, space.sizes)
     mine = torch.ones_like(at, dtype=torch.bool)
@@ -114,7 +115,7 @@ def _write_own(values: torch.Tensor, at: torch.Tensor, space: Space) -> torch.Te
         mine &= (index >= side.start) & (index < side.stop)
     extents = [len(side) for side in space.own]
     local = flatten([index - side.start for index, side in zip(along, space.own, strict=True)], extents)
-    # What belongs to other ranks goes to one position more, which is cropped.
+    # Other ranks' values go to one extra position, which is removed.
     local = torch.where(mine, local, prod(extents)).flatten(space.first)
     room = values.new_zeros([*values.shape[: space.first], prod(extents) + 1])
     room.scatter_(-1, local, values.flatten(space.first))
@@ -122,8 +123,10 @@ def _write_own(values: torch.Tensor, at: torch.Tensor, space: Space) -> torch.Te
 
 
 def _planes_instead(input: Layout, first: int, routes: bool) -> tuple[Placement, ...]:
-    """Mesh dimensions that shard space shard batch or channels, if every rank gets some of these; else space as before,
-    if values can be routed, or nothing."""
+    """Return placements that shard batch or channels in place of space, if every rank gets some of these.
+
+    Otherwise space stays sharded if values can be routed, and is replicated if not.
+    """
     placements = list(input.placements)
     for mesh_dim, placement in enumerate(input.placements):
         if isinstance(placement, Shard) and placement.dim >= first:

@@ -1,4 +1,4 @@
-"""Planning a pooling: checks, layouts, and what this rank has of each spatial dimension."""
+"""Planning a pooling: checks, layouts, and this rank's part of each spatial dimension."""
 
 from __future__ import annotations
 
@@ -54,25 +54,28 @@ class Side:
 
     @cached_property
     def padding(self) -> int:
-        """What the operator pads: along a sharded dimension a block has its padding with it."""
+        """The padding that the operator adds. Along a sharded dimension it adds none: the block includes it."""
         return 0 if self.sharded else cast(Window, self.dependence).padding
 
     @cached_property
     def padded_windows(self) -> PaddedWindows:
+        """Adaptive windows over this rank's sources, padded to one length."""
         return PaddedWindows.of(cast(AdaptiveWindows, self.dependence), self.sources, self.readers)
 
     @cached_property
     def positions(self) -> Numbers:
+        """The sources that the padded windows read."""
         return Numbers(self.padded_windows.positions)
 
     @cached_property
     def strided_windows(self) -> tuple[StridedWindows, ...]:
+        """Adaptive windows over this rank's sources, grouped by equal length and step."""
         return strided_windows(cast(AdaptiveWindows, self.dependence), self.sources, self.readers)
 
 
 @dataclass(frozen=True)
 class PoolPlan(TiledPlan):
-    """A pooling's layouts and tile, and its spatial dimensions, from dimension `first` on."""
+    """The layouts and the tile of a pooling, and its spatial dimensions, which start at dimension `first`."""
 
     sides: tuple[Side, ...]  # none on a rank outside of the mesh
     first: int
@@ -86,18 +89,19 @@ class PoolPlan(TiledPlan):
         return [side.padding for side in self.sides]
 
     def call_with_indices(self, run: Callable[..., Any]) -> Call:
-        """Of a maximum, which returns indices beside its values."""
+        """Return the `Call` of a max pooling, which returns values and indices."""
         values = self.computed, self.wanted
         return Call(self.operands, (Moved(*values), Moved(*(one.typed(torch.int64) for one in values))), run)
 
     def readers_shape(self, x: torch.Tensor) -> list[int]:
-        """Of what this rank has for the targets that read its sources."""
+        """The shape of what this rank computes for the targets that read its sources."""
         return [*x.shape[: self.first], *(len(side.readers) for side in self.sides)]
 
 
 def plan_pool(operator: str, pooling: AnyPooling, linear: bool, source: Layout) -> PoolPlan:
+    """Plan the forward pass: input -> output (and indices)."""
     shape = _target_shape(operator, (("input", source),), source, pooling)
-    if isinstance(pooling, AdaptivePooling):  # of which targets may be any number
+    if isinstance(pooling, AdaptivePooling):  # whose output may have any size
         ask_for_memory(source, shape)
     return _localized(plan_targets(source, shape, _dependences(source, pooling), linear), source, shape, pooling)
 
@@ -105,7 +109,7 @@ def plan_pool(operator: str, pooling: AnyPooling, linear: bool, source: Layout) 
 def plan_pool_backward(
     operator: str, pooling: AnyPooling, gradient: Layout, source: Layout, *indices: Layout
 ) -> PoolPlan:
-    """Of output gradient, input and, for a maximum, indices."""
+    """Plan the backward pass: output gradient and, for max pooling, indices -> input gradient."""
     named = [("grad_output", gradient), *(("indices", layout) for layout in indices)]
     shape = _target_shape(operator, [*named, ("input", source)], source, pooling)
     for name, layout in named:
@@ -116,11 +120,13 @@ def plan_pool_backward(
 
 
 def _dependences(source: Layout, pooling: AnyPooling) -> dict[int, Dependence]:
+    """By spatial dimension, which sources each target reads."""
     sizes = source.shape[-pooling.spatial :]
     return dict(enumerate(pooling.dependences(sizes), len(source.shape) - pooling.spatial))
 
 
 def _localized(plan: TiledPlan, source: Layout, shape: Sequence[int], pooling: AnyPooling) -> PoolPlan:
+    """Add this rank's part of each spatial dimension to the plan."""
     tiling, dependences = plan.tiling, _dependences(source, pooling)
     sides = [] if tiling is None else [
         Side.of(dim, along, source.shape[dim], shape[dim], tiling) for dim, along in dependences.items()
@@ -129,7 +135,7 @@ def _localized(plan: TiledPlan, source: Layout, shape: Sequence[int], pooling: A
 
 
 def _target_shape(operator: str, tensors: Named, source: Layout, pooling: AnyPooling) -> tuple[int, ...]:
-    """The shape of the targets, if the arguments give any."""
+    """Check the arguments as torch does, and return the output's shape."""
     named = [*tensors, ("geometry", pooling)]
     spatial = pooling.spatial
     if len(source.shape) not in (spatial + 1, spatial + 2):

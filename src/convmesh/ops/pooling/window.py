@@ -40,7 +40,7 @@ def name_of(operator: _torch.Operator) -> str:
 
 
 def spatial_of(operator: _torch.Operator) -> int:
-    """2 or 3: one dimension comes as two."""
+    """The number of spatial dimensions, 2 or 3: torch runs 1d pooling as 2d."""
     return 3 if "3d" in operator.name() else 2
 
 
@@ -56,18 +56,18 @@ def max_pool(operator: _torch.Operator, input: Layout, *window: Any) -> Call:
 
 
 def _pooling(operator: _torch.Operator, shape: Sequence[int], window: Sequence[int | list[int]], ceil: bool) -> Pooling:
-    """Of an operator's kernel, stride, padding and, if it has one, dilation, over an input of this shape."""
+    """Make a `Pooling` for an input of this shape from kernel, stride, padding and, if there is one, dilation."""
     kernel, stride, padding, dilation = ([n] if isinstance(n, int) else n for n in (*window, 1)[:4])
     spatial = spatial_of(operator)
     return Pooling.of(spatial, kernel, stride, padding, dilation, ceil).within(shape[-spatial:])
 
 
 class _MaxPool:
-    """Values and flat positions of what this rank's targets read."""
+    """Computes values and flat indices from the block of the input that this rank's targets read."""
 
     def __init__(self, operator: _torch.Operator, plan: PoolPlan, pooling: Pooling):
-        # The operator pads in front, so that a window without any number points at its first index as it does on one
-        # device; behind, padding is a fill that no window prefers to what comes before it.
+        # The operator pads in front, so that a window in which no value wins returns its first index, as on one device;
+        # behind, the block is filled with a value that never wins against an earlier one.
         self._starts, paddings, box = [0] * len(plan.sides), [*plan.padding], []
         for axis, side in enumerate(plan.sides):
             if side.sharded:
@@ -109,7 +109,7 @@ class _MaxPool:
 )
 def max_pool_backward(
     operator: _torch.Operator, gradient: Layout, input: Layout, *rest: Any
-) -> Call:  # of the input only the shape is used
+) -> Call:  # only the shape of the input is used
     *window, ceil, indices = rest
     pooling = _pooling(operator, input.shape, window, ceil)
     plan = plan_pool_backward(name_of(operator), pooling, gradient, input, indices)
@@ -129,7 +129,7 @@ def max_pool_backward(
 
 
 def _source_block(plan: PoolPlan, gy: torch.Tensor) -> torch.Tensor:
-    """Room for the sources, padding included, that this rank's targets read. The operators look at its shape only."""
+    """Allocate a block for the sources that this rank's targets read, with padding. Kernels only read its shape."""
     return gy.new_empty([*gy.shape[: plan.first], *(len(side.read) for side in plan.sides)])
 
 
@@ -179,7 +179,7 @@ def avg_pool_backward(operator: _torch.Operator, gradient: Layout, input: Layout
 
 
 def _reweighted(targets: torch.Tensor, plan: PoolPlan, pooling: Pooling, with_padding: bool) -> torch.Tensor:
-    """Targets that were divided by the kernel's size, as if by the number of indices that each averages over."""
+    """Rescale targets that were divided by the kernel's size to a division by the number of indices averaged over."""
     for axis, side in enumerate(plan.sides):
         counts, kernel = pooling.counts(axis, side.source_size, side.targets, with_padding), pooling.kernel[axis]
         if any(count != kernel for count in counts):

@@ -1,1 +1,1 @@
-"""Random operators, which draw the numbers of one device."""
+"""Random operators, which draw the same numbers as one device."""

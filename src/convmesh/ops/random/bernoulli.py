@@ -1,8 +1,8 @@
-"""Zeros and ones of one CPU, of which a rank makes its own only.
+"""Bernoulli numbers as one CPU draws them, where each rank only makes its own shard.
 
-The generator has to give a number for every element, which takes half as long as making a one or a zero of it as torch
-does. Ranks that have many numbers to draw share them. Numbers are drawn in blocks that stay in the cache, so that
-nothing of the full tensor's size is needed.
+The generator must give a number for every element, which takes half as long as torch takes to make a 0 or 1 of it.
+Ranks with many numbers to draw share that work. Numbers are drawn in blocks that stay in the cache, so nothing of the
+full tensor's size is allocated.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .partitioned_draw import Share, plan_share
 
 BITS = 53
 BLOCK = 1 << 17
-WORDS = 2  # of the generator, for one number
+WORDS = 2  # that the generator gives for one number
 
 
 def zeros_and_ones(
     layout: Layout, device: torch.device, into: torch.Tensor | None, p: float, generator: torch.Generator | None
 ) -> torch.Tensor | None:
-    """This rank's part of what torch fills a tensor with by `bernoulli_(p)`: in new memory if there is no `into`.
+    """Return this rank's shard of what `bernoulli_(p)` draws on one device, in `into` or in a new tensor.
 
-    None, and nothing done, where that is not known to be made of one number for each element, in the order of memory.
+    None, with nothing done, where torch is not known to draw one number per element in storage order.
     """
     if not is_generator_of(device) or not 0 <= p <= 1 or _torch.tracing() or not _fills_memory(layout):
         return None
@@ -56,13 +56,13 @@ def zeros_and_ones(
 
 @planned
 def _all_can_share(mesh: DeviceMesh) -> bool:
-    """Ranks may run on different CPUs, and what one of them cannot do none does: they would wait for it for ever."""
+    """Whether all ranks can share. They may run on different CPUs; those that can would wait forever for the others."""
     able = torch.tensor([float(_one_by_one() and can_advance())])
     return bool(all_reduce(able, mesh, range(mesh.ndim), "min").item())
 
 
 def _draw_share(share: Share, p: float, generator: torch.Generator) -> torch.Tensor:
-    """What a rank draws for itself and others. Its generator ends where it is after all of the tensor."""
+    """Draw this rank's share for itself and others. Afterwards the generator is in the state after the full tensor."""
     result = torch.empty(sum(map(len, share.drawn)), dtype=torch.bool)
     longest = max(map(len, share.drawn), default=0)
     numbers, filled, at = torch.empty(min(BLOCK, longest), dtype=torch.int64), 0, 0
@@ -80,7 +80,7 @@ def _draw_share(share: Share, p: float, generator: torch.Generator) -> torch.Ten
 def _draw_all(
     result: torch.Tensor, shape: tuple[int, ...], own: Box, p: float, generator: torch.Generator | None
 ) -> None:
-    """All of the tensor, and fill in one's own."""
+    """Draw the full tensor, and keep this rank's shard."""
     numbers, dims = torch.empty(min(BLOCK, prod(shape)), dtype=torch.int64), tuple(range(len(shape)))
     for block in _blocks(shape):
         sizes = [len(side) for side in block]
@@ -92,7 +92,7 @@ def _draw_all(
 
 
 def _fills_memory(layout: Layout) -> bool:
-    """Whether a tensor leaves no gaps in memory and does not overlap itself."""
+    """Whether a tensor has no gaps in its storage and does not overlap itself."""
     step = 1
     for dim in reversed(layout.memory_order):
         if layout.shape[dim] != 1 and layout.stride[dim] != step:
@@ -102,13 +102,13 @@ def _fills_memory(layout: Layout) -> bool:
 
 
 def _decide(numbers: torch.Tensor, p: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The last bits of a number are a fraction, and it is a one if that is less than `p`. Numbers become these bits."""
+    """Return which numbers give a 1: those whose last 53 bits, as a fraction, are less than `p`. Changes `numbers`."""
     return torch.lt(numbers.bitwise_and_(2**BITS - 1), ceil(p * 2**BITS), out=out)
 
 
 @cache
 def _one_by_one() -> bool:
-    """Whether torch makes every element of 64 bits of the generator in this way. On some CPUs it asks a library."""
+    """Whether torch makes every element of 64 bits of the generator like this. On some CPUs it calls a library."""
     p, elements = 0.3, 1000
     theirs, ours = torch.Generator(), torch.Generator()
     expected = torch.empty(elements).bernoulli_(p, generator=theirs)
@@ -117,7 +117,7 @@ def _one_by_one() -> bool:
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[Box]:
-    """A tensor in pieces that follow each other in memory, of `BLOCK` elements at most."""
+    """Iterate over a tensor in boxes that follow each other in storage, with at most `BLOCK` elements each."""
     split = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= BLOCK)
     step = max(1, BLOCK // max(1, prod(shape[split + 1 :])))
     for outer in product(*map(range, shape[:split])):

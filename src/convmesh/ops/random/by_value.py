@@ -1,7 +1,7 @@
-"""Random operators of which one device draws as many numbers for an element as its value asks for.
+"""Random operators where the value of an element decides how many numbers one device draws for it.
 
-How many it has drawn before a shard nobody knows without the values before it. So every rank gets all of the operands,
-draws everything, as one device does, and keeps its own.
+How many it has drawn before a shard depends on all values before it. So every rank gathers the operands, draws
+everything as one device does, and keeps its shard.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def by_value(operator: _torch.Operator, *given: Any) -> Call:
 
     def run(*values: Any) -> torch.Tensor:
         own = tuple(layout.own(dim) for dim in range(layout.ndim))
-        return narrowed(_drawn(operator, given, values), own).clone()  # a copy, so that the full tensor goes
+        return narrowed(_drawn(operator, given, values), own).clone()  # a copy, so that the full tensor is freed
 
     return Call([one.replicated() for one in given if isinstance(one, Layout)], layout, run)
 
@@ -47,7 +47,7 @@ def multinomial(operator: _torch.Operator, input: Layout, samples: int, *how: An
 
 
 def _drawn(operator: _torch.Operator, given: Sequence[Any], values: Sequence[Any]) -> torch.Tensor:
-    """All numbers, in one device's order of memory."""
+    """Draw all numbers, with operands in one device's storage order."""
     pairs = zip_longest(given, values)
     made: torch.Tensor = _torch.call(
         operator, [one.laid(value) if isinstance(one, Layout) else value for one, value in pairs]

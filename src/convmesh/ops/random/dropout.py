@@ -1,5 +1,4 @@
-"""Dropout: zeros at random, and all else is scaled up. It is linear, so a Partial(sum) may stay one: its terms are all
-multiplied by the same numbers."""
+"""Dropout. It is linear, so a Partial(sum) may stay one: all of its terms are multiplied by the same numbers."""
 
 from __future__ import annotations
 
@@ -23,8 +22,11 @@ made_of_others(aten.dropout_.default)
 
 @unlisted(aten.dropout.default)
 def dropout(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Whole in inference mode only. Torch would make `native_dropout` of it, as it does when it compiles and on GPUs,
-    but a CPU draws in the order of memory then."""
+    """Dropout as one operator, which reaches DTensor in inference mode only.
+
+    torch would decompose it into `native_dropout`, as in compiled code and on GPUs, but in inference mode a CPU draws
+    in storage order.
+    """
     input, p, train = _torch.arguments(operator, args, kwargs)
     if not 0 < p < 1 or not train or not is_generator_of(input.device) or _torch.tracing():
         return _torch.composite(operator, args, kwargs)
@@ -47,8 +49,8 @@ def native_dropout(operator: _torch.Operator, input: Layout, p: float, train: bo
 
 
 def _noise(operator: _torch.Operator, layout: Layout, device: torch.device, p: float) -> torch.Tensor:
-    """0 or 1 / (1 - p), drawn exactly as the operator does it on this device."""
-    # A CPU draws them in the order of the dimensions, whatever the strides of the input are.
+    """Return the noise, 0 or 1 / (1 - p), drawn exactly as the operator draws it on this device."""
+    # A CPU draws in the order of the dimensions, whatever the input's strides are.
     ones = zeros_and_ones(layout.new(layout.shape), device, None, 1 - p, None)
     if ones is not None:
         return ones.mul_(1 / (1 - p))

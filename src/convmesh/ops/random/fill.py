@@ -1,4 +1,4 @@
-"""Random operators."""
+"""Rules of random operators: in place, `*_like`, Bernoulli, normal, RReLU."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def bernoulli_like(operator: _torch.Operator, tensor: Layout, p: float, _: Any, 
 
 @plan_rule(aten.bernoulli.default, aten.bernoulli_.Tensor, behaviour=SHARED, varies=("generator",), strided=True)
 def bernoulli(operator: _torch.Operator, tensor: Layout, *rest: Any) -> Call:
-    """Each element with a probability of its own, which a uniform number is compared with, as one CPU does it."""
+    """One probability per element, compared with a uniform number, as one CPU does it."""
     *chances, _, strides = rest
     layout, writes = where_drawn(tensor, None, *strides), bool(chances)
     chance = chances[0] if writes else tensor
@@ -109,11 +109,12 @@ def bernoulli(operator: _torch.Operator, tensor: Layout, *rest: Any) -> Call:
 
 
 def _beside(operand: Layout, layout: Layout) -> Layout:
-    """Of an operand that is used elementwise with a tensor, which has the shape of that or is broadcast against it."""
+    """The layout of an operand that is used elementwise: the tensor's placements, or replicated if it is broadcast."""
     return operand.placed(layout.placements) if operand.shape == layout.shape else operand.replicated()
 
 
 def _broadcast(local: torch.Tensor, operand: Layout, layout: Layout) -> torch.Tensor:
+    """Return the operand's values for this rank's shard."""
     if operand.shape == layout.shape:
         return local
     return narrowed(local.expand(layout.shape), tuple(layout.own(dim) for dim in range(layout.ndim)))
@@ -128,7 +129,7 @@ def normal(operator: _torch.Operator, *_: Any) -> Made:
 
 
 def _normal(mean: Any, std: Any, generator: torch.Generator | None) -> Any:
-    """Standard numbers in the shape of both, stretched and shifted, which is how one device does it."""
+    """Draw standard normal numbers in the broadcast shape, then scale and shift them, as one device does."""
     tensors = [one for one in (mean, std) if isinstance(one, torch.Tensor)]
     model = tensors[0] if len(tensors) == 1 else aten.add.Tensor(mean, std)
     empty = aten.empty_like.default(model, memory_format=torch.contiguous_format)
@@ -141,8 +142,10 @@ RRELU = Behaviour("all; numbers that do not depend on the sharding, but are not 
 
 @rule(aten.rrelu_with_noise.default, behaviour=RRELU)
 def rrelu_with_noise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """One CPU draws a number for each negative element it meets: how many that are before a shard, no rank knows. It
-    opens its arguments itself, as it writes into the second one."""
+    """Not a `plan_rule`, as it writes into its second argument.
+
+    One CPU draws a number for each negative element; how many come before a shard, no rank knows.
+    """
     input, noise, lower, upper, training, generator = _torch.arguments(operator, args, kwargs)
     check_placed("rrelu_with_noise", (("self", input), ("noise", noise)))
     layout = where_drawn(Layout.of(_torch.spec_of(input)))
@@ -160,6 +163,7 @@ def rrelu_with_noise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: d
 def _zeros_and_ones(
     layout: Layout, device: torch.device, p: float, generator: torch.Generator | None, into: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """Draw this rank's shard of Bernoulli numbers, in `into` if possible."""
     drawn = zeros_and_ones(layout, device, into, p, generator)
     if drawn is not None:
         return drawn

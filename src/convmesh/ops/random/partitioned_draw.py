@@ -1,9 +1,8 @@
-"""Ranks that draw the numbers of one device together: each some of them, and sends the others what came out.
+"""Ranks draw the numbers of one device together: each draws a share and sends the others what they need of it.
 
-Elements are numbered in the order of memory, in which they are drawn. What a rank owns along the outermost sharded
-dimension are ranges of them, and it draws no others, unless it would have to jump from one to the next too often. Ranks
-that need parts of the same ranges then share these by rows, which have all dimensions from the next sharded dimension
-on.
+Elements are numbered in storage order, in which they are drawn. What a rank owns along the outermost sharded dimension
+is some ranges of them; it draws no others, unless it would have to jump between ranges too often. Ranks that need parts
+of the same ranges share these by rows, which contain all dimensions from the next sharded dimension on.
 """
 
 from __future__ import annotations
@@ -20,28 +19,29 @@ from ...geometry import Box, Grid, Interval, Shards
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
 
-JUMP = 700_000  # numbers that could be drawn during a jump
-SENT = 4  # elements that are sent while a number is drawn
-MOST_RANGES = 3  # that a rank jumps between
+JUMP = 700_000  # numbers that could be drawn in the time of one jump of the generator
+SENT = 4  # elements that can be sent in the time of drawing one number
+MOST_RANGES = 3  # between which a rank jumps at most
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank draws of a tensor, and who gets it."""
+    """What this rank draws of a tensor, and which ranks get it."""
 
     drawn: tuple[Interval, ...]
     total: int  # elements of the tensor
-    saved: int  # numbers that no rank has to draw, less those that it could while it sends
+    saved: int  # numbers that a rank need not draw, less those that it could draw in the time of sending
     jumps: int
-    owned: Box  # what this rank draws: rows, and the dimensions in them
-    needed: Box  # what it gets, likewise
-    schedule: Schedule | None  # None if ranks draw just what they need
+    owned: Box  # what this rank draws: a range of rows, and of each dimension within them
+    needed: Box  # what it needs, in the same dimensions
+    schedule: Schedule | None  # None if every rank draws just what it needs
 
     def pays(self) -> bool:
+        """Whether sharing saves more time than the jumps cost."""
         return self.saved > self.jumps * JUMP
 
     def handed_out(self, drawn: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the tensor, from what it has drawn, both in the order of memory."""
+        """Exchange the drawn numbers: return this rank's shard of the tensor. Both are in storage order."""
         if self.schedule is None:
             return drawn
         sizes = tuple(map(len, self.owned))
@@ -50,7 +50,10 @@ class Share:
 
 @planned
 def plan_share(spec: _torch.Spec) -> Share | None:
-    """None where there is nothing to share. The tensor leaves no gaps in memory, and this rank is in its mesh."""
+    """Plan how ranks share the drawing; None if nothing is sharded.
+
+    The tensor must have no gaps in its storage, and this rank must be in its mesh.
+    """
     layout = Layout.of(spec)
     order, shape = layout.memory_order, layout.shape
     sharded = [at for at, dim in enumerate(order) if len(layout.shards(dim)) > 1]
@@ -60,7 +63,7 @@ def plan_share(spec: _torch.Spec) -> Share | None:
     if outer > MOST_RANGES:
         return _share(layout, order[sharded[0] :], [Interval(0, outer)], outer)
     dim, inside = order[sharded[0]], order[sharded[1] :] if len(sharded) > 1 else ()
-    rows = prod(shape[at] for at in order[sharded[0] + 1 :] if at not in inside)  # of one index of this dimension
+    rows = prod(shape[at] for at in order[sharded[0] + 1 :] if at not in inside)  # per index of this dimension
     own, largest = layout.own(dim), len(layout.shards(dim)[0])
     starts = [at * shape[dim] for at in range(outer)]
     ranges = [Interval((start + own.start) * rows, (start + own.stop) * rows) for start in starts]
@@ -68,7 +71,8 @@ def plan_share(spec: _torch.Spec) -> Share | None:
 
 
 def _share(layout: Layout, inside: Sequence[int], ranges: Sequence[Interval], most: int) -> Share:
-    """Of rows in these ranges, which have the dimensions `inside`. Any rank needs parts of `most` rows at most."""
+    """Plan sharing the rows in these ranges, each with the dimensions `inside`; a rank needs parts of at most
+    `most`."""
     mesh, sizes = layout.mesh, tuple(layout.shape[dim] for dim in inside)
     over = [tuple(m for m in layout.sharded_dims.get(dim, ()) if mesh.size(m) > 1) for dim in inside]
     mesh_dims, row, rows = tuple(sorted({m for dims in over for m in dims})), prod(sizes), sum(map(len, ranges))
@@ -92,7 +96,7 @@ def _share(layout: Layout, inside: Sequence[int], ranges: Sequence[Interval], mo
 
 
 def _parts(wanted: Interval, ranges: Sequence[Interval]) -> Iterator[Interval]:
-    """Which parts of the ranges are `wanted`, which counts as if they followed each other."""
+    """Yield the parts of the ranges that `wanted` covers, which counts indices as if the ranges followed each other."""
     before = 0
     for each in ranges:
         part = wanted.shift(each.start - before) & each

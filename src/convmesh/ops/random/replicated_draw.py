@@ -1,13 +1,13 @@
 """Drawing the numbers of one device, however the tensor is sharded.
 
-Which of its numbers a generator takes for an element is not known in general: on a CPU that differs between operators,
-and on a GPU the order of elements depends on the size of the tensor. So every rank draws all of the tensor from its
-generator, which has the same state on all ranks, and keeps its own part. This costs the time of one device. It also
-costs memory for the full tensor, for a moment, so a tensor of more than `LARGEST_DRAWN` elements is drawn in tiles
-instead, each from a generator of its own: then the numbers are not those of one device, but still do not depend on the
-sharding, and a rank draws only tiles that it needs.
+Which number of a generator belongs to which element is not known in general: on a CPU it differs between operators, and
+on a GPU it depends on the size of the tensor. So every rank draws the full tensor from its generator, which has the
+same state on all ranks, and keeps its shard. This costs the time of one device, and temporarily storage for the full
+tensor. So a tensor of more than `LARGEST_DRAWN` elements is drawn in tiles instead, each from its own generator: these
+are not the numbers of one device, but still do not depend on the sharding, and a rank draws only the tiles that it
+needs.
 
-It is known of the zeros and ones that a CPU draws for dropout (`bernoulli.py`): ranks share these, at any size.
+The zeros and ones that a CPU draws for dropout are an exception (`bernoulli.py`): ranks share these, at any size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...sharding.registry import Behaviour
 from ...strides import Stride
 
 LARGEST_DRAWN = 1 << 26
-TILES = 8  # along each dimension that has at least `SMALLEST_TILED` indices
+TILES = 8  # along each dimension of at least `SMALLEST_TILED` indices
 SMALLEST_TILED = 64
 
 STAYS = "all; the numbers are those of one device, if all ranks have the same seed"
@@ -43,29 +43,30 @@ SHARED = Behaviour(STAYS,
 )  # fmt: skip
 
 Draw = Callable[[torch.Tensor, torch.Generator | None], Any]
+"""Takes an empty tensor and a generator (None: the default one) and returns the tensor filled."""
 
 
 def where_drawn(layout: Layout, dtype: torch.dtype | None = None, stride: Stride | None = None) -> Layout:
-    """Where numbers for a tensor are drawn: a Partial(sum) is no place for them. In the order of the strides, which are
-    those of one device."""
+    """The layout in which numbers for a tensor are drawn: not Partial, with the strides of one device's result."""
     drawn = layout.without_partial().typed(dtype or layout.dtype)
     return drawn if stride is None else replace(drawn, stride=stride)
 
 
 def draw_own(layout: Layout, device: torch.device, generator: torch.Generator | None, draw: Draw) -> torch.Tensor:
-    """This rank's local tensor of what `draw` fills an empty tensor with."""
+    """Return this rank's shard of what `draw` fills an empty full tensor with."""
     own = tuple(layout.own(dim) for dim in range(len(layout.shape)))
     if prod(layout.shape) > LARGEST_DRAWN and not _torch.tracing():
         return _drawn_in_tiles(layout, own, device, generator, draw)
     full = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
     drawn: torch.Tensor = draw(full, generator)
-    return narrowed(drawn, own).clone() if layout.sharded_dims else drawn  # a copy, so that the full tensor goes
+    return narrowed(drawn, own).clone() if layout.sharded_dims else drawn  # a copy, so that the full tensor is freed
 
 
 def _drawn_in_tiles(
     layout: Layout, own: Box, device: torch.device, generator: torch.Generator | None, draw: Draw
 ) -> torch.Tensor:
-    # One number of the generator, which all ranks draw alike, is the seed of all tiles.
+    """Draw the tiles that this rank's shard needs."""
+    # One number of the generator, the same on all ranks, seeds all tiles.
     seed = int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
     result = torch.empty(layout.local_shape, dtype=layout.dtype, device=device)
     for number, tile in enumerate(_tiles(layout.shape)):
@@ -80,14 +81,17 @@ def _drawn_in_tiles(
 
 
 def _tiles(shape: tuple[int, ...]) -> Iterator[Box]:
+    """Return the boxes in which a large tensor is drawn: they depend on its shape only."""
     return product(*(shards(size, (TILES,)) if size >= SMALLEST_TILED else (Interval(0, size),) for size in shape))
 
 
 def _inside(box: Box, frame: Box) -> Box:
+    """Return `box` relative to the start of `frame`."""
     return tuple(side.shift(-outer.start) for side, outer in zip(box, frame, strict=True))
 
 
 def narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return a view of a box of the tensor."""
     for dim, side in enumerate(box):
         if len(side) != tensor.shape[dim]:
             tensor = tensor.narrow(dim, side.start, len(side))

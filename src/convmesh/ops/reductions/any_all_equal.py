@@ -1,4 +1,4 @@
-"""Whether tensors are equal, and whether any or all values are true: each rank says of its local tensor."""
+"""Whether tensors are equal, and whether any or all values are true: ranks all-reduce what holds for their shards."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ aten = torch.ops.aten
 
 @rule(aten.equal.default, behaviour=EQUAL)
 def equal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """torch asks all ranks of the world, of which those outside of the mesh do not answer. The result is no tensor, so
-    there is no `Call` for it."""
+    """Whether two tensors are equal.
+
+    torch would ask all ranks of the world, of which those outside of the mesh do not answer. Not a `plan_rule`: the
+    result is no tensor, so there is no `Call` for it.
+    """
     one, other = args
     check_placed("equal", (("self", one), ("other", other)))
     if one.shape != other.shape:
@@ -51,7 +54,7 @@ def allclose(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default, behaviour=SMALL,
 )  # fmt: skip
 def quantified(operator: _torch.Operator, input: Layout, dim: Any = None, keepdim: bool = False) -> Call:
-    """Any is the greatest of truths, and all is the least."""
+    """`any` is the maximum of the truth values, and `all` the minimum."""
     plan = Reduction.of(input, dim, keepdim)
     greatest = "any" in _torch.name_of(operator)
     kind = torch.uint8 if input.dtype == torch.uint8 else torch.bool

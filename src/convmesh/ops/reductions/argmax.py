@@ -1,4 +1,4 @@
-"""Where the extreme value is: the ranks agree on the value first, and then on the first place that has it."""
+"""argmax and argmin: the ranks first agree on the extreme value, then on the first index that has it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def extreme_along(operator: _torch.Operator, input: Layout, dim: int, keepdim: b
 
 
 def _extreme_and_place(plan: Reduction, local: torch.Tensor, greatest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The extreme value and the first global index that has it, along one dimension or in the flattened input."""
+    """Return the extreme value and the first global index that has it (in the flattened input, if all is reduced)."""
     value = extreme_of(plan, local, greatest)
     nowhere = prod(plan.operand.shape[dim] for dim in plan.dims)
     if not local.numel():
@@ -41,7 +41,7 @@ def _extreme_and_place(plan: Reduction, local: torch.Tensor, greatest: bool) -> 
     else:
         along = plan.dims[0] if len(plan.dims) == 1 else None
         chosen = torch.argmax if greatest else torch.argmin
-        numbers = local.byte() if local.dtype == torch.bool else local  # which torch takes no argument of
+        numbers = local.byte() if local.dtype == torch.bool else local  # torch has no argmax of bools
         first = chosen(numbers, along, keepdim=True) if local.dim() else chosen(numbers)
         own = local_extreme(plan, local, greatest)
         holds = (own == value) | ((own != own) & (value != value))
@@ -50,7 +50,7 @@ def _extreme_and_place(plan: Reduction, local: torch.Tensor, greatest: bool) -> 
 
 
 def _globally(plan: Reduction, place: torch.Tensor) -> torch.Tensor:
-    """The index in the full tensor of one in the local tensor. Both count along the reduced dimensions in order."""
+    """Convert an index into the local tensor to one into the full tensor. Both are flat over the reduced dimensions."""
     result = torch.zeros_like(place)
     step = 1
     for dim in reversed(plan.dims):

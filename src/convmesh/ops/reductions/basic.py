@@ -1,4 +1,4 @@
-"""Reductions over sharded dimensions: every rank reduces what it has, and the small results are put together."""
+"""Reductions over sharded dimensions: every rank reduces its shard, and the small results are all-reduced."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ EXTREME = Behaviour(
 
 
 def dims_and_dtype(how: tuple[Any, ...]) -> tuple[Any, bool, torch.dtype | None]:
-    """dim, keepdim and dtype of operators that take all of them, or a dtype only."""
+    """Return (dim, keepdim, dtype) for operators that take all three or only a dtype."""
     return how if len(how) == 3 else (None, False, *how)
 
 
 def summed_dtype(input: Layout, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of sums and products."""
+    """Return the dtype of a sum or product."""
     floating = input.dtype.is_floating_point or input.dtype.is_complex
     return dtype or (input.dtype if floating else torch.int64)
 
@@ -61,9 +61,12 @@ def mean(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
     aten.sum.default, aten.sum.dim_IntList, behaviour=SUM, remembers=True, asks=lambda *_: _torch.in_backward()
 )  # fmt: skip
 def total(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
-    """Reduced at once: a loss is often printed by one rank alone, which could not reduce it, and is used several times.
-    torch would also scatter a Partial result over another dimension than the input's, and gather activations to bring
-    the two together again. In backward it is mostly the gradient of a parameter, and these are reduced together."""
+    """Plan a sum, which is all-reduced at once.
+
+    A loss is often printed by one rank alone, which could not reduce it, and is used several times. torch would also
+    reduce-scatter a Partial result over another dimension than the input's, and gather activations to match the two. In
+    backward the result stays Partial: mostly it is the gradient of a parameter, and these are reduced together.
+    """
     *given, in_backward = how
     dim, keepdim, asked = dims_and_dtype(tuple(given))
     dtype = summed_dtype(input, asked)
@@ -89,7 +92,7 @@ def extreme(operator: _torch.Operator, input: Layout, dim: Any = None, keepdim: 
 
 
 def extreme_of(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch.Tensor:
-    """The greatest or least value of all ranks. A NaN wins, as it does on one device."""
+    """Return the maximum or minimum over all ranks. NaN wins, as on one device."""
     own = local_extreme(plan, local, greatest)
     if not plan.mesh_dims:
         return own
@@ -98,7 +101,7 @@ def extreme_of(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch.Te
 
 
 def local_extreme(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch.Tensor:
-    """Of this rank's values; where it has none, what loses against every value."""
+    """Return the maximum or minimum of this rank's values; if it has none, the value that loses against all others."""
     if local.numel():
         return local.amax(plan.dims, keepdim=True) if greatest else local.amin(plan.dims, keepdim=True)
     shape = [1 if dim in plan.dims else size for dim, size in enumerate(local.shape)]
@@ -106,6 +109,7 @@ def local_extreme(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch
 
 
 def _loser(dtype: torch.dtype, greatest: bool) -> float | int | bool:
+    """The value that loses against all others."""
     if dtype.is_floating_point:
         return -inf if greatest else inf
     if dtype == torch.bool:
@@ -115,7 +119,7 @@ def _loser(dtype: torch.dtype, greatest: bool) -> float | int | bool:
 
 
 def _summed_gradient(input: Any, *how: Any) -> tuple[Any, ...]:
-    """A Partial gradient that is clipped is used again afterwards: its sum is kept."""
+    """Reduce a Partial gradient for its norm and keep the sum: clipping uses the gradient again afterwards."""
     if isinstance(input, DTensor) and not input.requires_grad and is_pending(input):
         input = reduce_once([input]).get(id(input), input)
     return input, *how
@@ -134,8 +138,8 @@ def vector_norm(
             return aten.linalg_vector_norm.default(local, order, plan.dims, True, dtype=dtype)  # type: ignore[no-any-return]
         if abs(order) == inf:
             return extreme_of(plan, local.abs(), greatest=order > 0)
-        # Powers of the ranks' norms are added up in float64, in which those of float32 values do not overflow.
-        if not local.numel():  # torch has no negative norm of nothing
+        # Powers of the ranks' norms are summed in float64, where those of float32 values do not overflow.
+        if not local.numel():  # torch has no negative-order norm of it
             total = plan.combine(local.abs().double().sum(plan.dims, keepdim=True))
         else:
             own = torch.linalg.vector_norm(local, order, plan.dims, True, dtype=wide(dtype or input.dtype)).double()
@@ -154,7 +158,7 @@ def logsumexp(operator: _torch.Operator, input: Layout, dim: Any, keepdim: bool)
         local = local.to(wide(dtype))
         if not plan.mesh_dims:
             return torch.logsumexp(local, plan.dims, keepdim=True)
-        # Where the greatest is infinite it is no shift: the result is that infinity, or NaN, by itself.
+        # An infinite maximum cannot be subtracted: without a shift the result is that infinity, or NaN, anyway.
         shift = plan.combine(local_extreme(plan, local, greatest=True), "max")
         shift = shift.masked_fill(shift.isinf(), 0.0)
         return plan.combine((local - shift).exp().sum(plan.dims, keepdim=True)).log() + shift

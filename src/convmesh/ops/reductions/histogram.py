@@ -1,4 +1,4 @@
-"""Counting values: each rank counts its own, and the counts are added up."""
+"""Counting values: each rank counts its own, and the counts are all-reduced."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def bincount(operator: _torch.Operator, input: Layout, weights: Layout | None, m
 
 @plan_rule(aten.histc.default, behaviour=COUNT, asks=may_route)
 def histc(operator: _torch.Operator, input: Layout, bins: int, low: float, high: float, known: bool) -> Call:
-    """Between given bounds, or between the least and the greatest value of all ranks."""
+    """Count between given bounds, or between the minimum and the maximum over all ranks."""
     if low == high and not known:
         raise Unfit("compiled code does not know the least and the greatest value", "give min and max")
     given = input.without_partial()
@@ -62,7 +62,7 @@ def histc(operator: _torch.Operator, input: Layout, bins: int, low: float, high:
 
 
 def _ends(local: torch.Tensor, layout: Layout) -> tuple[float, float]:
-    """The least and the greatest value of all ranks."""
+    """Return the minimum and the maximum over all ranks."""
     far = torch.finfo(local.dtype).max
     ends = torch.stack([-local.min(), local.max()]) if local.numel() else local.new_full((2,), -far)
     least, most = all_reduce(ends, layout.mesh, layout.sharded_over(), "max").tolist()
@@ -70,6 +70,7 @@ def _ends(local: torch.Tensor, layout: Layout) -> tuple[float, float]:
 
 
 def _bins_everywhere(input: Any, bins: Any, *rest: Any) -> tuple[Any, ...]:
+    """Make plain bin edges a replicated DTensor."""
     plain = isinstance(bins, torch.Tensor) and not isinstance(bins, DTensor)
     return input, the_same_everywhere(bins, input.device_mesh) if plain else bins, *rest
 
@@ -78,7 +79,7 @@ def _bins_everywhere(input: Any, bins: Any, *rest: Any) -> tuple[Any, ...]:
     aten.histogram.bin_ct, aten.histogram.bins_tensor, behaviour=COUNT, asks=may_route, completes=_bins_everywhere
 )
 def histogram(operator: _torch.Operator, input: Layout, bins: Any, *how: Any) -> Call:
-    """Counts, or sums of weights, in bins whose edges every rank knows; of a density, all ranks' values are parts."""
+    """Plan counts, or sums of weights, in bins whose edges every rank knows. A density is normalized over all ranks."""
     *within, weight, density, known = how
     by_edges = isinstance(bins, Layout)
     if not by_edges and within == [None] and not known:

@@ -1,4 +1,4 @@
-"""Plans of reductions: where the operand has to be, over which mesh dimensions it is reduced, where the result is."""
+"""Plans of reductions: the operand's layout, the mesh dimensions over which it is reduced, and the result's layout."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type to add up in: half precision would lose what it adds."""
+    """The dtype in which sums are accumulated: float32 for half precision, which would lose accuracy."""
     return torch.float32 if dtype in HALF else dtype
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction over `dims` of a tensor of layout `operand`: of each local tensor, and then over the ranks."""
+    """A reduction over `dims` of a tensor of layout `operand`: of each local tensor, then over the ranks."""
 
     operand: Layout
     dims: tuple[int, ...]
     keepdim: bool
     output: Layout
-    mesh_dims: tuple[int, ...]  # those over which a reduced dimension is sharded: along them results are all-reduced
-    counts: tuple[int, ...]  # how many values of one result each rank along these has
+    mesh_dims: tuple[int, ...]  # those that shard a reduced dimension: results are all-reduced over them
+    counts: tuple[int, ...]  # how many values each rank along these contributes to one result
 
     @staticmethod
     def of(
         given: Layout, dim: int | Sequence[int] | None = None, keepdim: bool = False, partial: tuple[str, ...] = ()
     ) -> Reduction:
-        """A Partial input stays Partial if the reduction commutes with its `reduce_op`: if that is in `partial`."""
+        """Plan a reduction. A Partial input stays Partial if its `reduce_op` is in `partial`: the two must commute."""
         dims = dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
         rank = given.ndim
         if dims is not None and any(not -max(rank, 1) <= dim < max(rank, 1) for dim in dims):
             raise Unfit(f"the input has no dimensions {dims}", "give dimensions it has")
-        # No dimensions mean all of them, as torch has it.
+        # As in torch, no dimensions mean all of them.
         reduced = tuple(sorted({dim % rank for dim in dims})) if dims and rank else tuple(range(rank))
         operand = given.without_partial(*partial)
         mesh_dims = operand.sharded_over(reduced)
@@ -56,11 +56,12 @@ class Reduction:
 
     @property
     def count(self) -> int:
+        """How many values one result is made of."""
         return sum(self.counts)
 
     @cached_property
     def shares(self) -> Numbers:
-        """Which part of the values of one result each rank has."""
+        """Each rank's fraction of the values of one result."""
         return Numbers([count / max(1, self.count) for count in self.counts])
 
     @property
@@ -68,10 +69,12 @@ class Reduction:
         return self.operand.mesh
 
     def check_filled(self) -> None:
+        """Refuse to reduce over no values."""
         if self.count == 0 and 0 not in self.output.shape:
             raise Unfit("it would reduce over no values", "give an input that has values")
 
     def combine(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """All-reduce the ranks' partial results."""
         return all_reduce(tensor, self.mesh, self.mesh_dims, op)
 
     @cached_property
@@ -81,7 +84,7 @@ class Reduction:
         return self.output.placed(Partial() if m in over else p for m, p in enumerate(self.output.placements))
 
     def call(self, run: Callable[[torch.Tensor], Any], *dtypes: torch.dtype, output: Layout | None = None) -> Call:
-        """`run` makes of a local tensor a result, or several, in which the reduced dimensions are left with size 1."""
+        """Return a `Call` of `run`: local tensor -> one or more results, in which reduced dimensions have size 1."""
         lost = () if self.keepdim else self.dims
         layouts = [(output or self.output).typed(dtype) for dtype in dtypes]
 
@@ -96,7 +99,7 @@ class Reduction:
 
 
 def counts(layout: Layout, dims: Sequence[int], mesh_dims: tuple[int, ...]) -> tuple[int, ...]:
-    """How many elements along `dims` each rank has, in the order of the ranks along `mesh_dims`."""
+    """Return how many elements each rank has along `dims`, in the order of the ranks along `mesh_dims`."""
     found = []
     for place in product(*(range(layout.mesh.size(mesh_dim)) for mesh_dim in mesh_dims)):
         at = dict(zip(mesh_dims, place, strict=True))

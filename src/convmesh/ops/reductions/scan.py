@@ -1,4 +1,4 @@
-"""Running sums, and products, along sharded dimensions: each rank's own, and what the ranks before it have."""
+"""Cumulative sums and products along sharded dimensions: each rank's own, combined with earlier ranks' totals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def running(operator: _torch.Operator, input: Layout, dim: int, asked: torch.dty
         combined = (local.sum if adds else local.prod)(order.dim, keepdim=True, dtype=dtype)
         before = all_gather_stacked(combined, given.mesh, mesh_dims)[: rank_line(given.mesh, mesh_dims).rank]
         own = own + before.sum(0) if adds else own * before.prod(0)
-        return _torch.after_the_last(own)  # of which the first rank uses nothing
+        return _torch.after_the_last(own)  # the first rank uses nothing of the all-gather
 
     return Call((given,), given.typed(dtype).dense, run)
 

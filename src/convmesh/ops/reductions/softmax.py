@@ -1,4 +1,4 @@
-"""Softmax and log-softmax along a dimension that may be sharded: only the two sums along it are put together."""
+"""Softmax and log-softmax along a dimension that may be sharded: only its maximum and its sum are all-reduced."""
 
 from __future__ import annotations
 

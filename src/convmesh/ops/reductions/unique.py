@@ -1,4 +1,4 @@
-"""Different values: each rank's own, and of those together again."""
+"""Unique values: each rank's own are all-gathered, and made unique again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unique(operator: _torch.Operator, input: Layout, ordered: bool, inverse: boo
 
 
 def _of_all(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """The different values in their order, and how often each one is there."""
+    """Return the sorted unique values of all ranks, and their counts."""
     own, counts = torch.unique(local, return_counts=True)
     mesh_dims = layout.sharded_over()
     if not mesh_dims:

@@ -1,8 +1,8 @@
 """Mean and variance over sharded dimensions.
 
-Each rank has the mean of its own values and their variance about it. Few of them are all-gathered, and merged on every
-rank about the common mean: nothing large is ever subtracted from something large. Many are added up over the ranks, so
-that no message is longer than they are, however many ranks there are.
+Each rank computes the mean of its own values and their variance about it. If these are few, they are all-gathered, and
+every rank merges them about the common mean: nothing large is ever subtracted from something large. If they are many,
+they are all-reduced, so that messages do not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ made_of_others(
 def merge(
     mean: torch.Tensor, var: torch.Tensor, shares: Numbers, mesh: DeviceMesh, mesh_dims: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance of all values from those of each rank along `mesh_dims`.
+    """Return mean and variance of all values, from those of each rank along `mesh_dims`.
 
-    `shares` says for every rank which part of the values is its own: a number, or one for every result.
+    `shares` has each rank's fraction of the values: one number, or one for every result.
     """
     both = torch.stack([mean, var])
     if not are_few(both, mesh, mesh_dims):
@@ -59,10 +59,11 @@ def merge(
 def added_up(
     mean: torch.Tensor, var: torch.Tensor, share: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance of all values from sums over all ranks, to which this one adds its `share`.
+    """Return mean and variance of all values from sums over all ranks, to which this rank adds its `share`.
 
-    Where means are float32, one sum in float64 is enough: what is lost when the square of the common mean is subtracted
-    is less than what a mean has lost by being float32. Those of float64 are added up first, and then squares about it.
+    For float32 means one all-reduce in float64 is enough: subtracting the square of the common mean loses less than the
+    means have lost by being float32. For float64 the means are reduced first, and then the squares about the common
+    mean.
     """
     if mean.dtype == torch.float64:
         common = all_reduce(mean * share, mesh, mesh_dims)
@@ -74,7 +75,7 @@ def added_up(
 
 
 def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance (of a population) over a plan's dimensions, which are left with size 1."""
+    """Return mean and (population) variance over the plan's dimensions, which are kept with size 1."""
     if local.numel():
         var, mean = torch.var_mean(local, plan.dims, correction=0, keepdim=True)
     else:
@@ -82,7 +83,7 @@ def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.T
         var = mean.abs()
     if not plan.mesh_dims:
         return mean, var
-    if mean.is_complex():  # the spread of a complex number is that of its two parts, which are merged apart
+    if mean.is_complex():  # real and imaginary parts are merged separately; the variance is their sum
         real, imaginary = (
             merge(part, var / 2, plan.shares, plan.mesh, plan.mesh_dims) for part in (mean.real, mean.imag)
         )
@@ -105,7 +106,7 @@ def variance(operator: _torch.Operator, input: Layout, dim: Any, correction: flo
         mean, var = moments(plan, local.to(wide(local.dtype)))
         if not plan.count:
             mean, var = mean * nan, var * nan
-        # As torch has it: with no degrees of freedom left the result is infinite, or NaN where nothing varies.
+        # As in torch: with no degrees of freedom the result is infinite, or NaN where nothing varies.
         var = var * plan.count / torch.full_like(var, degrees)
         spread = var.sqrt() if name.startswith("std") else var
         return (spread, mean) if name.endswith("_mean") else spread

@@ -1,7 +1,7 @@
-"""Several tensors into one on DTensors: cat, stack, and putting a part into a full tensor.
+"""Joining DTensors: cat, stack, and writing a part into a full tensor.
 
-The operands are redistributed to one layout at least cost. Along the dimension that they are joined in, each rank
-fetches what its part of the result copies from whoever owns it.
+The operands are redistributed to one layout at least cost. Along the dimension in which they are joined, each rank
+fetches what its shard of the result copies from the ranks that own it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PUT = Behaviour("all dimensions, Partial sums", "what changes its owner; a part 
 
 
 def _placed(tensors: Sequence[Any]) -> list[Any]:
-    """Autograd makes plain zeros for parts without a gradient: those are replicated."""
+    """Make plain tensors replicated DTensors in backward: autograd makes plain zeros for parts without a gradient."""
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     if mesh is None or not _torch.in_backward():
         return list(tensors)
@@ -48,7 +48,7 @@ def _pair_placed(full: Any, part: Any, *where: Any) -> tuple[Any, ...]:
 
 
 def _rows(operands: Sequence[Layout], shift: Callable[[int], int] = lambda dim: dim) -> list[Row]:
-    """Every way to place all operands alike; `shift` is where a dimension of theirs is in the result."""
+    """Return every way to place all operands alike; `shift` maps a dimension of the operands to that of the result."""
     many = len(operands)
     shards = [Row("sharded", (Shard(d),) * many, (Shard(shift(d)),)) for d in range(operands[0].ndim)]
     return [Row("replicated", (R,) * many, (R,)), *shards, Row("Partial(sum)s", (P,) * many, (P,))]
@@ -58,8 +58,10 @@ def _join(
     operator: _torch.Operator, operands: Sequence[Layout], rows: Sequence[Row], shape: tuple[int, ...],
     dtype: torch.dtype, along: tuple[int, IndexMap] | None = None,
 ) -> tuple[list[Layout], Layout, Remap | None]:  # fmt: skip
-    """Where the operands have to be, where the result then is and, if the dimension that `along` names is sharded, the
-    copies along it."""
+    """Return the layouts of the operands, that of the result, and the copies along a sharded joined dimension.
+
+    `along` is the joined dimension and its index map. The copies are None where that dimension is not sharded.
+    """
     chosen = choose(
         _torch.name_of(operator), rows, [(f"tensor {number}", layout) for number, layout in enumerate(operands)]
     )
@@ -81,7 +83,7 @@ def _common_dtype(tensors: Sequence[Layout]) -> torch.dtype:
 
 @plan_rule(aten.cat.default, behaviour=JOIN, completes=_list_placed)
 def cat(operator: _torch.Operator, tensors: Sequence[Layout], dim: int) -> Call:
-    # torch lets tensors of shape (0,) stand beside any others.
+    # torch.cat accepts tensors of shape (0,) beside tensors of any other shape.
     operands = [layout for layout in tensors if layout.shape != (0,)] or list(tensors[:1])
     first = operands[0].shape
     dim %= len(first)
@@ -90,7 +92,7 @@ def cat(operator: _torch.Operator, tensors: Sequence[Layout], dim: int) -> Call:
     sizes = [operand.shape[dim] for operand in operands]
     shape = (*first[:dim], sum(sizes), *first[dim + 1 :])
     rows = _rows(operands)
-    if _torch.has_symbols(sizes):  # a compiler that does not know who owns what behind the first one
+    if _torch.has_symbols(sizes):  # a compiler does not know which rank owns what after the first operand
         rows = [row for row in rows if row.outputs[0] != Shard(dim)]
     dtype = _common_dtype(tensors)
     placed, output, remap = _join(operator, operands, rows, shape, dtype, (dim, index_map.joined(sizes)))
@@ -145,7 +147,7 @@ def select_scatter(operator: _torch.Operator, full: Layout, part: Layout, dim: i
     dim, size = dim % max(1, full.ndim), full.shape[dim]
     if part.shape != (*full.shape[:dim], *full.shape[dim + 1 :]) or not -size <= index < size:
         raise Unfit(f"replaces index {index} of dimension {dim}", "give a part of the selected shape")
-    # The dimension that only the full tensor has may be sharded, too: then the index's owner alone writes the part.
+    # The dimension that only the full tensor has may be sharded, too: then only the owner of the index writes the part.
     rows = [Row("replicated", (R, R), (R,)), Row("Partial(sum)s", (P, P), (P,))]
     for d in range(full.ndim):
         beside: Placement = R if d == dim else Shard(d - (d > dim))

@@ -1,7 +1,7 @@
-"""Reshaping where no dimension keeps its parts: the elements in their order are resharded.
+"""Reshaping where no dimension keeps its shards: the flattened elements are resharded.
 
-What a rank has of merged dimensions are stripes of their elements, or a range where the outermost one is sharded. One
-side of the reshape has ranges, and then any dimension of the other side can be the one that is sharded.
+A rank's shard of merged dimensions is a stripe of their flattened elements, or one range where the outermost dimension
+is sharded. One side of the reshape consists of ranges; on the other side any dimension may be the sharded one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Flow:
-    """From a tensor placed at `source` to a reshaped one at `target`; `first` and `count` are the merged dimensions."""
+    """Reshards a tensor from placements `source` to `target` of the reshaped one.
+
+    `first` and `count` say which dimensions are merged.
+    """
 
     source: Placements
     target: Placements
@@ -31,17 +34,18 @@ class Flow:
     count: int
     stripes: Stripes
     ranges: FlatRanges
-    into_ranges: bool  # else out of them
+    into_ranges: bool  # from stripes to ranges; else from ranges to stripes
     line: RankLine | None  # None on a rank outside of the mesh
 
     @cached_property
     def schedule(self) -> Schedule:
+        """The exchange between the owners of stripes and those of ranges."""
         assert self.line is not None
         schedule = flat_ranges(self.line, self.stripes, self.ranges)
         return schedule if self.into_ranges else schedule.transposed()
 
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
-        """(lead, elements, trail), in the right order, to be reshaped."""
+        """Exchange the elements. The result, `[lead, elements, trail]`, is in the right order to be reshaped."""
         assert self.line is not None
         lead, trail = prod(local.shape[: self.first]), prod(local.shape[self.first + self.count :])
         stripes, ranges = (regions.boxes(self.line.rank) for regions in (self.stripes, self.ranges))
@@ -57,9 +61,10 @@ class Flow:
 
 
 def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> Flow | None:
-    """None where several groups of dimensions are in the way, or no new dimension has something for most ranks.
+    """Return the `Flow` of a reshape to `shape`.
 
-    `wish` is where the result should lie, if that is known: there some ranks may have nothing, as before.
+    None if more than one group of dimensions needs one, or if no new dimension has something for most ranks. `wish` are
+    the placements that the result should get, if they are known: for these some ranks may be left with nothing.
     """
     stuck = [group for group in groups(layout.shape, shape) if _stuck(group, layout, shape)]
     if len(stuck) != 1:
@@ -67,7 +72,7 @@ def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> 
     group = stuck[0]
     mesh_dims = tuple(m for m, p in enumerate(layout.placements) if isinstance(p, Shard) and p.dim in group.before)
     mesh_sizes = tuple(layout.mesh.size(m) for m in mesh_dims)
-    # All ranks shard one dimension before: the one that is sharded, if several are the longest of them.
+    # One dimension is sharded over all of these ranks first: the longest of those that are sharded.
     old = max((dim for dim in group.before if dim in layout.sharded_dims), key=lambda dim: layout.shape[dim])
     before = _stripes(layout.shape, group.before, old, mesh_sizes)
     wished = {p.dim for m, p in enumerate(wish or ()) if m in mesh_dims and isinstance(p, Shard)}
@@ -89,22 +94,25 @@ def flow_of(layout: Layout, shape: tuple[int, ...], wish: Placements | None) -> 
 
 
 def _stripes(shape: Sequence[int], dims: Sequence[int], sharded_dim: int, mesh_sizes: tuple[int, ...]) -> Stripes:
+    """The elements of the merged dimensions `dims` that each rank owns if `sharded_dim` is sharded."""
     outer, inner = (prod(shape[dim] for dim in side) for side in ([d for d in dims if d < sharded_dim],
                                                                   [d for d in dims if d > sharded_dim]))  # fmt: skip
     return Stripes(outer, inner, Shards(shape[sharded_dim], mesh_sizes))
 
 
 def _stuck(group: Group, layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether what is sharded of these dimensions has no dimension to go on with."""
+    """Whether the sharded dimensions of this group have no dimension in `shape` that keeps their shards."""
     sharded_dim = [dim for dim in group.before if dim in layout.sharded_dims]
     return len(sharded_dim) > 1 or any(_new_dim(dim, layout, shape) is None for dim in sharded_dim)
 
 
 def _new_dim(dim: int, layout: Layout, shape: tuple[int, ...]) -> int | None:
+    """The dimension of `shape` that has the same shards as `dim`; None if there is none."""
     return where_sharded(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in layout.sharded_dims[dim]))
 
 
 def _kept(placement: Placement, layout: Layout, shape: tuple[int, ...]) -> Placement:
+    """The placement of a dimension that keeps its shards, in the new shape."""
     if not isinstance(placement, Shard):
         return placement
     new = _new_dim(placement.dim, layout, shape)

@@ -1,4 +1,4 @@
-"""Flipping, rolling and turning DTensors. Each is its own gradient, the other way round."""
+"""Flipping, rolling and rotating DTensors. The gradient of each is the same operator in reverse."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rot90(operator: _torch.Operator, input: Layout, turns: int, dims: tuple[int,
 
 
 def _turned(input: DTensor, turns: int, dims: list[int]) -> Any:
-    """A quarter turn is a flip of one of the two dimensions, which then change places."""
+    """Rotate the input by `turns` quarter turns. One is a flip of one of the two dimensions, then a transpose."""
     first, second = dims
     if turns % 4 == 0:
         return aten.clone.default(input, memory_format=torch.contiguous_format)

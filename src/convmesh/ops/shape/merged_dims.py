@@ -1,6 +1,6 @@
-"""Where dimensions were sharded before they were merged, for when they are split again.
+"""Remembers how dimensions were sharded before they were merged, for when they are split again.
 
-A feature map that becomes tokens, and then a feature map again, is sharded as it was, and as what lies beside it.
+So a feature map that becomes tokens, and then a feature map again, is sharded as before, like the tensors beside it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ...sharding.layout import Layout, reduced
 from ...sharding.plan_cache import planned
 
 Within = tuple[tuple[int, int], ...]
-"""By mesh dimension, which of the merged dimensions is sharded over it."""
+"""(mesh dimension, which of the merged dimensions is sharded over it) pairs."""
 
 _seen: dict[Hashable, Within] = {}
 
 
 def remember(spec: _torch.Spec, shape: tuple[int, ...]) -> None:
-    """Of a tensor that is reshaped in the forward pass: those of the last one of these sizes count."""
+    """Remember the placements of a tensor that is reshaped in the forward pass, by its sizes. The latest one counts."""
     if _torch.in_backward():
         return
     if len(_seen) >= LARGEST:
@@ -33,6 +33,7 @@ def remember(spec: _torch.Spec, shape: tuple[int, ...]) -> None:
 
 @planned
 def _merged(spec: _torch.Spec, shape: tuple[int, ...]) -> tuple[tuple[Hashable, Within], ...]:
+    """Return (key, shards) of each group of dimensions that becomes one dimension."""
     layout = Layout.of(spec)
     found = []
     for group in groups(layout.shape, shape):
@@ -45,8 +46,11 @@ def _merged(spec: _torch.Spec, shape: tuple[int, ...]) -> tuple[tuple[Hashable, 
 
 
 def recall(spec: _torch.Spec, shape: tuple[int, ...]) -> Placements | None:
-    """Where a tensor should go whose dimensions are split: None where that is not known, or it is in backward, which
-    has ways of its own to know it. What was sharded along another dimension meanwhile, as the batch, goes back too."""
+    """Return the placements that a tensor should get when its dimensions are split.
+
+    None where they are not known, or in backward, which knows them by other means. What was sharded along another
+    dimension in the meantime, such as the batch, is sharded as before as well.
+    """
     if _torch.in_backward() or not _splits(spec, shape):
         return None
     layout = Layout.of(spec)
@@ -73,7 +77,10 @@ def recall(spec: _torch.Spec, shape: tuple[int, ...]) -> Placements | None:
 
 
 def _within(layout: Layout, sizes: list[int]) -> Within | None:
-    """What is known of dimensions of these sizes: of all together, or of the last ones, and of what they became."""
+    """Return how dimensions of these sizes were sharded; None if that is not known.
+
+    They were merged at once, or first the last ones of them and then the result with the others.
+    """
     known = _seen.get(key_of((layout.mesh, tuple(sizes))))
     for first in range(1, len(sizes) - 1) if known is None else ():
         inner = _seen.get(key_of((layout.mesh, tuple(sizes[first:]))))
@@ -86,13 +93,17 @@ def _within(layout: Layout, sizes: list[int]) -> Within | None:
 
 @planned
 def _splits(spec: _torch.Spec, shape: tuple[int, ...]) -> bool:
+    """Whether any group of dimensions is split (see `_of_group`)."""
     layout = Layout.of(spec)
     return any(_of_group(layout, group, shape)[2] for group in groups(layout.shape, shape))
 
 
 def _of_group(layout: Layout, group: Group, shape: tuple[int, ...]) -> tuple[list[int], list[int], bool]:
-    """Over which mesh dimensions it is sharded, what it becomes, and whether one dimension is split: one that is
-    sharded, or of a tensor that meanwhile is sharded along another one that is too short for its ranks."""
+    """Return (mesh dimensions that shard the group, dimensions that it becomes, whether one dimension is split).
+
+    Splits count only if the dimension is sharded, or if the tensor is meanwhile sharded along another dimension that is
+    too short for its ranks.
+    """
     over = [m for m, p in enumerate(layout.placements) if isinstance(p, Shard) and p.dim in group.before]
     dims = [dim for dim in group.after if shape[dim] > 1]
     split = (bool(over) or _idle(layout)) and sum(layout.shape[dim] > 1 for dim in group.before) == 1 and len(dims) > 1
@@ -100,10 +111,14 @@ def _of_group(layout: Layout, group: Group, shape: tuple[int, ...]) -> tuple[lis
 
 
 def _idle(layout: Layout) -> bool:
+    """Whether some dimension is shorter than the number of ranks over which it is sharded."""
     over = layout.sharded_dims.items()
     return any(layout.shape[dim] < prod(layout.mesh.size(m) for m in mesh_dims) for dim, mesh_dims in over)
 
 
 def _all_sharded(layout: Layout, within: Within) -> bool:
-    """Else a tensor would be sharded that others may expect to be replicated, or that is Partial(sum)."""
+    """Whether all of these mesh dimensions shard the tensor.
+
+    Otherwise a tensor would be sharded that other operands expect to be replicated, or that is Partial(sum).
+    """
     return all(isinstance(layout.placements[mesh_dim], Shard) for mesh_dim, _ in within)

@@ -1,4 +1,4 @@
-"""Padding on DTensors: an index map for every padded dimension, and its adjoint for the gradient."""
+"""Padding DTensors: an index map for every padded dimension, and its adjoint for the gradient."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PAD_BACKWARD = Behaviour("all dimensions, Partial sums", "gradient of the halo, 
 
 
 def _each(pads: Pads, dims: int) -> dict[int, tuple[int, int]]:
-    """(before, after) by dimension; torch lists the last dimension first."""
+    """Return {dim: (before, after)} of the padded dimensions. torch lists the last dimension first."""
     pairs = {dims - 1 - number: (pads[2 * number], pads[2 * number + 1]) for number in range(len(pads) // 2)}
     return {dim: pair for dim, pair in sorted(pairs.items()) if any(pair)}
 
 
 @plan_rule(aten.constant_pad_nd.default, behaviour=PAD)
 def constant_pad(operator: _torch.Operator, input: Layout, pads: Pads, value: float) -> Call:
-    """Its gradient is the same operator with the padding negated."""
+    """Plan constant padding. Its gradient is the same operator with the padding negated."""
     if len(pads) % 2 or len(pads) > 2 * input.ndim:
         raise Unfit("the padding must be pairs, for at most all dimensions", "give pairs")
     pairs = _each(pads, input.ndim)
@@ -46,7 +46,7 @@ def constant_pad(operator: _torch.Operator, input: Layout, pads: Pads, value: fl
 
 
 def _border_maps(input: Layout, make: Make, pads: Pads, batched_dims: int) -> Maps:
-    """Padding that repeats values of the input, in the checks that torch makes of it."""
+    """Return the index maps of reflection or replication padding, after the checks that torch makes."""
     dims, spatial = input.ndim, batched_dims - 2
     if len(pads) != 2 * spatial or dims not in (batched_dims, batched_dims - 1):
         raise Unfit(f"needs {2 * spatial} numbers and an input of {batched_dims - 1} or {batched_dims} dimensions",
@@ -63,10 +63,10 @@ def _border_maps(input: Layout, make: Make, pads: Pads, batched_dims: int) -> Ma
 
 
 def own_pads(plan: CopyPlan, make: Make, pads: Pads) -> Pads | None:
-    """The padding by which torch's kernel makes this rank's result from its local tensor; None where there is none, or
-    ranks need something of each other.
+    """Return the padding with which torch's kernel computes this rank's result from its local tensor.
 
-    A kernel writes a row at a time, where piece by piece columns are written, each number to a cache line of its own.
+    None if there is none, or if ranks need values of each other. The kernel writes whole rows; copying piece by piece
+    writes columns, and each element to another cache line.
     """
     empty = 0 in plan.source.local_shape or 0 in plan.output.local_shape
     if plan.remap is None or empty or not all(part.silent for axis in plan.remap.axes for part in axis.plans):
@@ -88,7 +88,7 @@ def own_pads(plan: CopyPlan, make: Make, pads: Pads) -> Pads | None:
 
 
 def _border_pad(spatial: int, kind: str, make: Make) -> None:
-    """Declare the rules of one of torch's operators; 1d, 2d and 3d differ in their names only."""
+    """Declare the rules of one kind of padding in 1d, 2d or 3d, which differ only in their names."""
     name = f"{kind}_pad{spatial}d"
 
     @plan_rule(getattr(aten, name).default, behaviour=PAD)
@@ -100,7 +100,7 @@ def _border_pad(spatial: int, kind: str, make: Make) -> None:
 
     @plan_rule(getattr(aten, f"{name}_backward").default, behaviour=PAD_BACKWARD)
     def backward(operator: _torch.Operator, gradient: Layout, input: Layout, pads: Pads) -> Call:
-        # The gradient decides where the work is done: it is a copy in reverse, so nothing of it need move first.
+        # The gradient decides the placements: it is a copy in reverse, so the gradient need not be redistributed first.
         plan = copy_plan(input.placed(gradient.placements), _border_maps(input, make, pads, spatial + 2), ("sum",))
         if plan.output.shape != gradient.shape:
             raise Unfit(f"the output has shape {plan.output.shape}, its gradient {gradient.shape}",
@@ -123,7 +123,7 @@ for _spatial in (1, 2, 3):
 
 @composite("pad", PAD)
 def pad(input: torch.Tensor, pads: list[int], mode: str = "constant", value: float | None = None) -> torch.Tensor:
-    """`F.pad`, of which torch makes one operator or another, but writes into views where the padding is circular."""
+    """`F.pad`. torch decomposes it into other operators, but writes into views where the padding is circular."""
     if mode == "circular" and isinstance(input, DTensor):
         return _circular(input, pads)
     result: torch.Tensor = _torch.composite(aten.pad.default, (input, pads, mode, value), {})
@@ -131,7 +131,7 @@ def pad(input: torch.Tensor, pads: list[int], mode: str = "constant", value: flo
 
 
 def _circular(input: DTensor, pads: list[int]) -> torch.Tensor:
-    """Join the ends to the input. On one device, too, the result is contiguous, and a copy."""
+    """Concatenate the ends to the input. As on one device, the result is a contiguous copy."""
     if len(pads) % 2 or (len(pads) // 2 + 2 != input.dim() and len(pads) // 2 + 1 != input.dim()):
         raise refuse("pad (circular)", "the padding must be pairs for all spatial dimensions",
                      (("input", input), ("pad", pads)), "give pairs")  # fmt: skip

@@ -1,8 +1,7 @@
-"""Views in which dimensions change places or new ones come in, or numbers get another meaning, as pairs for complex
-ones: every rank looks at its own part.
+"""Views that permute or insert dimensions, or reinterpret elements (complex numbers as pairs), of each rank's shard.
 
-torch's DTensor does the same, but not in inference mode for tensors that were made outside of it, such as a model's
-parameters, and not in place, which torch's own formulas of gradients use.
+torch's DTensor can do the same, but not in inference mode for tensors made outside of it, such as a model's parameters,
+and not in place, which torch's own gradient formulas use.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ aten = torch.ops.aten
 RENAME = Behaviour("all dimensions, Partial sums", "nothing")
 IN_PLACE = Behaviour("all dimensions, Partial sums", "nothing; of a sharded dimension that goes, its one index")
 
-# What each operator in place is without it.
+# The out-of-place variant of each in-place operator.
 NEW: dict[_torch.Operator, _torch.Operator] = {
     aten.unsqueeze_.default: aten.unsqueeze.default,
     aten.transpose_.default: aten.transpose.int,
@@ -37,7 +36,7 @@ NEW: dict[_torch.Operator, _torch.Operator] = {
 
 
 def _seen(operator: _torch.Operator, input: Layout, *dims: Any) -> Layout | None:
-    """The layout of a view; None where only torch's DTensor knows, or complains."""
+    """Return the layout of the view; None where only torch's DTensor knows it, or raises."""
     if not all(map(is_plain, input.placements)):
         return None
     try:
@@ -48,18 +47,18 @@ def _seen(operator: _torch.Operator, input: Layout, *dims: Any) -> Layout | None
     places = _places(operator, input.ndim, dims[0] if operator is aten.permute.default else dims)
     placements = tuple(Shard(places[p.dim]) if isinstance(p, Shard) else p for p in input.placements)
     if any(isinstance(p, Shard) and p.dim >= viewed.dim() for p in placements):
-        return None  # the pairs of complex numbers themselves are sharded
+        return None  # the dimension of real and imaginary parts is itself sharded
     return Layout(input.mesh, placements, tuple(viewed.shape), viewed.stride(), viewed.dtype)
 
 
 def _without_conj(input: DTensor) -> tuple[DTensor]:
-    """Of a DTensor, nobody sees that its local tensor is one whose conjugates are still to be taken."""
+    """Resolve a lazy conjugate of the local tensor: torch does not see its conjugate bit through the DTensor."""
     local = _torch.local_of(input)
     return (_torch.wrap(local.resolve_conj(), _torch.spec_of(input)) if local.is_conj() else input,)
 
 
 def _itself(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
-    """What autograd saves of the results of operators is detached when it is saved, and again when it is used."""
+    """Return a view of the same tensor: autograd detaches results when it saves them, and again when it uses them."""
     return _torch.view_of_itself(operator, args[0])
 
 
@@ -76,7 +75,7 @@ def rename(operator: _torch.Operator, input: Layout, *dims: Any) -> Call | None:
 
 
 def _places(operator: _torch.Operator, rank: int, dims: tuple[int, ...]) -> list[int]:
-    """Where each dimension is in the result."""
+    """For each dimension, its number in the result."""
     order = list(range(rank))
     if operator is aten.unsqueeze.default:
         return [dim + (dim >= dims[0] % (rank + 1)) for dim in order]
@@ -90,7 +89,7 @@ def _places(operator: _torch.Operator, rank: int, dims: tuple[int, ...]) -> list
 
 @rule(*NEW, behaviour=IN_PLACE)
 def rename_in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """It is the argument itself that gets another layout."""
+    """Give the argument itself the other layout."""
     renamed = NEW[operator](*args, **kwargs)
     _torch.relocate(args[0], _torch.local_of(renamed), _torch.spec_of(renamed))
     return _torch.as_view(operator, args, kwargs, args[0])

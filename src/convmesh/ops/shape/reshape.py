@@ -1,7 +1,7 @@
 """Reshaping DTensors whose shards are not those of the new shape.
 
-The gradient goes back to where the tensor was, and so do dimensions that were merged once they are split again. What
-torch can do as a view stays one.
+The gradient gets the placements that the tensor had, and so do merged dimensions once they are split again. What torch
+can do as a view stays a view.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _came_from = Hints()
 
 @rule(aten.view.default, aten._unsafe_view.default, behaviour=VIEW)
 def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Whether a local tensor can be viewed only it tells, and placements of earlier calls count, so it opens its
-    arguments itself."""
+    """Reshape the tensor.
+
+    Not a `plan_rule`: only a local tensor knows whether it can be viewed, and placements of earlier calls count.
+    """
     input, wanted = _torch.arguments(operator, args, kwargs)
     if sum(map(_torch.has_symbols, map(_torch.known, input.shape))) > 1:
         _torch.settle(input)  # torch does not trace products of several symbols
@@ -68,7 +70,7 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         local = (local if plan.flow is None else plan.flow(local)).reshape(plan.output.local_shape)
     if plan.wanted is plan.output and plan.flow is None and not is_sent:
         return _torch.as_view(operator, args, kwargs, _torch.wrap(local, plan.output.spec))
-    # What has moved may lie with gaps, and the next view of it goes by the strides that its spec says.
+    # A redistributed tensor may have gaps in its storage, but the next view of it relies on the strides in its spec.
     result = _torch.wrap(plan.output.laid(local), plan.output.spec)
     if plan.wanted is not plan.output:
         result = _torch.wrap(plan.wanted.laid(move(result, plan.wanted)), plan.wanted.spec)
@@ -76,16 +78,16 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _is_sent(input: DTensor, target: Layout) -> bool:
-    """Whether a tensor has to be sent to lie there: over one rank it lies in any way already."""
+    """Whether redistributing to `target` sends anything: over a mesh dimension of one rank it does not."""
     placements = zip(input.placements, target.placements, strict=True)
     return any(p != q and target.mesh.size(m) > 1 for m, (p, q) in enumerate(placements))
 
 
 def _as_it_is(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Layout) -> Any:
-    """A view of every rank's own part; a copy where the part lies in memory otherwise than the full tensor is said to.
+    """View every rank's own shard, or copy it where its strides differ from those of the full tensor's spec.
 
-    A part that was gathered or computed from tensors that had to be moved may do so. Only some ranks may have one, and
-    if these alone were to complain the others would wait for them.
+    Shards that were gathered, or computed from redistributed tensors, may have such strides, perhaps on some ranks
+    only. If those alone raised, the others would wait for them.
     """
     local = _torch.local_of(args[0])
     try:
@@ -96,6 +98,7 @@ def _as_it_is(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _copy(result: DTensor, input: DTensor) -> DTensor:
+    """Note that `result` is a copy of `input` that torch takes for a view, so that writes into it are put back."""
     shape, before = tuple(result.shape), tuple(input.shape)
     ways = lambda full: aten.view.default(full, shape), lambda full, part: aten.view.default(part, before)
     made: DTensor = copy_of(result, input, ways)
@@ -103,7 +106,7 @@ def _copy(result: DTensor, input: DTensor) -> DTensor:
 
 
 def _without_elements(spec: _torch.Spec, local: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
-    """Every rank has all of nothing; torch divides by its size."""
+    """Return an empty result, which is replicated: torch divides by its size."""
     layout = Layout.of(spec)
     replicated = (Replicate(),) * layout.mesh.ndim
     output = Layout(layout.mesh, replicated, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)

@@ -1,8 +1,8 @@
-"""Plans of reshapes: where the tensor has to be, and where the result then lies.
+"""Plans of reshapes: the placements that the tensor needs, and those of the result.
 
-A flattened dimension is sharded only where the outermost of its dimensions was. Where another one is sharded, or
-the parts come out differently, the tensor is sharded along another dimension first: an all-to-all. Where
-that is none to go on with, the flattened elements themselves are resharded.
+A flattened dimension can be sharded only if the outermost of its dimensions was. Where another one is sharded, or the
+shards would differ, the tensor is first sharded along another dimension: an all-to-all. Where the layers that follow
+could not use that dimension, the flattened elements themselves are resharded.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from .flat_reshard import Flow, flow_of
 
 @dataclass(frozen=True)
 class ViewPlan:
+    """The layouts of a reshape: the operand's, the result's as reshaped, and the one that it is redistributed to."""
+
     source: Layout
     output: Layout
     wanted: Layout
-    flow: Flow | None = None  # how the elements change their owner between the two shapes
+    flow: Flow | None = None  # how the flattened elements are resharded, if they are
 
 
 def full_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """With the one -1 worked out; torch itself complains where it cannot be."""
+    """Return `wanted` with its -1 filled in; torch itself raises where that is impossible."""
     known = prod(size for size in wanted if size != -1)
     return tuple(prod(shape) // max(1, known) if size == -1 else size for size in wanted)
 
 
 def viewed(placements: Placements, layout: Layout, shape: tuple[int, ...]) -> Placements | None:
-    """Where a reshaped tensor lies if every rank reshapes its own part; None where that is not possible."""
+    """Return the placements of the result if every rank reshapes its own shard; None where that is not possible."""
     placed = layout.placed(placements)
     moved: dict[int, int] = {}
     for dim, mesh_dims in placed.sharded_dims.items():
@@ -52,10 +54,13 @@ def viewed(placements: Placements, layout: Layout, shape: tuple[int, ...]) -> Pl
 
 @planned
 def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None) -> ViewPlan | None:
-    """None where the tensor can be reshaped as it is; `back` is where the result should go, if it is known."""
+    """Plan a reshape that needs communication; None where every rank can reshape its shard.
+
+    `back` are the placements that the result should get, if they are known.
+    """
     layout = Layout.of(spec)
     if prod(layout.shape) != prod(shape) or not prod(shape):
-        return None  # torch complains, or there is nothing to move
+        return None  # torch raises, or there is nothing to send
     given = tuple(reduced(p, "sum") for p in layout.placements)
     as_it_is = viewed(given, layout, shape)
     stays = as_it_is is not None and (back is None or as_it_is == back)
@@ -72,7 +77,11 @@ def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None
 
 
 def _new_tensor(layout: Layout, placements: Placements, shape: tuple[int, ...]) -> Layout:
-    """In the order of one device's view, which random numbers are drawn in; what it cannot view it copies."""
+    """Return the layout of a result that is a new tensor.
+
+    It has the dimension order of one device's view, which is the order in which random numbers are drawn; or it is
+    contiguous where one device would copy.
+    """
     view = _view_of_all(layout, placements, shape)
     if view is None:
         return Layout(layout.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
@@ -82,17 +91,19 @@ def _new_tensor(layout: Layout, placements: Placements, shape: tuple[int, ...]) 
 
 
 def _resizes_uneven(before: Placements, after: Placements, layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether an unevenly sharded dimension is flattened, or made by it: torch does not do that where it could."""
+    """Whether the reshape flattens an unevenly sharded dimension, or makes one: torch refuses even what is possible."""
     pairs = [(p, q) for p, q in zip(before, after, strict=True) if isinstance(p, Shard) and isinstance(q, Shard)]
     return any(layout.shape[p.dim] != shape[q.dim] and not layout.shards(p.dim).even for p, q in pairs)
 
 
 def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> tuple[Placements, bool]:
-    """Shard other dimensions over the mesh dimensions that stand in the way: the batch, if it is large enough, because
-    after it everything is local; else the outermost of those that are merged, as tokens are all alike and stay sharded
-    in the layers that follow; else the outermost that fits. Replicate only where none fits.
+    """Choose placements from which every rank can reshape its shard.
 
-    And whether it is one of the first two.
+    Other dimensions are sharded over the mesh dimensions that stand in the way: preferably the batch, if it is large
+    enough, because then all that follows is local; else the outermost of the merged dimensions, because tokens are all
+    alike and stay sharded in the layers that follow; else the outermost that fits. Replicate() only where none fits.
+
+    Also return whether the choice is one of the first two.
     """
     cheapest: tuple[int, ...] | None = None
     best = given
@@ -114,13 +125,15 @@ def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> tuple
 
 
 def _apart(before: Placement, after: Placement, layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether the dimension that is sharded now has nothing to do with the one that was; the batch suits all."""
+    """Whether the newly sharded dimension is neither the batch nor merged with the one that was sharded."""
     if not isinstance(before, Shard) or not isinstance(after, Shard) or after.dim == 0:
         return False
     return not merged(before.dim, after.dim, layout.shape, shape)
 
 
 def _choices(placement: Placement, layout: Layout) -> list[Placement]:
+    """Return the placements to try in place of this one: itself, Shard of any dimension of more than one index,
+    Replicate()."""
     if not isinstance(placement, Shard):
         return [placement]
     return [placement, *(Shard(dim) for dim in range(len(layout.shape)) if layout.shape[dim] > 1), Replicate()]
@@ -128,7 +141,7 @@ def _choices(placement: Placement, layout: Layout) -> list[Placement]:
 
 @planned
 def plan_local_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
-    """Where a view lies of a tensor that no rank has a part of only; None where torch's DTensor knows, or complains."""
+    """Return the layout of a view of a tensor that is not sharded; None where torch's DTensor knows it, or raises."""
     layout = Layout.of(spec)
     if any(isinstance(p, Shard) or is_strided(p) for p in layout.placements) or not layout.present:
         return None
@@ -137,13 +150,14 @@ def plan_local_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
 
 @planned
 def plan_parts_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
-    """Where a tensor lies of which every rank reshapes its own part; None where the full tensor cannot be viewed so."""
+    """Return the layout of a view of every rank's own shard; None where the full tensor cannot be viewed like that."""
     layout = Layout.of(spec)
     placements = viewed(layout.placements, layout, shape) if _torch.plain_order(spec) else None
     return None if placements is None else _view_of_all(layout, placements, shape)
 
 
 def _view_of_all(layout: Layout, placements: Placements, shape: tuple[int, ...]) -> Layout | None:
+    """Return the layout of the view, with the strides of one device; None if one device cannot view the tensor."""
     try:
         with _torch.no_modes():
             stride = torch.empty_strided(layout.shape, layout.stride, device="meta").view(shape).stride()
@@ -153,4 +167,5 @@ def _view_of_all(layout: Layout, placements: Placements, shape: tuple[int, ...])
 
 
 def is_strided(placement: Placement) -> bool:
+    """Whether this is torch's _StridedShard: a dimension that is sharded in another order than the mesh's."""
     return type(placement).__name__ == "_StridedShard"

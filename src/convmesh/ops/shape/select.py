@@ -1,8 +1,8 @@
 """One index of a dimension: `select` and its gradient.
 
-The owner sends the index to the other ranks, so that the result is replicated along the mesh dimensions that shard the
-dimension. A Partial(sum) would send nothing at first, but would be reduced by each of its users again, and loses
-what a sum cannot carry (bools, the sign of zero).
+The owner broadcasts the index, so that the result is replicated over the mesh dimensions that shard the dimension. A
+Partial(sum) would send nothing at first, but each of its users would reduce it again, and it loses what a sum cannot
+represent (bools, the sign of zero).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SELECT = Behaviour("all other dimensions", "the one index, from its owner to all
 
 
 def _local_select(operator: _torch.Operator, input: Layout, dim: int, index: int) -> Layout | None:
-    """The layout of an index of a dimension that is not sharded; None of others, and where torch complains."""
+    """Return the layout of one index of a dimension that is not sharded; None otherwise, and where torch raises."""
     dim %= max(1, input.ndim)
     if not input.shape or dim in input.sharded_dims or not -input.shape[dim] <= index < input.shape[dim]:
         return None
@@ -62,6 +62,7 @@ def select(operator: _torch.Operator, input: Layout, dim: int, index: int) -> Ca
 
 
 def _was(gradient: _torch.Spec, sizes: tuple[int, ...], *_: int) -> Placements | None:
+    """The placements that the selected tensor had, if they are known."""
     return placements_of(gradient.mesh, sizes)
 
 
@@ -73,7 +74,7 @@ def _was(gradient: _torch.Spec, sizes: tuple[int, ...], *_: int) -> Placements |
 def select_backward(
     operator: _torch.Operator, gradient: Layout, shape: tuple[int, ...], dim: int, index: int, was: Placements | None
 ) -> Call:
-    """Every rank has the gradient of the one index, and only its owner has something to write."""
+    """Every rank has the gradient of the one index; only the owner of the index writes it."""
     dim %= len(shape)
     if gradient.shape != (*shape[:dim], *shape[dim + 1 :]) or not -shape[dim] <= index < shape[dim]:
         raise Unfit(f"not the gradient of an index of a tensor of shape {shape}",
@@ -107,7 +108,7 @@ def select_backward(
     behaviour=Behaviour("all other dimensions", "nothing; of a sharded dimension its one index, to all"),
 )  # fmt: skip
 def squeeze(operator: _torch.Operator, input: Layout, *which: Any) -> Made | None:
-    """The only index of a sharded dimension is selected; torch's DTensor does the rest."""
+    """Select the only index of a sharded dimension; torch's DTensor does the rest."""
     named = range(input.ndim) if not which else [which[0]] if isinstance(which[0], int) else which[0]
     dims = {dim % max(1, input.ndim) for dim in named}
     single = sorted((dim for dim in dims if dim < input.ndim and input.shape[dim] == 1), reverse=True)

@@ -1,7 +1,7 @@
-"""Parts of a dimension on DTensors: slice, split, select, and putting such parts back.
+"""Parts of a dimension: slice, split, unbind, and the gradient of a slice.
 
-Along a dimension that is not sharded all of these stay torch's own views. Along one that is sharded they make new
-tensors, which have the layout of their own size; what is written into them is put back.
+Along a dimension that is not sharded these stay torch's own views. Along a sharded one they make new tensors, sharded
+by their own size; what is written into them is put back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 SLICE = Behaviour("all dimensions, Partial sums", "what changes its owner along the sliced dimension")
 
 
-# These reach DTensor in inference mode only; DTensor would narrow every rank's own part.
+# These reach DTensor in inference mode only; DTensor would narrow every rank's own shard.
 made_of_others(
     aten.narrow.default, aten.narrow.Tensor, aten.chunk.default, aten.tensor_split.sections, aten.tensor_split.indices,
     aten.split.sizes, aten.hsplit.int, aten.vsplit.int, aten.dsplit.int,
@@ -38,13 +38,13 @@ SLICE_BACKWARD = Behaviour("all dimensions, Partial sums", "what changes its own
 
 
 def bounds(size: int, start: int | None, stop: int | None, step: int) -> tuple[int, int]:
-    """How many indices a slice takes, and the first of them."""
+    """Return how many indices a slice has, and the first of them."""
     first, last = 0 if start is None else _index(start, size), size if stop is None else _index(stop, size)
     return max(0, -((first - last) // step)), first
 
 
 def _index(at: int, size: int) -> int:
-    """Where a slice begins or ends: negative numbers count from behind."""
+    """Clamp the start or end of a slice to `[0, size]`; negative values count from the end."""
     return min(at, size) if at >= 0 else max(at + size, 0)
 
 
@@ -53,7 +53,7 @@ def slice_(
     operator: _torch.Operator, input: Layout, dim: int, start: int | None, stop: int | None, step: int
 ) -> Call | None:
     if not input.ndim or step < 1:
-        return None  # torch complains
+        return None  # torch raises
     dim %= input.ndim
     size = input.shape[dim]
     count, first = bounds(size, start, stop, step)
@@ -92,7 +92,7 @@ def slice_backward(
 @plan_rule(aten.split.Tensor, aten.split_with_sizes.default, behaviour=SPLIT, foreign=True)
 def split(operator: _torch.Operator, input: Layout, sizes: int | Sequence[int], dim: int) -> Made | None:
     dim %= max(1, input.ndim)
-    if dim not in input.sharded_dims and input.ndim and input.shape[dim]:  # DTensor does not split nothing
+    if dim not in input.sharded_dims and input.ndim and input.shape[dim]:  # DTensor does not split an empty dimension
         return None
     parts = _part_sizes(input.shape[dim], sizes)
     ends = list(accumulate(parts))
@@ -101,7 +101,7 @@ def split(operator: _torch.Operator, input: Layout, sizes: int | Sequence[int], 
 
 
 def _part_sizes(total: int, sizes: int | Sequence[int]) -> list[int]:
-    """Of a symbolic dimension the compiled code holds for as many parts."""
+    """Return the sizes of the parts. For a symbolic dimension the compiled code holds only for this number of parts."""
     if isinstance(sizes, Sequence):
         if sum(sizes) != total or min(sizes, default=0) < 0:
             raise Unfit(f"parts of {list(sizes)} do not make up {total}", "make them")
@@ -119,21 +119,21 @@ def _part_sizes(total: int, sizes: int | Sequence[int]) -> list[int]:
     behaviour=Behaviour("all other dimensions", "all-to-all: another dimension is sharded"),
 )  # fmt: skip
 def unbind(operator: _torch.Operator, input: Layout, dim: int) -> Call | None:
-    """All of a dimension's indices at once are the full tensor, so another dimension is sharded instead."""
+    """All indices of a dimension together are the full tensor, so another dimension is sharded instead."""
     dim %= max(1, input.ndim)
     if dim not in input.sharded_dims:
         return None
     source, size = input.without_partial("sum").sharded_elsewhere(dim), input.shape[dim]
 
     def run(x: torch.Tensor, _: int) -> list[torch.Tensor]:
-        """Each in memory of its own, so that what is known of it does not hold for the others."""
+        """Unbind into tensors with storage of their own: copies are noted per storage."""
         return [one.clone(memory_format=torch.contiguous_format) for one in x.unbind(dim)]
 
     return Call((source,), [source.without((dim,))] * size, run, copies=[index_copy(dim, at) for at in range(size)])
 
 
 def index_copy(dim: int, index: int) -> tuple[Take, PutBack]:
-    """How a copy of an index is taken of a tensor, and put back there."""
+    """Return the functions that copy an index out of a tensor, and put it back."""
     return (
         lambda full: aten.select.int(full, dim, index),
         lambda full, part: aten.select_scatter.default(full, part, dim, index),

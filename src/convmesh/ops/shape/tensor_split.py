@@ -1,4 +1,4 @@
-"""`tensor_split` at places that a tensor names: its numbers are read, as torch itself does."""
+"""`tensor_split` at indices given as a tensor: their values are read, as torch itself does."""
 
 from __future__ import annotations
 

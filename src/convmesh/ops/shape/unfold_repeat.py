@@ -1,6 +1,6 @@
-"""Tensors that repeat their input: windows (`Tensor.unfold`), and copies (`repeat`).
+"""Tensors that repeat their input: windows (`Tensor.unfold`) and copies (`repeat`).
 
-Along a sharded dimension both are made of slices and joins, each of which sends what changes its owner.
+Along a sharded dimension both are composed of slices and joins, each of which sends what changes its owner.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPEAT = Behaviour("all dimensions, Partial sums", "what changes its owner along
 
 
 def _places(length: int, size: int, step: int) -> list[tuple[int, int, int]]:
-    """The slice of each place in windows of `size`, `step` apart."""
+    """Return the slice (start, stop, step) of each position within a window."""
     if not 0 <= size <= length or step < 1:
         raise Unfit(f"no windows of {size}, {step} apart, fit into {length}",
                     "give a size of at most the dimension's, and a positive step")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The same memory, seen as numbers of another type."""
+"""The same storage viewed as another dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Medians of all values, and quantiles: sorted, and then single places of that."""
+"""The median of all values, and quantiles: sort, then select."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @plan_rule(aten.median.default, behaviour=SORTED, asks=may_route, foreign=True)
 def median(operator: _torch.Operator, input: Layout, routes: bool) -> Made | None:
-    """Of all values: the lower of those in the middle, NaN if there is one."""
+    """The median of all values: the lower of the two in the middle; NaN if any value is NaN."""
     return _median if routes and input.sharded_dims and prod(input.shape) else None
 
 
@@ -45,15 +45,15 @@ def quantile(
     input: torch.Tensor, q: torch.Tensor, dim: int | None = None, keepdim: bool = False, *,
     interpolation: str = "linear",
 ) -> torch.Tensor:  # fmt: skip
-    """[..., n, ...] [k] -> [k, ...]"""
+    """`[..., n, ...] [k] -> [k, ...]`"""
     if not q.dim():
         return _quantile(input, q, dim, keepdim, interpolation)
     found = [_quantile(input, one, dim, keepdim, interpolation) for one in q.unbind()]
-    return torch.stack(found, -1).movedim(-1, 0)  # with the strides of one device
+    return torch.stack(found, -1).movedim(-1, 0)  # the strides that one device returns
 
 
 def _quantile(input: torch.Tensor, q: torch.Tensor, dim: int | None, keepdim: bool, interpolation: str) -> torch.Tensor:
-    """NaN where there is one among the values."""
+    """Return one quantile; NaN where any value is NaN."""
     value = float(q.full_tensor().detach() if isinstance(q, DTensor) else q.detach())
     if not 0 <= value <= 1:
         raise RuntimeError(f"quantile() q values must be in the range [0, 1], and not {value}")
@@ -61,7 +61,7 @@ def _quantile(input: torch.Tensor, q: torch.Tensor, dim: int | None, keepdim: bo
     along = 0 if dim is None else dim
     ranked = row.sort(along)[0]
     place = q * (row.shape[along] - 1)
-    # In the numbers of q, so that rounding is that of one device.
+    # In the dtype of q, so that it is rounded as on one device.
     at = float(torch.tensor(value, dtype=q.dtype) * (row.shape[along] - 1))
     near = {"lower": floor(at), "higher": ceil(at), "nearest": round(at)}
     if interpolation in near:

@@ -1,6 +1,6 @@
-"""Sorting a row that is sharded: every rank sorts its own, values go to the rank of their size, then to their place.
+"""Sample sort of a sharded row: every rank sorts its shard, an all-to-all splits by value, another one by position.
 
-Which sizes go to which rank is read off samples. They only decide how evenly the work is spread: the result is exact.
+Samples decide which values go to which rank. They only balance the work: the result is exact.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import torch
 from ...comm import all_gather_stacked, owners, rank_line, routed
 from ...sharding.layout import Layout
 
-SAMPLES = 64  # of each rank
+SAMPLES = 64  # per rank
 
 
 def sample_sort(
     values: torch.Tensor, layout: Layout, dim: int, descending: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The local tensor of the sorted row, and where its values were. Equal values keep their order."""
+    """Return the local tensor of the sorted row, and the positions that its values had. The sort is stable."""
     mesh, mesh_dims = layout.mesh, layout.sharded_dims[dim]
     ranked, order = values.sort(descending=descending, stable=True)
     route = routed(_bucket(ranked, layout, dim, descending), mesh, mesh_dims)
-    # They come in the order of the ranks, and so equal ones in the order in which they were.
+    # They arrive in the order of the ranks, so equal values keep their order.
     came, places = route.send(ranked), route.send(order + layout.own(dim).start)
     came, order = came.sort(descending=descending, stable=True)
     places = places[order]
@@ -32,7 +32,7 @@ def sample_sort(
 
 
 def _bucket(ranked: torch.Tensor, layout: Layout, dim: int, descending: bool) -> torch.Tensor:
-    """The rank that each value goes to: rising, or falling, with the values. A NaN is greater than all numbers."""
+    """Return the rank that each value goes to; values ascend (or descend) with the ranks. NaN is the greatest."""
     mesh, mesh_dims = layout.mesh, layout.sharded_dims[dim]
     size = rank_line(mesh, mesh_dims).size
     mine = ranked.new_zeros(SAMPLES)
@@ -40,7 +40,7 @@ def _bucket(ranked: torch.Tensor, layout: Layout, dim: int, descending: bool) ->
         mine = ranked[torch.linspace(0, ranked.numel() - 1, SAMPLES, device=ranked.device).long()]
     has = torch.tensor(int(ranked.numel() > 0), device=ranked.device)
     everyone = all_gather_stacked(mine, mesh, mesh_dims)[all_gather_stacked(has, mesh, mesh_dims).bool()].flatten()
-    everyone = everyone[everyone == everyone].sort()[0]  # numbers only
+    everyone = everyone[everyone == everyone].sort()[0]  # without NaN
     if not everyone.numel():
         return torch.zeros(ranked.numel(), dtype=torch.int64, device=ranked.device)
     limits = everyone[torch.arange(1, size, device=ranked.device) * everyone.numel() // size]

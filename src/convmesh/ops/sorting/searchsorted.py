@@ -1,4 +1,4 @@
-"""Looking values up in sorted rows: each value by itself, in a row that its rank has all of."""
+"""Looking values up in sorted rows: each value by itself, in a row that its rank has in full."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEARCH = Behaviour("all dimensions of the values", "nothing; sorted rows that ar
 
 @table_rule(aten.searchsorted.Tensor, behaviour=SEARCH, prepare=contiguous)
 def searchsorted(ordered: Layout, values: Layout, *_: object) -> Iterator[Row]:
-    """sorted rows, values, sorter -> indices"""
+    """Sorted rows, values, sorter -> indices."""
     yield Row("replicated", (R, R, R), (R,))
     for dim in range(values.ndim):
         rows = Shard(dim) if ordered.ndim > 1 and dim < values.ndim - 1 else R

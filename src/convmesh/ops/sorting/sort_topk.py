@@ -1,7 +1,7 @@
-"""Operators that need all of a dimension in its order: sorting, ranks, running products.
+"""Operators that need a full dimension in order: sort, topk, k-th values, medians, modes, cumulative extremes.
 
-Where it is sharded, another dimension is sharded instead, by an all-to-all, and the results stay there. Of `topk` only
-each rank's own candidates are sent. A row that is all there is to sort is sorted by all ranks.
+Where that dimension is sharded, an all-to-all shards another dimension instead, and the results stay so. `topk` sends
+only each rank's own candidates. If there is no other dimension, `sort` and `kthvalue` use a distributed sort.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ TOPK = Behaviour(
 
 @dataclass(frozen=True)
 class Order:
-    """An operator that needs all of a dimension in its order."""
+    """The layouts of an operator that needs a full dimension in order."""
 
-    given: Layout  # without Partial
-    source: Layout  # not sharded along the dimension
+    given: Layout  # the input's, Partial reduced
+    source: Layout  # `given` with another dimension sharded in place of `dim`
     dim: int
 
     @staticmethod
     def of(input: Layout, dim: int) -> Order:
+        """Plan for dimension `dim` of `input`."""
         rank = max(1, input.ndim)
         if not -rank <= dim < rank:
             raise Unfit(f"the input has no dimension {dim}", "give one that it has")
@@ -61,33 +62,34 @@ class Order:
 
     @property
     def length(self) -> int:
+        """The size of the dimension."""
         return self.given.shape[self.dim] if self.given.shape else 1
 
     @property
     def mesh_dims(self) -> tuple[int, ...]:
-        """Over which the dimension is sharded."""
+        """The mesh dimensions over which the dimension is sharded."""
         return self.given.sharded_dims.get(self.dim, ())
 
     @property
     def alone(self) -> bool:
-        """The dimension is sharded, and there is no other of more than one index."""
+        """Whether the dimension is sharded and all others have size 1."""
         return bool(self.mesh_dims) and prod(self.given.shape) == self.length
 
     @property
     def stays_sharded(self) -> bool:
-        """Nothing that is sharded is replicated for the order."""
+        """Whether nothing that is sharded has to be replicated."""
         pairs = zip(self.given.placements, self.source.placements, strict=True)
         return all(isinstance(after, Shard) for before, after in pairs if isinstance(before, Shard))
 
     def results(self, source: Layout, length: int | None) -> tuple[Layout, Layout]:
-        """Values and places that have the dimension at this length, or have lost it."""
+        """The layouts of values and indices, with the dimension at this length, or without it if `length` is None."""
         values = source.without((self.dim,))
         if length is not None and source.ndim:
             values = source.new((*source.shape[: self.dim], length, *source.shape[self.dim + 1 :]))
         return values, values.typed(torch.int64)
 
     def call(self, operator: _torch.Operator, length: int | None, dtype: torch.dtype | None = None) -> Call:
-        """The operator itself, where the dimension is not sharded."""
+        """Return a `Call` of the operator itself, on `source`."""
         values, places = self.results(self.source, length)
         one = _torch.gives_one_tensor(operator)
         results = values.typed(dtype or values.dtype) if one else (values, places)
@@ -109,7 +111,7 @@ def ordered(operator: _torch.Operator, input: Layout, *how: Any) -> Call | Made:
 
 
 def _kth(input: DTensor, k: int, dim: int, keepdim: bool) -> tuple[Any, ...]:
-    """Of a row that is all there is."""
+    """Return the k-th value of a row that has no other dimensions."""
     if not 0 < k <= input.shape[dim]:
         raise refuse(
             "kthvalue", f"there is no number {k} of {input.shape[dim]}", (("input", input),), "give one of 1 to n"
@@ -137,7 +139,7 @@ def sort(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
 
 @plan_rule(aten.topk.default, behaviour=TOPK, remembers=True)
 def topk(operator: _torch.Operator, input: Layout, k: int, dim: int, largest: bool, ordering: bool) -> Call:
-    """The k of all are among the k of each rank."""
+    """Plan top-k: the k largest of all are among the k largest of each rank."""
     order = Order.of(input, dim)
     given, dim, mesh_dims = order.given, order.dim, order.mesh_dims
     if not 0 <= k <= order.length:
@@ -155,6 +157,7 @@ def topk(operator: _torch.Operator, input: Layout, k: int, dim: int, largest: bo
         return chosen, numbers.gather(dim, at)
 
     def _of_all_ranks(mine: torch.Tensor) -> torch.Tensor:
+        """All-gather the candidates of all ranks along the dimension."""
         room = mine.new_zeros([*mine.shape[:dim], k, *mine.shape[dim + 1 :]])
         room.narrow(dim, 0, mine.shape[dim]).copy_(mine)
         everyone = all_gather_stacked(room, given.mesh, mesh_dims)
