@@ -58,7 +58,7 @@ class TiledPlan:
         return _torch.wrap(_torch.local_of(like).new_empty(0, dtype=self.wanted.dtype), self.wanted.spec)
 
 
-def ask_for_memory(source: Layout, shape: Sequence[int]) -> None:
+def check_memory(source: Layout, shape: Sequence[int]) -> None:
     """Raise torch's out-of-memory error now if a result of `shape`, sharded like `source`, does not fit.
 
     Called before planning, since a plan stores data for every index of a rank.
@@ -90,14 +90,14 @@ def plan_sources(
         *[Row("sharded", (Shard(dim),) * count, (Shard(dim),)) for dim in range(len(source.shape))],
         Row("sum of gradients", (P, *(R,) * (count - 1)), (P,)),
     ]
-    wish = Wanted(source.placements, prod(source.shape))
-    chosen = choose(operator, rows, named, [wish])
+    preferred = Wanted(source.placements, prod(source.shape))
+    chosen = choose(operator, rows, named, [preferred])
     placements = output_placements(chosen, 0)
     computed = source.dense.typed(named[0][1].dtype).placed(placements)
     return TiledPlan(
         tuple(layout.placed(input_placements(chosen, number)) for number, (_, layout) in enumerate(named)),
         computed,
-        computed.placed(tuple(wish.becomes(*entry) for entry in enumerate(placements))),
+        computed.placed(tuple(preferred.becomes(*entry) for entry in enumerate(placements))),
         _tiling(computed, source.shape, named[0][1].shape, dependences),
     )
 

@@ -21,7 +21,7 @@ from ...sharding.layout import Layout
 from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import P, R, Row, Shard, choose, input_placements, output_placements
-from .._core.index_bounds import may_route, raised_alike
+from .._core.index_bounds import can_route, raise_on_all_ranks
 from .common import as_lists, has_numbers, idle, is_routed_alone, others, replication_price
 from .index_select import owned
 
@@ -35,7 +35,7 @@ GATHER = Behaviour(
 )
 
 
-@plan_rule(aten.gather.default, behaviour=GATHER, remembers=True, asks=may_route)
+@plan_rule(aten.gather.default, behaviour=GATHER, remembers=True, asks=can_route)
 def gather(
     operator: _torch.Operator, input: Layout, dim: int, index: Layout, sparse: bool, routes: bool
 ) -> Call | Made:
@@ -65,8 +65,8 @@ def gather(
         return x.gather(dim, local).masked_fill(~mine, 0) if x.shape[dim] else x.new_zeros(at.shape)
 
     def run(x: torch.Tensor, _: int, at: torch.Tensor, *rest: Any) -> torch.Tensor:
-        settled = source.sharded_dims[dim] if asks else ()
-        return raised_alike(lambda: take(x, at), at, size, where, settled)
+        already_agreed = source.sharded_dims[dim] if asks else ()
+        return raise_on_all_ranks(lambda: take(x, at), at, size, where, already_agreed)
 
     return Call((source, where), input.new(index.shape, output_placements(chosen, 0)), run)
 

@@ -21,7 +21,7 @@ from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import rule
 from ...sharding.sharding_table import P
-from .._core.index_bounds import check_within
+from .._core.index_bounds import check_bounds
 from .index_select import INDEX, local_index, owned
 from .masked_select import index_masked, refuse_compiled
 
@@ -104,7 +104,7 @@ def here_of(picks: Picks, layout: Layout) -> tuple[list[torch.Tensor | None], to
 def check_picks(picks: Picks, layout: Layout) -> None:
     """Check the indices on a rank that has no elements of the indexed tensor, where no operator would."""
     for dim, places in picks.items():
-        check_within(places, layout.shape[dim])
+        check_bounds(places, layout.shape[dim])
 
 
 def without_others(values: torch.Tensor, mine: torch.Tensor | None, first: int) -> torch.Tensor:

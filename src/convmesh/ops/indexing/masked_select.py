@@ -28,8 +28,8 @@ from ...sharding.plan_cache import planned
 from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.redistribute import check_placed, layouts_of, move
 from ...sharding.registry import Behaviour
-from .._core.cached_tensors import Numbers
-from .._core.index_bounds import may_route
+from .._core.cached_tensors import Constant
+from .._core.index_bounds import can_route
 
 aten = torch.ops.aten
 R = Replicate()
@@ -217,7 +217,7 @@ def masked_scatter_backward(operator: _torch.Operator, gradient: Layout, mask: L
     return made
 
 
-@plan_rule(aten.nonzero.default, behaviour=SELECTED, asks=may_route, foreign=True)
+@plan_rule(aten.nonzero.default, behaviour=SELECTED, asks=can_route, foreign=True)
 def nonzero(operator: _torch.Operator, input: Layout, known: bool) -> Call | None:
     if not input.ndim:
         return None
@@ -225,7 +225,7 @@ def nonzero(operator: _torch.Operator, input: Layout, known: bool) -> Call | Non
         raise Unfit(*COMPILED)
     plan = _plan_mask(input, input)
     output = output_of(plan, (0, input.ndim), torch.int64)
-    starts = Numbers([plan.mask.own(dim).start for dim in range(input.ndim)] if output.present else ())
+    starts = Constant([plan.mask.own(dim).start for dim in range(input.ndim)] if output.present else ())
 
     def run(local: torch.Tensor) -> tuple[torch.Tensor, Layout]:
         chosen = select_masked(local != 0, plan)

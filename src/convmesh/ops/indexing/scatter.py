@@ -20,7 +20,7 @@ from ...sharding.layout import Layout
 from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import R, Row, Shard, Wanted, choose, input_placements, output_placements
-from .._core.index_bounds import check_within, may_route, raised_alike
+from .._core.index_bounds import can_route, check_bounds, raise_on_all_ranks
 from .common import as_lists, has_numbers, idle, is_routed_alone, others, replication_price
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ ZEROS = Behaviour("in backward sharded as the tensor was whose gradient it becom
 
 def _asks(full: _torch.Spec, *_: Any) -> tuple[bool, Placements | None]:
     """Return whether values may be routed and, in backward, the placements that a tensor of this shape had."""
-    return may_route(), placements_of(full.mesh, tuple(full.shape))
+    return can_route(), placements_of(full.mesh, tuple(full.shape))
 
 
 @plan_rule(
@@ -68,7 +68,7 @@ def scatter(operator: _torch.Operator, full: Layout, dim: int, index: Layout, so
             return call(x, dim, at, source, *how)
         if sent:
             return call(x.reshape(-1), 0, *_routed(target, where, dim, at, source), *how).view(x.shape)
-        check_within(at, size)
+        check_bounds(at, size)
         own = target.own(dim)
         mine = (at >= own.start) & (at < own.stop)
         # Other ranks' values go to one extra index, which is removed.
@@ -81,8 +81,8 @@ def scatter(operator: _torch.Operator, full: Layout, dim: int, index: Layout, so
         return made
 
     def run(x: torch.Tensor, _: int, at: torch.Tensor, *rest: Any) -> torch.Tensor:
-        settled = target.sharded_dims[dim] if sent else ()
-        return raised_alike(lambda: write(x, at, *rest), at, size, where, settled)
+        already_agreed = target.sharded_dims[dim] if sent else ()
+        return raise_on_all_ranks(lambda: write(x, at, *rest), at, size, where, already_agreed)
 
     return Call(placed, full.new(full.shape, output_placements(chosen, 0)), run, writes=writes)
 

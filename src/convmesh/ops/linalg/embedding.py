@@ -15,7 +15,7 @@ from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import P, R, Row, Shard
 from ...sharding.table_plan import TablePlan
 from ...sharding.table_rule import table_rule
-from .._core.index_bounds import check_within, raised_alike
+from .._core.index_bounds import check_bounds, raise_on_all_ranks
 from ..indexing.index_select import owned
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def _looked_up(plan: TablePlan, weight: Layout, indices: Layout, *_: object) -> 
 
     def rows(local: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         if not local.numel():
-            check_within(at, count)
+            check_bounds(at, count)
         if 0 not in weight.sharded_dims:
             found: torch.Tensor = aten.embedding.default(local, at)
             return found
@@ -44,7 +44,7 @@ def _looked_up(plan: TablePlan, weight: Layout, indices: Layout, *_: object) -> 
         found = aten.embedding.default(local, places)
         return found.masked_fill(~mine.unsqueeze(-1), 0)
 
-    return lambda local, at, *_: raised_alike(lambda: rows(local, at), at, count, indices)
+    return lambda local, at, *_: raise_on_all_ranks(lambda: rows(local, at), at, count, indices)
 
 
 @table_rule(aten.embedding.default, behaviour=EMBEDDING, local=_looked_up, communicates=True)

@@ -25,7 +25,7 @@ from ...sharding.errors import Unfit
 from ...sharding.layout import Layout, dense_stride
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
-from .._core.index_bounds import check_within, may_route, raised_alike
+from .._core.index_bounds import can_route, check_bounds, raise_on_all_ranks
 from .flat_index import coordinates, flatten
 from .window import spatial_of
 
@@ -44,7 +44,7 @@ class Space:
 
 
 @plan_rule(
-    aten.max_unpool2d.default, aten.max_unpool3d.default, asks=may_route,
+    aten.max_unpool2d.default, aten.max_unpool3d.default, asks=can_route,
     behaviour=Behaviour(
         "batch, channels, space",
         "where space is sharded an all-to-all of values, indices and output, because an index may point anywhere: "
@@ -79,7 +79,7 @@ def max_unpool(operator: _torch.Operator, input: Layout, indices: Layout, sizes:
         return made
 
     def run(values: torch.Tensor, at: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return raised_alike(lambda: write(values, at, *rest), at, prod(sizes), operands[1], over)
+        return raise_on_all_ranks(lambda: write(values, at, *rest), at, prod(sizes), operands[1], over)
 
     return Call(operands, Moved(computed, output), run)
 
@@ -108,7 +108,7 @@ def _write_routed(values: torch.Tensor, at: torch.Tensor, space: Space) -> torch
 
 def _write_own(values: torch.Tensor, at: torch.Tensor, space: Space) -> torch.Tensor:
     """Write the values whose positions this rank owns."""
-    check_within(at, prod(space.sizes))
+    check_bounds(at, prod(space.sizes))
     along = coordinates(at, space.sizes)
     mine = torch.ones_like(at, dtype=torch.bool)
     for index, side in zip(along, space.own, strict=True):

@@ -23,8 +23,8 @@ from ...geometry import (
 from ...sharding.call import Call, Moved
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
-from .._core.cached_tensors import Numbers
-from .._core.tile_plan import TiledPlan, ask_for_memory, plan_sources, plan_targets
+from .._core.cached_tensors import Constant
+from .._core.tile_plan import TiledPlan, check_memory, plan_sources, plan_targets
 from .._core.tiles import Tiling
 
 Named = Sequence[tuple[str, Layout]]
@@ -63,9 +63,9 @@ class Side:
         return PaddedWindows.of(cast(AdaptiveWindows, self.dependence), self.sources, self.readers)
 
     @cached_property
-    def positions(self) -> Numbers:
+    def positions(self) -> Constant:
         """The sources that the padded windows read."""
-        return Numbers(self.padded_windows.positions)
+        return Constant(self.padded_windows.positions)
 
     @cached_property
     def strided_windows(self) -> tuple[StridedWindows, ...]:
@@ -102,7 +102,7 @@ def plan_pool(operator: str, pooling: AnyPooling, linear: bool, source: Layout) 
     """Plan the forward pass: input -> output (and indices)."""
     shape = _target_shape(operator, (("input", source),), source, pooling)
     if isinstance(pooling, AdaptivePooling):  # whose output may have any size
-        ask_for_memory(source, shape)
+        check_memory(source, shape)
     return _localized(plan_targets(source, shape, _dependences(source, pooling), linear), source, shape, pooling)
 
 

@@ -15,7 +15,7 @@ from ...sharding.implicit_replication import the_same_everywhere
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
-from .._core.index_bounds import may_route
+from .._core.index_bounds import can_route
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ COUNT = Behaviour(
                   "compiled code, in which the greatest value is not known")  # fmt: skip
 
 
-@plan_rule(aten.bincount.default, behaviour=COUNT, asks=may_route)
+@plan_rule(aten.bincount.default, behaviour=COUNT, asks=can_route)
 def bincount(operator: _torch.Operator, input: Layout, weights: Layout | None, minlength: int, known: bool) -> Call:
     if input.ndim != 1 or (weights is not None and weights.shape != input.shape) or not known:
         raise Unfit("it counts rows, and in compiled code not even those: their values are not known",
@@ -46,7 +46,7 @@ def bincount(operator: _torch.Operator, input: Layout, weights: Layout | None, m
     return Call((given, weights and weights.placed(given.placements)), Reported(row), run)
 
 
-@plan_rule(aten.histc.default, behaviour=COUNT, asks=may_route)
+@plan_rule(aten.histc.default, behaviour=COUNT, asks=can_route)
 def histc(operator: _torch.Operator, input: Layout, bins: int, low: float, high: float, known: bool) -> Call:
     """Count between given bounds, or between the minimum and the maximum over all ranks."""
     if low == high and not known:
@@ -76,7 +76,7 @@ def _bins_everywhere(input: Any, bins: Any, *rest: Any) -> tuple[Any, ...]:
 
 
 @plan_rule(
-    aten.histogram.bin_ct, aten.histogram.bins_tensor, behaviour=COUNT, asks=may_route, completes=_bins_everywhere
+    aten.histogram.bin_ct, aten.histogram.bins_tensor, behaviour=COUNT, asks=can_route, completes=_bins_everywhere
 )
 def histogram(operator: _torch.Operator, input: Layout, bins: Any, *how: Any) -> Call:
     """Plan counts, or sums of weights, in bins whose edges every rank knows. A density is normalized over all ranks."""

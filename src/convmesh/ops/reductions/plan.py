@@ -17,7 +17,7 @@ from ...comm import all_reduce
 from ...sharding.call import Call
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
-from .._core.cached_tensors import Numbers
+from .._core.cached_tensors import Constant
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -60,9 +60,9 @@ class Reduction:
         return sum(self.counts)
 
     @cached_property
-    def shares(self) -> Numbers:
+    def shares(self) -> Constant:
         """Each rank's fraction of the values of one result."""
-        return Numbers([count / max(1, self.count) for count in self.counts])
+        return Constant([count / max(1, self.count) for count in self.counts])
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -13,7 +13,7 @@ from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
-from .._core.index_bounds import may_route
+from .._core.index_bounds import can_route
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ UNIQUE = Behaviour(
 )  # fmt: skip
 
 
-@plan_rule(aten._unique2.default, behaviour=UNIQUE, asks=may_route)
+@plan_rule(aten._unique2.default, behaviour=UNIQUE, asks=can_route)
 def unique(operator: _torch.Operator, input: Layout, ordered: bool, inverse: bool, counted: bool, known: bool) -> Call:
     if not known or (inverse and input.dtype.is_floating_point):
         raise Unfit("compiled code knows no values, and floating point numbers are not looked up",

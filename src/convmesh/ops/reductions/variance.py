@@ -20,7 +20,7 @@ from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, made_of_others
-from .._core.cached_tensors import Numbers
+from .._core.cached_tensors import Constant
 from .basic import STAYS
 from .plan import Reduction, wide
 
@@ -38,7 +38,7 @@ made_of_others(
 
 
 def merge(
-    mean: torch.Tensor, var: torch.Tensor, shares: Numbers, mesh: DeviceMesh, mesh_dims: tuple[int, ...]
+    mean: torch.Tensor, var: torch.Tensor, shares: Constant, mesh: DeviceMesh, mesh_dims: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and variance of all values, from those of each rank along `mesh_dims`.
 

@@ -22,7 +22,7 @@ from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import P, R, Row, Shard, choose, input_placements, output_placements
-from .._core.index_copy import Remap
+from .._core.index_copy import DistributedCopy
 from .slice_split import bounds
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ def _rows(operands: Sequence[Layout], shift: Callable[[int], int] = lambda dim: 
 def _join(
     operator: _torch.Operator, operands: Sequence[Layout], rows: Sequence[Row], shape: tuple[int, ...],
     dtype: torch.dtype, along: tuple[int, IndexMap] | None = None,
-) -> tuple[list[Layout], Layout, Remap | None]:  # fmt: skip
+) -> tuple[list[Layout], Layout, DistributedCopy | None]:  # fmt: skip
     """Return the layouts of the operands, that of the result, and the copies along a sharded joined dimension.
 
     `along` is the joined dimension and its index map. The copies are None where that dimension is not sharded.
@@ -70,7 +70,7 @@ def _join(
     remap = None
     if output.present and along is not None and output.sharded_over(along[:1]):
         dim, joined = along
-        remap = Remap.of(output, {dim: joined}, [layout.shape[dim] for layout in placed])
+        remap = DistributedCopy.of(output, {dim: joined}, [layout.shape[dim] for layout in placed])
     return placed, output, remap
 
 

@@ -57,10 +57,10 @@ def _roll_flattened(input: DTensor, shifts: list[int], dims: list[int]) -> Any:
 def rot90(operator: _torch.Operator, input: Layout, turns: int, dims: tuple[int, ...]) -> Made:
     if len(dims) != 2 or (dims[0] - dims[1]) % max(1, input.ndim) == 0:
         raise Unfit(f"cannot turn dimensions {dims}", "name two different ones")
-    return _turned
+    return _rotated
 
 
-def _turned(input: DTensor, turns: int, dims: list[int]) -> Any:
+def _rotated(input: DTensor, turns: int, dims: list[int]) -> Any:
     """Rotate the input by `turns` quarter turns. One is a flip of one of the two dimensions, then a transpose."""
     first, second = dims
     if turns % 4 == 0:

@@ -39,11 +39,11 @@ SLICE_BACKWARD = Behaviour("all dimensions, Partial sums", "what changes its own
 
 def bounds(size: int, start: int | None, stop: int | None, step: int) -> tuple[int, int]:
     """Return how many indices a slice has, and the first of them."""
-    first, last = 0 if start is None else _index(start, size), size if stop is None else _index(stop, size)
+    first, last = 0 if start is None else _clamped(start, size), size if stop is None else _clamped(stop, size)
     return max(0, -((first - last) // step)), first
 
 
-def _index(at: int, size: int) -> int:
+def _clamped(at: int, size: int) -> int:
     """Clamp the start or end of a slice to `[0, size]`; negative values count from the end."""
     return min(at, size) if at >= 0 else max(at + size, 0)
 
@@ -81,12 +81,12 @@ def slice_backward(
     if count != gradient.shape[dim]:
         raise Unfit(f"a slice of {count} has a gradient of as many", "give a gradient of the slice's shape")
 
-    def stock(local: torch.Tensor, fill: object) -> torch.Tensor:
+    def local_op(local: torch.Tensor, fill: object) -> torch.Tensor:
         shape = [sizes[dim] if other == dim else size for other, size in enumerate(local.shape)]
         result: torch.Tensor = operator(local, shape, dim, start, stop, step)
         return result
 
-    return copy_plan(gradient, {dim: index_map.spread(sizes[dim], count, first, step)}).call(stock)
+    return copy_plan(gradient, {dim: index_map.spread(sizes[dim], count, first, step)}).call(local_op)
 
 
 @plan_rule(aten.split.Tensor, aten.split_with_sizes.default, behaviour=SPLIT, foreign=True)

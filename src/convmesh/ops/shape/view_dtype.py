@@ -24,8 +24,8 @@ aten = torch.ops.aten
 def view_as_type(operator: _torch.Operator, input: Layout, dtype: torch.dtype) -> Call:
     source, last = input.without_partial(), input.ndim - 1
     with _torch.no_modes():
-        seen = torch.empty_strided(input.shape, input.stride, dtype=input.dtype, device="meta").view(dtype)
-    output = Layout(input.mesh, source.placements, tuple(seen.shape), tuple(seen.stride()), dtype)
+        viewed = torch.empty_strided(input.shape, input.stride, dtype=input.dtype, device="meta").view(dtype)
+    output = Layout(input.mesh, source.placements, tuple(viewed.shape), tuple(viewed.stride()), dtype)
     if last in source.sharded_dims and input.dtype.itemsize != dtype.itemsize:
         bytes_before = source.shards(last).scaled_runs(input.dtype.itemsize)
         if bytes_before != output.shards(last).scaled_runs(dtype.itemsize):

@@ -22,7 +22,7 @@ from ...sharding.errors import Unfit, refuse
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.registry import Behaviour
-from .._core.index_bounds import may_route
+from .._core.index_bounds import can_route
 from .sample_sort import sample_sort
 
 aten = torch.ops.aten
@@ -98,7 +98,7 @@ class Order:
 
 @plan_rule(
     aten.kthvalue.default, aten.median.dim, aten.nanmedian.dim, aten.mode.default, aten.cummax.default,
-    aten.cummin.default, aten.logcumsumexp.default, behaviour=ORDERED, remembers=True, asks=may_route,
+    aten.cummin.default, aten.logcumsumexp.default, behaviour=ORDERED, remembers=True, asks=can_route,
 )  # fmt: skip
 def ordered(operator: _torch.Operator, input: Layout, *how: Any) -> Call | Made:
     *numbers, routes = how
@@ -120,7 +120,7 @@ def _kth(input: DTensor, k: int, dim: int, keepdim: bool) -> tuple[Any, ...]:
     return tuple(aten.unsqueeze.default(one, dim) if keepdim else one for one in found)
 
 
-@plan_rule(aten.sort.default, aten.sort.stable, behaviour=SORTED, remembers=True, asks=may_route)
+@plan_rule(aten.sort.default, aten.sort.stable, behaviour=SORTED, remembers=True, asks=can_route)
 def sort(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
     *_, dim, descending, routes = how
     order = Order.of(input, dim)
