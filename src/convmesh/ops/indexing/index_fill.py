@@ -40,9 +40,9 @@ def index_fill(operator: _torch.Operator, input: Layout, dim: int, index: Layout
     filling = aten.masked_fill_ if operator._schema.is_mutable else aten.masked_fill
     fill = filling.Tensor if isinstance(value, Layout) else filling.Scalar
 
-    def made(input: DTensor, dim: int, index: DTensor, value: Any) -> Any:
+    def run(input: DTensor, dim: int, index: DTensor, value: Any) -> Any:
         filled = local_index(index)
         mask = torch.zeros(size, dtype=torch.bool, device=filled.device).index_fill(0, filled, True)
         return fill(input, the_same_everywhere(mask.view(shape), input.device_mesh), value)
 
-    return made
+    return run

@@ -24,7 +24,7 @@ from ...sharding.redistribute import move
 from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import Assignment, P, R, Row, Shard, choose, input_placements, output_placements
 from .._core.index_bounds import check_bounds, raise_on_all_ranks
-from .common import idle, replication_price, with_index
+from .common import leaves_ranks_empty, replication_price, with_index
 
 aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ def plan_add(
 
     def fits(assignment: Assignment) -> bool:
         placed = enumerate((full, source))
-        return not any(idle(layout, input_placements(assignment, number)) for number, layout in placed)
+        return not any(leaves_ranks_empty(layout, input_placements(assignment, number)) for number, layout in placed)
 
     chosen = choose(operator, rows, (("input", full), ("source", source)), fits=fits,
                     extra=lambda row, mesh_dim: replication_price(row, mesh_dim, (full, source)))  # fmt: skip

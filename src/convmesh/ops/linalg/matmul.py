@@ -23,7 +23,7 @@ from ...sharding.plan_cache import planned
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import Assignment, P, R, Row, Wanted, choose, input_placements, output_placements
-from ..indexing.common import idle, replication_price
+from ..indexing.common import leaves_ranks_empty, replication_price
 
 aten = torch.ops.aten
 
@@ -69,7 +69,9 @@ def _plan(
 
     def fits(assignment: Assignment) -> bool:
         """Whether nothing is redistributed to a dimension of which half of the ranks or more would have nothing."""
-        return not any(idle(layout, input_placements(assignment, number)) for number, layout in enumerate(given))
+        return not any(
+            leaves_ranks_empty(layout, input_placements(assignment, number)) for number, layout in enumerate(given)
+        )
 
     wanted = [] if like is None else [Wanted(like, prod(shape))]
     rows = [new for row in ROWS[len(shape) == 3] for new in _with_added(row, added, shape)]
