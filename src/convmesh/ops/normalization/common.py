@@ -24,7 +24,7 @@ from ...sharding.layout import Layout
 from ...sharding.sharding_table import Assignment, Row, Wanted, choose, input_placements
 from .._core.cached_tensors import Constant
 from ..reductions.plan import counts
-from ..reductions.variance import merge
+from ..reductions.variance import merge_moments
 
 Named = Sequence[tuple[str, Layout | None]]
 
@@ -56,7 +56,7 @@ class Spread:
         )
 
     def merge(self, mean: torch.Tensor, var: torch.Tensor) -> Pair:
-        return merge(mean, var, self.weights, self.mesh, self.mesh_dims)
+        return merge_moments(mean, var, self.weights, self.mesh, self.mesh_dims)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """The moments of each rank, [1 2 C] -> [rank 2 C]; those of all together, [1 2 C], where they are many."""

@@ -43,8 +43,8 @@ def summed_dtype(input: Layout, dtype: torch.dtype | None) -> torch.dtype:
 
 @plan_rule(aten.mean.default, aten.mean.dim, behaviour=LINEAR, remembers=True)
 def mean(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
-    dim, keepdim, asked = dims_and_dtype(how)
-    dtype = asked or input.dtype
+    dim, keepdim, requested_dtype = dims_and_dtype(how)
+    dtype = requested_dtype or input.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         raise Unfit(f"there is no mean of dtype {dtype}", "give a floating point dtype")
     plan = Reduction.of(input, dim, keepdim, ("sum", "avg"))
@@ -60,25 +60,25 @@ def mean(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
 @plan_rule(
     aten.sum.default, aten.sum.dim_IntList, behaviour=SUM, remembers=True, asks=lambda *_: _torch.in_backward()
 )  # fmt: skip
-def total(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
+def sum_(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
     """Plan a sum, which is all-reduced at once.
 
     A loss is often printed by one rank alone, which could not reduce it, and is used several times. torch would also
     reduce-scatter a Partial result over another dimension than the input's, and gather activations to match the two. In
     backward the result stays Partial: mostly it is the gradient of a parameter, and these are reduced together.
     """
-    *given, in_backward = how
-    dim, keepdim, asked = dims_and_dtype(tuple(given))
-    dtype = summed_dtype(input, asked)
+    *arguments, in_backward = how
+    dim, keepdim, requested_dtype = dims_and_dtype(tuple(arguments))
+    dtype = summed_dtype(input, requested_dtype)
     plan = Reduction.of(input, dim, keepdim, ("sum", "avg"))
-    added_in = wide(dtype) if plan.mesh_dims else dtype
-    later = in_backward and added_in == dtype
+    sum_dtype = wide(dtype) if plan.mesh_dims else dtype
+    stays_partial = in_backward and sum_dtype == dtype
 
     def run(local: torch.Tensor) -> torch.Tensor:
-        summed = local.sum(plan.dims, keepdim=True, dtype=added_in)
-        return summed if later else plan.combine(summed)
+        summed = local.sum(plan.dims, keepdim=True, dtype=sum_dtype)
+        return summed if stays_partial else plan.combine(summed)
 
-    return plan.call(run, dtype, output=plan.partial if later else plan.output)
+    return plan.call(run, dtype, output=plan.partial if stays_partial else plan.output)
 
 
 @plan_rule(
@@ -87,7 +87,7 @@ def total(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
 def extreme(operator: _torch.Operator, input: Layout, dim: Any = None, keepdim: bool = False) -> Call:
     name = _torch.name_of(operator)
     plan = Reduction.of(input, dim, keepdim, (name[-3:],))
-    plan.check_filled()
+    plan.check_not_empty()
     return plan.call(lambda local: extreme_of(plan, local, greatest=name.endswith("max")), input.dtype)
 
 
@@ -105,10 +105,10 @@ def local_extreme(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch
     if local.numel():
         return local.amax(plan.dims, keepdim=True) if greatest else local.amin(plan.dims, keepdim=True)
     shape = [1 if dim in plan.dims else size for dim, size in enumerate(local.shape)]
-    return local.new_full(shape, _loser(local.dtype, greatest))
+    return local.new_full(shape, _neutral_element(local.dtype, greatest))
 
 
-def _loser(dtype: torch.dtype, greatest: bool) -> float | int | bool:
+def _neutral_element(dtype: torch.dtype, greatest: bool) -> float | int | bool:
     """The value that loses against all others."""
     if dtype.is_floating_point:
         return -inf if greatest else inf
@@ -131,7 +131,7 @@ def vector_norm(
 ) -> Call:
     plan = Reduction.of(input, dim, keepdim)
     if abs(order) == inf or order < 0:
-        plan.check_filled()
+        plan.check_not_empty()
 
     def run(local: torch.Tensor) -> torch.Tensor:
         if not plan.mesh_dims:
