@@ -49,7 +49,7 @@ BACKWARD = (
 # fmt: on
 DIVISIONS = _torch.overloads("div")
 # These have their own rule, `scale`.
-APART = (aten.div.Scalar, aten.mul.Scalar, aten.neg.default)
+OWN_RULE = (aten.div.Scalar, aten.mul.Scalar, aten.neg.default)
 
 POINTWISE = Behaviour(
     "all dimensions; Partial sums and averages where the operator is linear in them",
@@ -63,7 +63,7 @@ COPIED = ("clone", "_to_copy")
 OPERATORS = [
     operator
     for operator in _torch.overloads(*UNARY, *SEVERAL, *(f"{name}_backward" for name in BACKWARD), *COPIED)
-    if operator not in APART and _torch.gives_one_tensor(operator) and not _torch.is_composite(operator)
+    if operator not in OWN_RULE and _torch.gives_one_tensor(operator) and not _torch.is_composite(operator)
 ] + [aten.copy_.default]
 
 made_of_others(
@@ -84,8 +84,8 @@ def _handler(operator: _torch.Operator) -> _torch.Handler:
         if opened is not None:
             specs, values, _, mesh = opened
             plan = known.get(_key(specs, kwargs))
-            if plan is not None and plan.ready and plan.output.mesh is mesh:
-                for number, stride in plan.odd:
+            if plan is not None and plan.is_local and plan.output.mesh is mesh:
+                for number, stride in plan.restrided:
                     values[number] = usual(values[number], stride)
                 result = operator(*values, **kwargs)
                 if writes:
@@ -131,14 +131,14 @@ def _run(
     rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], plan: PointwisePlan
 ) -> Any:
     """Run a plan whose operands may have to be redistributed or narrowed first."""
-    if plan.leaves:
+    if plan.use_torch:
         return _torch.stock(operator, args, kwargs)
     on_sums = plan.reduces or (plan.writes_terms and _sum_is_known(*args))
     if on_sums or (plan.scales and _makes_infinite(operator, args)):
-        return _on_sums(rule, operator, args, kwargs)
+        return _run_reduced(rule, operator, args, kwargs)
     values = [_torch.local_of(arg) if isinstance(arg, DTensor) else arg for arg in args]
-    if plan.output.present and not plan.ready:
-        values = [_brought(arg, value, step) for arg, value, step in zip(args, values, plan.steps, strict=True)]
+    if plan.output.present and not plan.is_local:
+        values = [_prepare_operand(arg, value, step) for arg, value, step in zip(args, values, plan.steps, strict=True)]
     result = operator(*values, **kwargs)
     return args[0] if operator._schema.is_mutable else _torch.wrap(result, plan.spec(result.dtype))
 
@@ -148,7 +148,7 @@ def _sum_is_known(target: DTensor, *others: Any) -> bool:
     return kept(target) is not None and not any(isinstance(other, DTensor) and is_pending(other) for other in others)
 
 
-def _brought(tensor: Any, local: Any, step: Step | None) -> Any:
+def _prepare_operand(tensor: Any, local: Any, step: Step | None) -> Any:
     """Redistribute and narrow one operand."""
     if step is None:
         return local
@@ -165,7 +165,9 @@ def _makes_infinite(operator: _torch.Operator, args: tuple[Any, ...]) -> bool:
     return any(not isfinite(number) or (number == 0 and operator in DIVISIONS) for number in numbers)
 
 
-def _on_sums(rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def _run_reduced(
+    rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DTensor:
     """Run on the sums of Partial tensors: term by term is not possible, or the sums are cached anyway."""
     sums = reduce_once([arg for arg in args if isinstance(arg, DTensor) and is_pending(arg)])
     result: DTensor = rule(operator, tuple(sums.get(id(arg), arg) for arg in args), kwargs)
