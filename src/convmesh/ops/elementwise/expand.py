@@ -36,7 +36,7 @@ class ExpandPlan:
 def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], preferred: Placements | None) -> ExpandPlan | None:
     """Plan an expand; None where only torch's DTensor knows what to do.
 
-    Of the `preferred` placements, those that cost nothing are taken: any rank can make any shard of a repeated dimension.
+    Of the `preferred` placements, those that cost nothing are taken: any rank can make any shard of what is repeated.
     """
     layout = Layout.of(spec)
     new = len(sizes) - len(layout.shape)

@@ -46,13 +46,13 @@ Draw = Callable[[torch.Tensor, torch.Generator | None], Any]
 """Takes an empty tensor and a generator (None: the default one) and returns the tensor filled."""
 
 
-def where_drawn(layout: Layout, dtype: torch.dtype | None = None, stride: Stride | None = None) -> Layout:
+def drawing_layout(layout: Layout, dtype: torch.dtype | None = None, stride: Stride | None = None) -> Layout:
     """The layout in which numbers for a tensor are drawn: not Partial, with the strides of one device's result."""
     drawn = layout.without_partial().typed(dtype or layout.dtype)
     return drawn if stride is None else replace(drawn, stride=stride)
 
 
-def draw_own(layout: Layout, device: torch.device, generator: torch.Generator | None, draw: Draw) -> torch.Tensor:
+def draw_shard(layout: Layout, device: torch.device, generator: torch.Generator | None, draw: Draw) -> torch.Tensor:
     """Return this rank's shard of what `draw` fills an empty full tensor with."""
     own = tuple(layout.own(dim) for dim in range(len(layout.shape)))
     if prod(layout.shape) > LARGEST_DRAWN and not _torch.tracing():
