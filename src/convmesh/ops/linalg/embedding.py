@@ -28,7 +28,7 @@ EMBEDDING = Behaviour(
 )  # fmt: skip
 
 
-def _looked_up(plan: TablePlan, weight: Layout, indices: Layout, *_: object) -> Callable[..., torch.Tensor]:
+def _local_lookup(plan: TablePlan, weight: Layout, indices: Layout, *_: object) -> Callable[..., torch.Tensor]:
     """Look up the local rows; zeros for indices that other ranks own. A bad index raises on all ranks."""
     count = weight.shape[0]
 
@@ -47,7 +47,7 @@ def _looked_up(plan: TablePlan, weight: Layout, indices: Layout, *_: object) -> 
     return lambda local, at, *_: raise_on_all_ranks(lambda: rows(local, at), at, count, indices)
 
 
-@table_rule(aten.embedding.default, behaviour=EMBEDDING, local=_looked_up, communicates=True)
+@table_rule(aten.embedding.default, behaviour=EMBEDDING, local=_local_lookup, communicates=True)
 def embedding(weight: Layout, indices: Layout, *_: object) -> Iterator[Row]:
     yield Row("replicated", (R, R), (R,))
     yield Row("columns", (Shard(1), R), (Shard(-1),))
