@@ -35,7 +35,7 @@ OWN: tuple[tuple[Any, str], ...] = (
     (choice, "_settings"),
     (choice, "listeners"),
     (machines, "_agreed_for_plain"),
-    (merged_dims, "_seen"),
+    (merged_dims, "_remembered"),
     (idle_optimizers, "_distributed"),
     (pending, "_last"),
 )
