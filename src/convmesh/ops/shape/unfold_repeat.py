@@ -1,6 +1,6 @@
 """Tensors that repeat their input: windows (`Tensor.unfold`) and copies (`repeat`).
 
-Along a sharded dimension both are composed of slices and joins, each of which sends what changes its owner.
+Along a sharded dimension both are composed of where and joins, each of which sends what changes its owner.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def unfold(operator: _torch.Operator, input: Layout, dim: int, size: int, step: 
     if not input.ndim:
         return None
     dim %= input.ndim
-    slices = _slices_by_position(input.shape[dim], size, step)
+    where = _slices_by_position(input.shape[dim], size, step)
     if dim in input.sharded_dims:
-        return lambda input, *_: aten.stack.default([aten.slice.Tensor(input, dim, *place) for place in slices], -1)
+        return lambda input, *_: aten.stack.default([aten.slice.Tensor(input, dim, *place) for place in where], -1)
     count = (input.shape[dim] - size) // step + 1
     shape = (*input.shape[:dim], count, *input.shape[dim + 1 :], size)
     stride = (*input.stride[:dim], input.stride[dim] * step, *input.stride[dim + 1 :], input.stride[dim])
@@ -54,14 +54,14 @@ def unfold_backward(
     operator: _torch.Operator, gradient: Layout, sizes: tuple[int, ...], dim: int, size: int, step: int
 ) -> Made:
     dim %= len(sizes)
-    slices = _slices_by_position(sizes[dim], size, step)
+    where = _slices_by_position(sizes[dim], size, step)
 
     def compose(gradient: DTensor, *_: Any) -> Any:
-        if not slices:
+        if not where:
             return aten.new_zeros.default(gradient, sizes)
         each = [
             aten.slice_backward.default(aten.select.int(gradient, -1, k), sizes, dim, *place)
-            for k, place in enumerate(slices)
+            for k, place in enumerate(where)
         ]
         return reduce(aten.add.Tensor, each)
 
