@@ -1,4 +1,4 @@
-"""Counting what the exchanges send and how long they keep waiting, for reports and tests."""
+"""Counters of exchanges, bytes sent and waiting time, for reports and tests."""
 
 from __future__ import annotations
 
