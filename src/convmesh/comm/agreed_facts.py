@@ -45,8 +45,7 @@ def of_first_rank(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, to
 
 @contextmanager
 def asked_anew(occasion: str) -> Iterator[None]:
-    """Context manager in which all agreements are made anew and then dropped; all ranks must pass the same
-    `occasion`."""
+    """Context manager in which all agreements are made anew, then dropped; all ranks must pass the same `occasion`."""
     global _answers, _occasion
     before = _answers, _occasion
     _answers, _occasion = WeakKeyDictionary(), occasion

@@ -13,8 +13,7 @@ from ..strides import memory_format
 
 @dataclass(frozen=True)
 class Block:
-    """A box of the global tensor along the sharded dimensions, and its data; other dimensions have their full local
-    size."""
+    """A box of the global tensor along the sharded dimensions, and its data, with full local size along the others."""
 
     box: Box
     data: torch.Tensor
@@ -22,7 +21,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Held:
-    """Disjoint blocks of one global tensor, from which any box can be read; elements in no block read as a fill
+    """Disjoint blocks of one global tensor from which any box can be read; elements in no block read as a fill
     value."""
 
     dims: tuple[int, ...]

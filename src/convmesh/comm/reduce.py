@@ -85,8 +85,7 @@ def _goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _tell_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Start to send this rank's tensor to every other; return a function that waits for [rank, *shape of the
-    tensor]."""
+    """Start to send this rank's tensor to every other; return a function that waits for [rank, *tensor.shape]."""
     ranks, count = group.size(), tensor.numel()
     messages = tensor.reshape(1, count).expand(ranks, count).reshape(-1)
     arriving = _torch.all_to_all(messages, [count] * ranks, [count] * ranks, group)
@@ -113,8 +112,8 @@ def all_gather_stacked(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[
 
 
 def all_gather_summaries(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
-    """`all_gather_rows` of summaries that every rank then combines by itself, in place of an all-reduce of that
-    size."""
+    """`all_gather_rows` of summaries that every rank then combines by itself, in place of an equally large
+    all-reduce."""
     _merging.on = True
     try:
         return all_gather_rows(rows, mesh, mesh_dims)

@@ -18,8 +18,7 @@ from .schedule import RowSchedule
 
 @dataclass(frozen=True)
 class Routed:
-    """The routes of this rank's rows to other ranks of a line, one mesh dimension after the other, the last one
-    first."""
+    """The routes of this rank's rows to other ranks of a line: a hop per mesh dimension, the last dimension first."""
 
     hops: tuple[tuple[torch.Tensor, RowSchedule], ...]  # for each hop, the order of rows before it, and what is sent
     line: RankLine
@@ -31,8 +30,8 @@ class Routed:
         return rows
 
     def send_back(self, answers: torch.Tensor) -> torch.Tensor:
-        """Return for each element the answer to its row; `answers` are in the order in which `send` returned the
-        rows."""
+        """Return for each element the answer to its row; `answers` are in the order of the rows that `send`
+        returned."""
         for order, schedule in reversed(self.hops):
             arrived = exchange_rows(schedule.transposed(), answers)
             answers = torch.empty_like(arrived)

@@ -43,8 +43,7 @@ def without_rule(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
 
 @with_constants
 def by_torch(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on several tensors by DTensor's own strategy; plain tensors are constants or refused, as
-    elsewhere."""
+    """Run an operator on several tensors by DTensor's own strategy; plain tensors are constants, or refused."""
     tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     named = [(f"tensor {n}", tensor) for n, tensor in enumerate(tensors) if isinstance(tensor, DTensor) or tensor.dim()]
     specs_of(_torch.name_of(operator), named)
@@ -53,8 +52,7 @@ def by_torch(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
 
 @with_constants
 def in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Run an in-place operator: its functional variant, by its rule if it has one, then a copy into the first
-    argument."""
+    """Run an in-place operator: its functional variant (by its rule if it has one), copied into the first argument."""
     functional = _torch.functional_of(operator)
     assert functional is not None
     target, values = args[0], functional(*args, **kwargs)

@@ -51,13 +51,11 @@ class Layout:
         return self.placed(Replicate() if m in over else p for m, p in enumerate(self.placements))
 
     def without_partial(self, *but: str) -> Layout:
-        """Return the layout with Replicate() in place of Partial, except for the reductions `but`, which an operator
-        supports."""
+        """Return the layout with Replicate() in place of Partial, except for the reductions `but`."""
         return self.placed(reduced(p, *but) for p in self.placements)
 
     def without(self, dims: Iterable[int], keepdim: bool = False) -> Layout:
-        """Return a contiguous layout without these dimensions (size 1 with `keepdim`), replicated where they were
-        sharded."""
+        """Return a contiguous layout without these dimensions (size 1 with `keepdim`), no longer sharded along them."""
         lost = frozenset(dims)
         sizes = [1 if dim in lost else size for dim, size in enumerate(self.shape)]
 
@@ -194,8 +192,7 @@ class Layout:
         return _torch.wrap(local.contiguous(memory_format=self.memory_format), self.spec)
 
     def laid(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a dense copy of a local tensor with its dimensions in the order of the strides; itself if it is
-        dense."""
+        """Return a local tensor that is dense, its dimensions in the order of the strides; itself if it already is."""
         if local.dim() != len(self.shape):
             return local  # the rank is outside of the mesh
         return local.permute(self.memory_order).contiguous().permute(self.back_from_memory_order)

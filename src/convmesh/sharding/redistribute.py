@@ -196,8 +196,7 @@ def _resharded(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None
 
 
 def _reboxed(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None:
-    """Reshard along all mesh dimensions whose tensor dimension changes, and those that share a tensor dimension with
-    them, in one exchange."""
+    """Reshard along all mesh dimensions that change, and those that share a tensor dimension, in one exchange."""
     pairs = list(zip(source.placements, target.placements, strict=True))
     moving = {m for m, (p, q) in enumerate(pairs) if type(p) is Shard and type(q) is Shard and p != q}
     if not moving:

@@ -47,8 +47,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., object])
 
 
 def tolerant(handler: Handler) -> Handler:
-    """Wrap a rule: plain tensors are taken as constants where allowed, and symbolic sizes are specialised where
-    needed."""
+    """Wrap a rule: take plain tensors as constants where allowed, and specialise symbolic sizes where needed."""
     return with_constants(_torch.settles_symbols(_torch.keeps_communication(handler)))
 
 

@@ -108,8 +108,7 @@ def _part_of_key(value: Any) -> Any:
 def strides_of(
     operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Stride | None, ...]:
-    """Return each result's strides on one device, None for results that are no tensors; empty if they depend on
-    values."""
+    """Return each result's strides on one device, None for non-tensors; empty if they depend on values."""
     return _table.look_up(_key(operator, args, kwargs), lambda: _find(operator, args, kwargs))
 
 

@@ -133,8 +133,7 @@ def _cheapest_first(priced: Sequence[Sequence[tuple[float, int]]]) -> Iterator[t
 def _price(
     row: Row, mesh_dim: int, size: int, inputs: Sequence[Layout | None], wanted: Sequence[Wanted | None]
 ) -> float:
-    """Return the number of elements that a rank receives along a mesh dimension of `size` ranks if it takes this
-    row."""
+    """Return the number of elements that a rank receives along a mesh dimension of `size` ranks with this row."""
     price = 0.0
     for layout, target in zip(inputs, row.inputs, strict=True):
         if layout is not None:

@@ -43,8 +43,7 @@ class TablePlan:
         operator: _torch.Operator, given: Sequence[Any], chosen: Assignment, made: Sequence[OneDevice | None],
         wishes: Sequence[Wanted | None],
     ) -> TablePlan:  # fmt: skip
-        """Make a plan from the arguments (with layouts), the chosen row per mesh dimension, and the results on one
-        device."""
+        """Make a plan from the arguments (with layouts), the row per mesh dimension, and the results on one device."""
         operands = tuple(
             (number, given[number].placed(input_placements(chosen, place)))
             for place, number in enumerate(_torch.signature(operator).tensors)
