@@ -81,8 +81,7 @@ def _call(operator: Operator, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 def _pairs(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complex tensor as a view of reals: as views share storage, waiting for either waits for the
-    collective."""
+    """Return a complex tensor as a view of reals: they share storage, so waiting for one waits for the collective."""
     return torch.view_as_real(tensor.resolve_conj())
 
 

@@ -51,8 +51,7 @@ def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _is_view(operator: Operator, args: tuple[Any, ...], results: Any) -> bool:
-    """Whether a view operator's results are views on this rank: they are copies if DTensor redistributed the
-    operand."""
+    """Whether a view operator's results are views on this rank; they are copies if DTensor moved the operand."""
     if not operator._schema._is_view_op():
         return False
     if args[0].device_mesh.get_coordinate() is None:
@@ -127,8 +126,7 @@ def _depend(tensor: DTensor, written: bool, args: tuple[Any, ...]) -> None:
 
 
 def view_rule(handler: Handler) -> Handler:
-    """Wrap a view operator's rule for inference mode, in which torch wants views of non-inference tensors to be
-    such."""
+    """Wrap a view operator's rule for inference mode: views of non-inference tensors must be non-inference tensors."""
 
     @wraps(handler)
     def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,8 +141,7 @@ def view_rule(handler: Handler) -> Handler:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running: autograd makes plain zeros for missing gradients, and never writes into
-    one."""
+    """Whether a backward pass is running: autograd makes plain zeros for missing gradients, and writes into none."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 

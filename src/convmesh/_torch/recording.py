@@ -17,8 +17,7 @@ _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)  # the key to whic
 
 
 def records_whole() -> bool:
-    """Whether `recorded` works here; not while tracing, in transforms, or in forward mode, which need the
-    decomposition."""
+    """Whether `recorded` works here: not while tracing, in transforms, or in forward mode, which decompose."""
     return not (tracing() or in_transform() or forward_ad._current_level >= 0)
 
 

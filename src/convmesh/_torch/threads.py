@@ -47,8 +47,7 @@ class _Threading:
 
 
 class _Worlds:
-    """Stands in for torch's table of process groups: each simulated rank has its own, other threads that of the
-    process."""
+    """Stands in for torch's table of process groups: a simulated rank has its own, other threads the process's."""
 
     def __init__(self, process: Any) -> None:
         object.__setattr__(self, "_process", process)
