@@ -68,8 +68,8 @@ def memory_format(tensor: torch.Tensor) -> torch.memory_format:
 def usual(local: torch.Tensor, whole: Stride) -> torch.Tensor:
     """Return a local tensor with strides that one device could have had, by a view; `whole` are the global strides.
 
-    The stride of a dimension of size 1 does not matter, and a local tensor may have any there: that of a larger tensor
-    of which it is a view. Kernels guess the memory format from all strides, and some get it wrong.
+    The stride of a dimension of size 1 does not matter, and a local tensor may have any there, such as that of a larger
+    tensor that it is a view of. Kernels guess the memory format from all strides, and some get it wrong.
     """
     shape = local.shape
     if (1 not in shape and 0 not in shape) or len(shape) != len(whole):

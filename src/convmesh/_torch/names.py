@@ -124,7 +124,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
 
 
 def check_version() -> None:
-    """Refuse torch releases with which the private names were not tested."""
+    """Refuse torch releases that the private names were not tested with."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if not OLDEST <= (major, minor) < TOO_NEW:
         raise RuntimeError(

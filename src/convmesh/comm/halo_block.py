@@ -138,7 +138,7 @@ class HaloBlock:
         schedules: Sequence[Schedule], dims: tuple[int, ...], sizes: Sequence[int], owned: Box, needed: Box, box: Box,
         ndim: int, fills: bool = False,
     ) -> HaloBlock | None:  # fmt: skip
-        """Return None if `box` is not exactly what the schedules bring, or is not contiguous.
+        """Prepare the extension to `box`, or return None if the schedules bring something else, or leave gaps.
 
         Elements of `box` outside of the full tensor are filled; with `fills`, all elements that the schedules do not
         bring, because they are never read.

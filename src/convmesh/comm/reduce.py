@@ -122,7 +122,7 @@ def all_gather_summaries(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[
 
 
 def replaces_reduction() -> bool:
-    """Whether an all-gather that starts now comes from `all_gather_summaries`, so that it gathers no tensor."""
+    """Whether an all-gather that starts now comes from `all_gather_summaries`: it gathers no shards of a tensor."""
     return getattr(_merging, "on", False)
 
 

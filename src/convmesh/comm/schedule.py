@@ -23,7 +23,7 @@ Transfers = Iterable[tuple[int, tuple[Box, ...]]]  # (peer, boxes), in ascending
 
 
 class AnyMoves(Protocol):
-    """What is sent of one tensor, computed for any rank; the transfers of two ranks must match."""
+    """The transfers of one tensor, computed for any rank; sender and receiver must agree on them."""
 
     def sends(self, rank: int, /) -> Transfers: ...
     def receives(self, rank: int, /) -> Transfers: ...
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class Shaped(NamedTuple):
-    """What the messages depend on of a tensor: which of its dimensions the boxes are along, and its shape."""
+    """The properties of a tensor that its messages depend on: the dimensions of the boxes, and its shape."""
 
     dims: tuple[int, ...]
     shape: torch.Size

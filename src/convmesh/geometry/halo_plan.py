@@ -53,7 +53,7 @@ class Everywhere:
 
 @dataclass(frozen=True, eq=False)
 class HaloPlan:
-    """A dimension of which rank `r` owns `owned[r]` and needs all of `needed.parts(r)` to compute.
+    """What ranks own and need of a dimension: rank `r` owns `owned[r]`, and needs all of `needed.parts(r)` to compute.
 
     What a rank needs may consist of several disjoint parts. It may overhang the dimension; the overhang is owned by no
     rank and never sent. Indices that a rank owns but does not need are not touched.

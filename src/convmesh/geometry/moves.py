@@ -1,4 +1,4 @@
-"""What ranks send each other when each owns some boxes of a tensor and needs others, computed per rank."""
+"""Transfers between ranks that own some boxes of a tensor and need others, computed for one rank at a time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Buffers: tensors that a forward pass creates with `torch.zeros` and the like, to fill them with sharded values.
 
 When such a buffer is created, it is not known whether it will be a constant, or be filled with parts of an activation.
-So that is decided when it first meets a DTensor: then it becomes a DTensor with the same layout, of which a rank
-creates its local tensor only. Until then it is a plain tensor, the same on every rank, which is created when an
+So that is decided when it is first used with a DTensor: then it becomes a DTensor with the same layout, and each rank
+creates only its local tensor. Until then it is a plain tensor, the same on every rank, which is created when an
 operator first needs its values.
 """
 

@@ -34,7 +34,7 @@ class ShardingError(ValueError):
 
 
 class PlainTensor(ShardingError):  # noqa: N818 - says what it met
-    """A plain tensor is beside DTensors."""
+    """A plain tensor was passed together with DTensors."""
 
 
 class Unfit(Exception):  # noqa: N818 - says what it met

@@ -1,7 +1,7 @@
-"""Plain tensors beside DTensors: constants that a model creates in its forward pass, equal on all ranks.
+"""Plain tensors used with DTensors: constants that a model creates in its forward pass, equal on all ranks.
 
-Elsewhere a plain tensor beside a DTensor is refused. It might be a shard, and using it as the full tensor would be
-silently wrong: with a batch of one sample per rank, even the shapes would fit.
+Elsewhere, a plain tensor that is used with a DTensor is refused. It might be a shard, and using it as the full tensor
+would be silently wrong: with a batch of one sample per rank, even the shapes would fit.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 class Call:
     """A collective on one rank: `what` must be the same on all ranks, and `run` gets the calls of all, in rank order.
 
-    `gives` and `takes` are input and output tensors, with one for each other rank where single ranks send or receive.
+    `gives` and `takes` are lists of its input and output tensors; how they are nested depends on the collective.
     """
 
     what: str

@@ -34,7 +34,7 @@ class Rank:
 
 
 class Turns:
-    """The schedule of the ranks, which are threads of which one runs at a time."""
+    """Schedules the ranks, which are threads; only one of them runs at a time."""
 
     def __init__(self, size: int, stuck: Callable[[], Exception]):
         """`stuck` returns the error for a deadlock of all ranks."""

@@ -1,4 +1,4 @@
-"""What simulated ranks share: the store, and the pending communications of each group."""
+"""State shared by simulated ranks: the store, and the pending communications of each group."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Meeting:
 
 @dataclass(eq=False)
 class Message:
-    """A point-to-point message of which only one side, the sender or the receiver, has come."""
+    """A point-to-point message that only one side, sender or receiver, has reached."""
 
     group: Meetings
     tensor: torch.Tensor

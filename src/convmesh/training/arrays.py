@@ -51,7 +51,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def kind_of(array: ArrayLike) -> str:
-    """Return "tensor", "array" (numpy, in memory) or "file": anything else, of which a rank reads only its region."""
+    """Return "tensor", "array" (numpy, in memory) or "file": anything else; a rank reads only its region of those."""
     in_memory = (type(array).__module__, type(array).__name__) == ("numpy", "ndarray")  # a memory map is another type
     return "tensor" if isinstance(array, torch.Tensor) else "array" if in_memory else "file"
 

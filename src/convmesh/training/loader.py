@@ -1,4 +1,4 @@
-"""Batches as DTensors, of which every rank reads only its own region."""
+"""Batches as DTensors; each rank reads only its own region."""
 
 from __future__ import annotations
 

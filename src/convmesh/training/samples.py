@@ -101,7 +101,7 @@ def places(mesh: DeviceMesh, dims: Dims, ndim: int) -> dict[int, Place]:
 
 
 class Key(NamedTuple):
-    """What a sampler requests from a data set."""
+    """The request for one sample to a data set."""
 
     number: int
     seed: int

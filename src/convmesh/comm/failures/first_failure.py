@@ -76,7 +76,7 @@ def _text(said: str) -> str:
 
 
 def take_back() -> None:
-    """Remove what this rank has posted: it goes on, as the failure was an error that all ranks have caught."""
+    """Remove what this rank has posted: it continues, as the failure was an error that all ranks have caught."""
     global _mine
     if _mine is not None:
         _torch.store().compare_set(_KEY, _mine, "")

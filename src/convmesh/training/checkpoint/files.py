@@ -35,7 +35,7 @@ Bytes = bytearray | memoryview
 
 @dataclass(frozen=True)
 class File:
-    """What the manifest says of a file: its size, and the length and checksum of its header."""
+    """A file's entry in the manifest: its size, and the length and checksum of its header."""
 
     size: int
     header_size: int

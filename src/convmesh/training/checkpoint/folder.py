@@ -15,7 +15,7 @@ from . import pending
 
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 _UNFINISHED = ".unfinished-"
-# What was not written to for this long was left by a process that was killed.
+# A folder that was not written to for this long was left by a process that was killed.
 _ABANDONED_SECONDS = 24 * 3600
 log = logging.getLogger("convmesh.checkpoint")
 
@@ -88,7 +88,7 @@ def publish(unfinished: Path, step: int) -> Path:
 
 
 def remove_old(new: Path, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints, of which `new` is one."""
+    """Remove all but the last `keep` checkpoints; `new` is one of those that stay."""
     others = [path for path in _checkpoints(new.parent) if path != new]
     for old in others[: max(0, len(others) - keep + 1)]:
         try:

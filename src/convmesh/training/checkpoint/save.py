@@ -93,7 +93,7 @@ def save_checkpoint(
 
 @dataclass
 class _Job:
-    """What this rank has to write, and the manifest entries for it."""
+    """This rank's part of a save: what it has to write, and the manifest entries for it."""
 
     ranks: Ranks
     place: Path
@@ -160,7 +160,7 @@ class _Job:
 
 
 def _chunks(name: str, parts: list[dict[str, Any]]) -> tuple[Chunk, ...]:
-    """Return the chunks of all ranks; a box that several meshes have written (buffers beside FSDP) counts once."""
+    """Return the chunks of all ranks; a box written on several meshes (buffers besides FSDP's) counts once."""
     by_box: dict[Box, Chunk] = {}
     for part in parts:
         if name in part["chunks"]:
