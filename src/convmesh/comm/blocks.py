@@ -21,8 +21,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Held:
-    """Disjoint blocks of one global tensor from which any box can be read; elements in no block read as a fill
-    value."""
+    """Disjoint blocks of one global tensor from which any box can be read; the rest of a box reads as a fill value."""
 
     dims: tuple[int, ...]
     blocks: tuple[Block, ...]

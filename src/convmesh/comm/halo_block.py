@@ -32,8 +32,7 @@ class View(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """An exchange for tensors of one shape, with views of what is received before and after the own values, in
-    order."""
+    """An exchange for tensors of one shape, with views of what is received before and after the own values."""
 
     wire: Wire
     before: tuple[View, ...]
@@ -61,8 +60,7 @@ class HaloStep:
 
     @property
     def fits(self) -> bool:
-        """Whether the received pieces and the own values join in index order, without gaps, to exactly what is
-        needed."""
+        """Whether received pieces and own values join in index order, without gaps, to exactly what is needed."""
         received = [piece.box[self._axis] for _, piece in self._schedule.receives]
         sides = sorted([self._own, *received], key=lambda side: side.start)
         tiled = all(one.stop == other.start for one, other in pairwise(sides))

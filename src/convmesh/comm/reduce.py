@@ -112,8 +112,7 @@ def all_gather_stacked(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[
 
 
 def all_gather_summaries(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
-    """`all_gather_rows` of summaries that every rank then combines by itself, in place of an equally large
-    all-reduce."""
+    """`all_gather_rows` of summaries that every rank then combines by itself, in place of an all-reduce."""
     _merging.on = True
     try:
         return all_gather_rows(rows, mesh, mesh_dims)

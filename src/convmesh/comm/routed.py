@@ -30,8 +30,7 @@ class Routed:
         return rows
 
     def send_back(self, answers: torch.Tensor) -> torch.Tensor:
-        """Return for each element the answer to its row; `answers` are in the order of the rows that `send`
-        returned."""
+        """Return for each element the answer to its row; `answers` are in the order of the rows from `send`."""
         for order, schedule in reversed(self.hops):
             arrived = exchange_rows(schedule.transposed(), answers)
             answers = torch.empty_like(arrived)
