@@ -73,7 +73,7 @@ class DeviceContext(_device.DeviceContext):
         """Whether a call in this context needs nothing but the call itself."""
         return self._below is None and not self._chosen
 
-    # As for any mode: those of torch's device class go below all others, where there is room for one only.
+    # As `with torch.device(...)` does. The class's own `__enter__` goes below all other modes, where only one fits.
     __enter__ = TorchFunctionMode.__enter__
     __exit__ = TorchFunctionMode.__exit__
 

@@ -51,7 +51,7 @@ class Layout:
         return self.placed(Replicate() if m in over else p for m, p in enumerate(self.placements))
 
     def without_partial(self, *but: str) -> Layout:
-        """Return the layout with Replicate() in place of Partial, except for the reductions `but`."""
+        """Replace Partial by Replicate(), except for the reductions `but`, which an operator supports."""
         return self.placed(reduced(p, *but) for p in self.placements)
 
     def without(self, dims: Iterable[int], keepdim: bool = False) -> Layout:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Shard as Shard
 from .errors import Unfit, refuse
 from .layout import Layout
 
-# The placements that tables use beside Shard.
+# The placements that tables use besides Shard.
 R, P = Replicate(), Partial()
 
 

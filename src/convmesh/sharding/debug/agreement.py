@@ -1,4 +1,4 @@
-"""`enable(check=True)`: before each collective, its ranks compare what they are about to do.
+"""The fingerprint of each collective, which its ranks compare before they start it (`enable(check=True)`).
 
 Ranks that take different paths through the code would wait for each other forever, or reduce unrelated values. Here
 each rank writes a fingerprint into the store of the process group and reads those of the others. So all of them see the
