@@ -32,7 +32,7 @@ WORKSPACE = 256 * 2**20
 
 
 def squared_norms_of(uses: Sequence[Use]) -> Tensor:
-    """Return [B]: the squared norms of a parameter's per-sample gradients, each the sum over its uses."""
+    """Return [B]: the squared norms of a parameter's per-sample gradients, which are sums over its uses."""
     if len(uses) == 1:
         return squared_norms(*uses[0])
 

@@ -26,7 +26,7 @@ class Spread:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     batch: int
-    samples_are_local: bool  # whether each sample is on one rank, or replicated
+    samples_are_local: bool  # each sample is on one rank, or replicated, but not itself sharded
 
     @classmethod
     def of(cls, batch: tuple[Tensor, ...]) -> Spread | None:

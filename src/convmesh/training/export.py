@@ -157,7 +157,7 @@ def _gathered(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _is_first(state: Mapping[str, Any]) -> bool:
-    """Whether this is the first of the ranks that hold any of the state. FSDP's mesh includes the model's ranks."""
+    """Whether this is the first of the ranks that hold any of the state. FSDP's mesh may have more than the model's."""
     meshes = {tensor.device_mesh for tensor in state.values() if isinstance(tensor, DTensor)}
     ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
     return not dist.is_initialized() or dist.get_rank() == min(ranks, default=0)
