@@ -85,7 +85,7 @@ def _ask(fact: str, mine: str, mesh: DeviceMesh, world: dist.ProcessGroup) -> li
                 store.delete_key(key)
     except dist.DistError as error:
         raise CommunicationError(
-            f"not all of ranks {', '.join(map(str, ranks))} have said what they know about: {fact}\n"
+            f"not all of ranks {', '.join(map(str, ranks))} have reported what they know about: {fact}\n"
             f"  reason: {error}\n"
             f"  remedy: let all ranks of a mesh run the same operators on distributed tensors; or look for the first "
             f"error in the other ranks' output"

@@ -39,12 +39,12 @@ class Spread:
         samples = tuple(Shard(0) if each == Shard(0) else Replicate() for each in placements)
         if len(sharded) < len(batch) or any(tensor.device_mesh != mesh for tensor in sharded):
             raise ShardingError(
-                "a batch of which some is a DTensor and some is not, or is on another mesh\n"
+                "a batch that mixes DTensors with plain tensors, or DTensors on several meshes\n"
                 "  remedy: convmesh.shard(tensor, mesh, data=0) for all of it"
             )
         if any(_samples(tensor) != samples or not _torch.plain_order(_torch.spec_of(tensor)) for tensor in sharded):
             raise ShardingError(
-                f"the samples of a batch lie apart: {[tensor.placements for tensor in sharded]}\n"
+                f"the tensors of a batch are sharded differently along the samples: {[tensor.placements for tensor in sharded]}\n"
                 "  remedy: shard dimension 0 of all its tensors along the same mesh dimensions"
             )
         local = all(tensor.placements == samples for tensor in sharded)

@@ -77,7 +77,7 @@ class Buffer(_torch.LateDTensor):
         if origin is None or take is None or (isinstance(origin, Buffer) and origin.undecided()):
             return True
         if tuple(origin.shape) != self.content.origin_shape:
-            raise refuse("a view", "of a tensor that was turned in place since", (("tensor", origin),),
+            raise refuse("a view", "of a tensor whose dimensions were permuted in place since", (("tensor", origin),),
                          "use the operator that returns a new tensor, such as unsqueeze")  # fmt: skip
         with torch.no_grad():
             made: Any = take(origin)

@@ -56,7 +56,7 @@ def _whole(tensor: DTensor, name: str) -> torch.Tensor:
     """
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return tensor.to_local()
-    raise refuse(name, "this rank has only a part of it", [("tensor", tensor)],
+    raise refuse(name, "this rank has only a shard of it", [("tensor", tensor)],
                  f"tensor.full_tensor().{name}() on all ranks, or tensor.to_local().{name}() for the part")  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def _reduce(tensor: DTensor, protocol: Any) -> Any:
     if protocol == torch.serialization.DEFAULT_PROTOCOL:
         where = caller()
         warnings.warn(
-            "torch.save of a DTensor writes this rank's part of it and its mesh, which only a job with this mesh can "
+            "torch.save of a DTensor writes this rank's local tensor and its mesh, which only a job with this mesh can "
             f"load\n  remedy: {PLAIN_STATE}{f'{chr(10)}  at {where}' if where else ''}",
             stacklevel=2,
         )

@@ -37,7 +37,7 @@ def without_rule(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
     if decomposition is not None:
         return decomposition(*args, **kwargs)
     raise refuse(_torch.name_of(operator), "there is no rule for it on tensors that are sharded", named,
-                 "make them whole for it, if they are small: x.redistribute(placements=[Replicate()] * mesh.ndim); "
+                 "replicate them, if they are small: x.redistribute(placements=[Replicate()] * mesh.ndim); "
                  "on replicated tensors every operator works")  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     target, values = args[0], functional(*args, **kwargs)
     if target.shape != values.shape:
         raise refuse("an operator that writes in place", "would change the shape of a DTensor",
-                     (("target", target), ("values", values)), "use the one that returns a new tensor")  # fmt: skip
+                     (("target", target), ("values", values)), "use the out-of-place variant")  # fmt: skip
     aten.copy_.default(target, values)
     return target  # type: ignore[no-any-return]
 

@@ -36,9 +36,9 @@ def check_compiled_write(target: DTensor) -> None:
 
 
 def _changes_one_only(target: DTensor) -> Exception:
-    return refuse("a compiled function", "writes in place into a tensor of which a part of a sharded dimension was "
-                  "taken before, or into such a part, and would change one of them only", (("target", target),),
-                  "take the part within the compiled function, or write outside of it")  # fmt: skip
+    return refuse("a compiled function", "writes in place into a slice of a sharded dimension, or into a tensor that "
+                  "was sliced so. The slice is a copy, and the other one would not change", (("target", target),),
+                  "slice within the compiled function, or write outside of it")  # fmt: skip
 
 
 def put_back(part: DTensor) -> bool:

@@ -47,7 +47,7 @@ class World:
         """Return the place in the user's code where a rank is."""
         thread = self.turns.ranks[rank].thread
         frame = None if thread is None or thread.ident is None else sys._current_frames().get(thread.ident)
-        return (comm.caller(frame) if frame is not None else None) or "a place unknown"
+        return (comm.caller(frame) if frame is not None else None) or "an unknown location"
 
     def _stuck(self) -> Exception:
         lines: dict[str, list[int]] = {}
@@ -55,7 +55,7 @@ class World:
             does = rank.ended or f"waits for {rank.waits_for()}, at {self.where(rank.number)}"
             lines.setdefault(does, []).append(rank.number)
         each = "\n".join(f"  {ranks_named(ranks)}: {does}" for does, ranks in lines.items())
-        return MismatchError(f"ranks wait for what never comes\n{each}\n  remedy: {_REMEDY}")
+        return MismatchError(f"deadlock: all ranks wait\n{each}\n  remedy: {_REMEDY}")
 
 
 def ranks_named(ranks: Iterable[int]) -> str:

@@ -112,7 +112,7 @@ def _failure(collective: str, group: dist.ProcessGroup | None, error: RuntimeErr
     return CommunicationError(
         f"{what} failed: a rank of this group, or one that a rank of it was waiting for, has ended, stopped or taken "
         f"longer than the time-out\n"
-        f"  on rank {dist.get_rank()}, at {caller() or 'a place unknown'}\n"
+        f"  on rank {dist.get_rank()}, at {caller() or 'an unknown location'}\n"
         f"{f'  the first failure was that of {first}{chr(10)}' if first else ''}"
         f"{missing}"
         f"  reason: {error}\n"

@@ -162,7 +162,7 @@ def _in_a_circle(store: _torch.Store, keys: Keys) -> bool:
 def _absent(store: _torch.Store, keys: Keys) -> str:
     notes = {rank: _note(store, rank) for rank in _missing(store, keys)}
     return "; ".join(
-        f"rank {rank} is not heard of" if note is None else f"rank {rank} waits in {note['text']}"
+        f"rank {rank} has not arrived" if note is None else f"rank {rank} waits in {note['text']}"
         for rank, note in notes.items()
     )
 

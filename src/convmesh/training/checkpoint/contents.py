@@ -126,8 +126,8 @@ def _compare(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], path: 
     pairs = [(key, mine, its) for key, mine, its in both if isinstance(mine, torch.Tensor) and isinstance(its, Saved)]
     shapes = [f"{key} {its.shape} for {tuple(mine.shape)}" for key, mine, its in pairs if its.shape != mine.shape]
     dtypes = [f"{key} {its.dtype} for {mine.dtype}" for key, mine, its in pairs if its.dtype != mine.dtype]
-    found = {"it lacks": missing, "it has besides": unknown, "it has in another shape": shapes,
-             "it has in another dtype": dtypes, "only one of both is a tensor:": kinds}  # fmt: skip
+    found = {"missing:": missing, "unexpected:": unknown, "of another shape:": shapes,
+             "of another dtype:": dtypes, "a tensor on one side only:": kinds}  # fmt: skip
     problems = [f"{title} {some(keys)}" for title, keys in found.items() if keys]
     if problems:
         raise CheckpointError(

@@ -56,7 +56,7 @@ class Manifest:
                 self.files[name].check(folder / name)
             elif name != NAME:
                 raise CheckpointError(
-                    f"checkpoint: {folder / name} is no part of this checkpoint\n  remedy: take it away"
+                    f"checkpoint: {folder / name} does not belong to this checkpoint\n  remedy: remove it"
                 )
 
 
