@@ -44,7 +44,7 @@ class Spread:
             )
         if any(_samples(tensor) != samples or not _torch.plain_order(_torch.spec_of(tensor)) for tensor in sharded):
             raise ShardingError(
-                f"the tensors of a batch are sharded differently along the samples: {[tensor.placements for tensor in sharded]}\n"
+                f"tensors of a batch with differently sharded samples: {[tensor.placements for tensor in sharded]}\n"
                 "  remedy: shard dimension 0 of all its tensors along the same mesh dimensions"
             )
         local = all(tensor.placements == samples for tensor in sharded)

@@ -117,7 +117,9 @@ def _compare(operator: Operator, args: tuple[Any, ...], group: dist.ProcessGroup
     else:
         shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
         what = f"{name} of {shapes}{''.join(f', {value}' for value in args[1:-1])}"
-    mine = Fingerprint(what, tuple(path.operators), tuple(sends), tuple(receives), comm.caller() or "an unknown location")
+    mine = Fingerprint(
+        what, tuple(path.operators), tuple(sends), tuple(receives), comm.caller() or "an unknown location"
+    )
     number, path.communications, path.operators = path.communications, path.communications + 1, []
     timeout = _torch.timeout_of(group, tensors[0].device.type).total_seconds() if _timeout is None else _timeout
     try:
