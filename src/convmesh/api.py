@@ -1,4 +1,4 @@
-"""The public switch."""
+"""`enable` and `disable`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .sharding import registry
 from .sharding.debug import agreement
 
 _one_at_a_time = Lock()  # threads may be ranks
-_told = False  # whether the program itself has switched the rules on or off
+_told = False  # whether the program itself has called `enable` or `disable`
 
 
 class Enabled:
-    """The result of `enable()`. As a context manager it restores, at the end of the block, the state that it found."""
+    """The result of `enable()`. As a context manager it restores the previous state at the end of the block."""
 
     def __init__(self) -> None:
         self._before = registry.installed()
@@ -64,16 +64,16 @@ def enable(
         timeout: With `check`, the number of seconds after which a rank that does not take part is reported. The default
             is the timeout of the process group.
         benchmark: Time every algorithm at the first vmapped convolution of each shape, and use the fastest one from
-            then on, as `torch.backends.cudnn.benchmark` does. What was measured is kept on disk, by processor, number
-            of threads and version. Without it, convmesh estimates the times on CPUs, and leaves vmapped convolutions
-            on other devices to torch's own rules. For DTensors the first rank measures and all ranks follow. For plain
+            then on, as `torch.backends.cudnn.benchmark` does. Measurements are kept on disk, by processor, number of
+            threads and version. Without it, convmesh estimates the times on CPUs, and leaves vmapped convolutions on
+            other devices to torch's own rules. For DTensors the first rank measures and all ranks follow. For plain
             tensors in a job of several processes nothing is measured.
-        exact: Rule out algorithms for vmapped convolutions that round more than the definition of a convolution does:
-            Winograd's, which float32 may take on CPUs otherwise. `torch.use_deterministic_algorithms(True)` does so,
-            too. float64 never takes them.
+        exact: Rule out algorithms for vmapped convolutions that round more than direct convolution does: Winograd's,
+            which float32 may use on CPUs otherwise. `torch.use_deterministic_algorithms(True)` does so, too. float64
+            never uses them.
         mesh: Let the ranks of this mesh agree now on how they compute vmapped convolutions of *plain* tensors, so that
-            they may use compiled kernels. All ranks of the mesh make this call.
-            Without it, the processes of a job use only what every machine has, so that all of them get the same bits.
+            they may use compiled kernels. All ranks of the mesh must make this call. Without it, the processes of a
+            job use only what every machine has, so that all of them get the same bits.
 
     Returns:
         A context manager. Ignore it to leave the rules on.
@@ -109,7 +109,7 @@ def enable(
 def disable() -> None:
     """Switch all rules off and restore what torch had before `enable()`.
 
-    It also ends `check`, `benchmark` and `exact`. It is safe to call it twice. On a simulated rank the rules stay on
+    This also ends `check`, `benchmark` and `exact`, and is safe to call twice. On a simulated rank the rules stay on
     until the simulation ends.
 
     Examples:
@@ -121,7 +121,7 @@ def disable() -> None:
 
 
 def enable_unless_told() -> None:
-    """For whoever gets a sharded tensor of us: without the rules torch would compute wrong results of it, silently."""
+    """Enable the rules for a new sharded tensor unless the program has decided: torch alone is silently wrong."""
     if not _told and not (registry.installed() and batching.installed()):
         with _one_at_a_time:
             registry.install()
@@ -132,6 +132,6 @@ def switch_off() -> None:
     agreement.end()
     batching.set_settings(batching.Settings())
     batching.agree(None)
-    if not _torch.ranks_are_threads():  # others may be in the middle of a rule
+    if not _torch.ranks_are_threads():  # other ranks may be in the middle of a rule
         batching.uninstall()
         registry.uninstall()

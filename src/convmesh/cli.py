@@ -25,7 +25,7 @@ Row = tuple[str, Behaviour]
 
 
 def operator_rows() -> list[Row]:
-    """(operators that behave alike, how), in the order of families and names."""
+    """Return (operators with the same behaviour, the behaviour), sorted by family and name."""
     alike: dict[tuple[str, Behaviour], set[str]] = {}
     for operator, behaviour in declared().items():
         name = operator._schema.name.removeprefix("aten::")
@@ -48,7 +48,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def markdown() -> str:
-    """The page docs/operators.md."""
+    """Return the page docs/operators.md."""
     lines = [INTRODUCTION]
     for family, rows in families(operator_rows()):
         lines += [f"## {family.capitalize()}", "", _line(HEADINGS), _line(["---"] * len(HEADINGS))]
@@ -92,7 +92,7 @@ def run_selftest(options: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Every command is a subparser with its function as `run`."""
+    """Return the argument parser; each command is a subparser with its function as `run`."""
     main_parser = argparse.ArgumentParser(prog="convmesh", description="Convolutional networks on a device mesh.")
     commands = main_parser.add_subparsers(title="commands", required=True, metavar="command")
     operators = commands.add_parser("operators", help="what each operator does on sharded tensors")

@@ -1,3 +1,3 @@
-"""Ghost clipping of Opacus for convolutional networks. Importing this module switches it on."""
+"""Ghost clipping of Opacus for convolutional networks. Importing this module enables it."""
 
 from .per_sample.opacus import PerSampleLoss as PerSampleLoss

@@ -1,4 +1,4 @@
-"""How much memory a piece of work needs at most, as Linux counts it."""
+"""The peak memory of a piece of work, as Linux counts it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _PROCESS = Path("/proc/self")
 
 
 def peak_memory(work: Callable[[], object]) -> int:
-    """By how many bytes this process grows at most while `work` runs."""
-    (_PROCESS / "clear_refs").write_text("5")  # resets the peak to what is used now
+    """Return the number of bytes by which this process grows at most while `work` runs."""
+    (_PROCESS / "clear_refs").write_text("5")  # resets the peak to the current use
     before = _status("VmRSS")
     work()
     return _status("VmHWM") - before

@@ -1,4 +1,4 @@
-"""Strides of tensors without gaps, and of parts that look like one device's."""
+"""Dense strides, memory formats, and local tensors with the strides of one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 def _kept(find: AnyFunction) -> AnyFunction:
-    """Keep what a function finds, but for sizes that are a compiler's symbols, which are no keys."""
+    """Cache a function, except for symbolic sizes of a compiler, which are not hashable."""
     cache = lru_cache(maxsize=4096)(find)
 
     @wraps(find)
@@ -32,7 +32,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @_kept
 def dense_stride(shape: tuple[int, ...], memory_format: torch.memory_format) -> Stride:
-    """The strides of a new tensor of this shape."""
+    """Return the strides of a new tensor of this shape."""
     order = list(range(len(shape)))
     if memory_format in (torch.channels_last, torch.channels_last_3d):
         order = [0, *range(2, len(shape)), 1]
@@ -44,13 +44,13 @@ def dense_stride(shape: tuple[int, ...], memory_format: torch.memory_format) -> 
 
 
 def same_stride(shape: tuple[int, ...], one: Stride, other: Stride) -> bool:
-    """Whether tensors with these strides lie alike: a stride along a dimension of size 1 says nothing."""
+    """Whether two strides mean the same layout: the stride of a dimension of size 1 does not matter."""
     return all(a == b for a, b, size in zip(one, other, shape, strict=True) if size > 1)
 
 
 @_kept
 def format_of(shape: tuple[int, ...], stride: Stride) -> torch.memory_format | None:
-    """contiguous_format or channels_last, if a tensor has one of them; the first where it has both."""
+    """Return contiguous_format or channels_last if the strides match it, else None; contiguous_format if both do."""
     for memory_format in (torch.contiguous_format, _CHANNELS_LAST.get(len(shape))):
         if memory_format is not None and same_stride(shape, stride, dense_stride(shape, memory_format)):
             return memory_format
@@ -58,7 +58,7 @@ def format_of(shape: tuple[int, ...], stride: Stride) -> torch.memory_format | N
 
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """channels_last where the strides say so and it makes a difference, else contiguous."""
+    """Return channels_last if the strides match it and it differs from contiguous, else contiguous."""
     for rank, candidate in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if tensor.dim() == rank and tensor.stride(1) == 1 and not tensor.is_contiguous() and tensor.shape[1] > 1:
             return candidate
@@ -66,33 +66,36 @@ def memory_format(tensor: torch.Tensor) -> torch.memory_format:
 
 
 def usual(local: torch.Tensor, whole: Stride) -> torch.Tensor:
-    """The same memory, by strides that one device could have had; `whole` are the global ones.
+    """Return a local tensor with strides that one device could have had, by a view; `whole` are the global strides.
 
-    A stride along a dimension of size 1 says nothing, and a part may have any: that of the view that it came from, of
-    a tensor in which there was more of it. Kernels guess the memory format from all strides, and some go wrong.
+    The stride of a dimension of size 1 does not matter, and a local tensor may have any there, such as that of a larger
+    tensor that it is a view of. Kernels guess the memory format from all strides, and some get it wrong.
     """
     shape = local.shape
     if (1 not in shape and 0 not in shape) or len(shape) != len(whole):
-        return local  # nearly always; or the rank is outside of the mesh
+        return local  # the usual case; or the rank is outside of the mesh
     stride = _usual_stride(shape, local.stride(), whole)
     return local if stride is None else local.as_strided(shape, stride)
 
 
 def is_usual(shape: tuple[int, ...], stride: Stride, whole: Stride) -> bool:
-    """Whether a part of this shape has such strides already."""
+    """Whether a local tensor of this shape already has the strides that `usual` would give it."""
     sane = (1 not in shape and 0 not in shape) or len(shape) != len(whole)
     return sane or _usual_stride(shape, stride, whole) is None
 
 
 @_kept
 def _usual_stride(shape: tuple[int, ...], stride: Stride, whole: Stride) -> Stride | None:
-    """Those of a memory format, if the part has one; else, along dimensions of size 1, as far as the dimensions inside
-    of them reach. None where it is so already."""
+    """Return the strides that one device could have had, or None if they are `stride`.
+
+    They are those of a memory format if the tensor has one; else each dimension of size 1 gets the extent of the
+    dimensions inside of it.
+    """
     found = format_of(shape, stride)
     if found is not None:
         last = _CHANNELS_LAST.get(len(shape))
         if last is not None and whole[1] < whole[-1] and same_stride(shape, stride, dense_stride(shape, last)):
-            found = last  # a part with one channel, or one pixel, has both formats: it gets that of the whole
+            found = last  # one channel, or one pixel, has both formats: take that of the full tensor
         wanted = dense_stride(shape, found)
     else:
         steps, reach = list(stride), 1
@@ -106,5 +109,5 @@ def _usual_stride(shape: tuple[int, ...], stride: Stride, whole: Stride) -> Stri
 
 
 def has_idle_strides(shape: Sequence[Any]) -> bool:
-    """Whether a dimension has size 0 or 1, so that its stride may be anything. Not of a compiler's symbols."""
+    """Whether a dimension has size 0 or 1, so that its stride does not matter. Symbolic sizes do not count."""
     return any(isinstance(size, int) and size < 2 for size in shape)

@@ -1,4 +1,4 @@
-"""Where things are kept that are made once for a machine, and whether somebody else could have put them there."""
+"""The cache directory of the user, and checks that only the user could have written to it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ MOST_STEPS = 1000
 
 
 def cache_directory() -> Path:
-    """$CONVMESH_CACHE, or else a directory in the user's cache: of $XDG_CACHE_HOME, or of ~/.cache."""
+    """Return $CONVMESH_CACHE, or else a directory in the user's cache: of $XDG_CACHE_HOME, or ~/.cache."""
     if wanted := os.environ.get("CONVMESH_CACHE"):
         return Path(wanted).absolute()
-    with suppress(RuntimeError):  # which newer releases raise, while older ones leave the ~ in the path
+    with suppress(RuntimeError):  # newer releases raise it, older ones leave the ~ in the path
         if (directory := platformdirs.user_cache_path("convmesh")).is_absolute():
             return directory
     raise FileNotFoundError("there is no home directory, and CONVMESH_CACHE is not set")
 
 
 def make_private(directory: Path) -> None:
-    """What is missing of a path, for its user alone whatever the umask."""
+    """Create a directory and its missing parents, accessible to the user only, whatever the umask."""
     if not directory.is_dir():
         make_private(directory.parent)
         directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def trusted(path: Path) -> Path:
-    """An absolute path without its symbolic links; refused unless it is this user's, or root's, and theirs alone.
+    """Resolve the symbolic links of an absolute path; refuse it unless only this user or root can write to it.
 
-    That is asked at every step of the way, links included: who can rename a directory decides what is in it. A sticky
-    directory (/tmp) may be on the way, because nobody can rename there what belongs to another.
+    Every step of the way is checked, links included: a user who can rename a directory decides what is in it. A sticky
+    directory (/tmp) may be on the way, because only the owner of an entry can rename it there.
     """
     here, ahead = Path("/"), [*reversed(path.parts[1:])]
     mine = {os.geteuid(), 0}
-    on_the_way = mine | {os.stat("/").st_uid}  # root by another name, where a container does not know it
+    on_the_way = mine | {os.stat("/").st_uid}  # root under another id, as in some containers
     for _ in range(MOST_STEPS):
         if not ahead:
             return here

@@ -73,4 +73,4 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_time_out() -> None:
     waited, away = launch(one_does_not_come, mesh=(2,), names=("h",), group_seconds=2)
     assert away.result is True
     assert waited.error == "CommunicationError"
-    assert "ranks 0, 1 have said what they know about: fact" in waited.message
+    assert "ranks 0, 1 have reported what they know about: fact" in waited.message

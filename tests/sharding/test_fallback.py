@@ -27,4 +27,4 @@ def unruled(mesh: DeviceMesh) -> str:
 def test_taken_apart_or_refused_and_never_refused_where_every_rank_has_all(pool: Pool) -> None:
     message = same_on_all_ranks(pool.run(unruled, mesh=(4,)))
     assert message.startswith("_pdist_forward: there is no rule")
-    assert "remedy: make them whole" in message
+    assert "remedy: replicate them" in message

@@ -138,7 +138,7 @@ MISTAKES = {
     calls_other_collectives: "(?s)not doing the same.*rank 2: barrier",
     sends_other_counts: r"(?s)not what another expects.*rank 2: .*sends \[2, 1, 1, 1\]",
     returns_early: r"(?s)ranks 0-1, 3: waits for all_reduce of .*rank 2 did not come.*rank 2: has returned",
-    goes_by_other_groups: "(?s)wait for what never comes.*rank 2: waits for all_reduce",
+    goes_by_other_groups: "(?s)deadlock: all ranks wait.*rank 2: waits for all_reduce",
     waits_for_a_key: "(?s)rank 2: waits for .*not there in the store, at .*test_mistakes.py",
     waits_for_a_message: r"(?s)rank 2: waits for rank 1 to send \(3,\)",
     catches_it: "not doing the same",

@@ -1,6 +1,6 @@
-"""All of torch's private names that convmesh uses, but for functorch's. Nothing else in the library touches one.
+"""All private names of torch that convmesh uses, except functorch's. No other package of the library uses one.
 
-`REQUIRED` lists them, so that a test can say which one a new torch release has lost.
+`REQUIRED` lists them, so that a test can report which one a new torch release has lost.
 """
 
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

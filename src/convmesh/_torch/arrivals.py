@@ -1,4 +1,4 @@
-"""Waiting for messages on CPUs: awake at first."""
+"""Waiting for messages on CPUs: by polling at first."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch.distributed as dist
 
 from .groups import group_called
 
-# How long a thread looks for a message before it lies down for it: to be woken takes longer than most messages do
-# (measured with gloo on one machine: 1.2 ms a message asleep and 0.5 awake, 2.9 and 1.2 with two ranks a core).
+# Seconds for which a thread polls for a message before it sleeps: waking up takes longer than most messages do
+# (measured with gloo on one machine: 1.2 ms per message asleep and 0.5 awake, 2.9 and 1.2 with two ranks per core).
 AWAKE_SECONDS = 0.01
-# By the memory of the result, until somebody waits for it. Nobody may, and so only the last of them are kept.
+# By storage address of the result, until it is awaited. It may never be, so only the last of them are kept.
 _arrivals: dict[int, dist.Work] = {}
 ARRIVALS = 64
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Tells tensors apart that look at different memory, also where there is none of it."""
+    """Return an id of a tensor's storage, which differs between storages even if they are empty."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def all_to_all_on_cpus(
     buffer: torch.Tensor, receive_counts: list[int], send_counts: list[int], group: dist.ProcessGroup | str
 ) -> torch.Tensor:
-    """What torch's operator does, except that whoever waits for the result can ask whether it is there."""
+    """Do what torch's operator does, and keep the work handle, so that a waiting thread can ask whether it is done."""
     result = buffer.new_empty((sum(receive_counts), *buffer.shape[1:]))
     work = group_called(group).alltoall_base(result, buffer.contiguous(), receive_counts, send_counts)
     torch._C._distributed_c10d._register_work(result, work)
@@ -37,7 +37,7 @@ def all_to_all_on_cpus(
 
 
 def look_for(tensor: torch.Tensor) -> None:
-    """Stay awake for a while until the result of a collective is there, and let others compute meanwhile."""
+    """Poll for a while until the result of a collective is there, yielding the core to other threads."""
     work = _arrivals.pop(memory_of(tensor), None)
     if work is None or not hasattr(os, "sched_yield"):
         return

@@ -1,4 +1,4 @@
-"""Starting communications, awaiting them, and seeing them all."""
+"""Starting collectives, waiting for them, and intercepting them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .names import COLLECTIVES, Operator
 from .order import in_order
 from .tracing import tracing
 
-# The operators themselves, where nothing is traced: what torch wraps around them takes longer than a small message.
+# The operators themselves, for use outside of traces: torch's Python wrappers take longer than a small message.
 _operators = torch.ops._c10d_functional
-# Dtypes that every backend sends as they are. Others, which some have no name for, travel as bytes.
+# Dtypes that every backend supports. Others, which some do not, are sent as bytes.
 SENT = frozenset({
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
 })  # fmt: skip
 ALL_TO_ALL: Operator = _operators.all_to_all_single.default
 MOVING = (ALL_TO_ALL, _operators.all_gather_into_tensor.default)
 _WAIT: Operator = _operators.wait_tensor.default
-# What the operators come to before the backend, while somebody intercepts them.
+# The kernels that the operators dispatch to before the backend, while collectives are intercepted.
 _kernels: dict[Operator, Callable[..., Any]] = {}
 
 
 def all_to_all(
     buffer: torch.Tensor, incoming: list[int], outgoing: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Start sending; the result is there after `wait`. A functional collective, so that compilers can trace it."""
-    if buffer.is_complex():  # not every backend knows such numbers, but all know pairs
+    """Start an all-to-all; `wait` gives the result. It is a functional collective, so that compilers can trace it."""
+    if buffer.is_complex():  # not every backend supports complex dtypes, but all support pairs of reals
         doubled = [2 * count for count in incoming], [2 * count for count in outgoing]
         return torch.view_as_complex(all_to_all(_pairs(buffer).reshape(-1), *doubled, group).view(-1, 2))
     if tracing():
@@ -42,7 +42,7 @@ def all_to_all(
 
 
 def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place: bool = False) -> torch.Tensor:
-    """Start reducing over a group; the result is there after `wait`, where `tensor` was if that may be lost."""
+    """Start an all-reduce over a group; `wait` gives the result, in the storage of `tensor` if `in_place`."""
     if tensor.is_complex() and op in ("sum", "avg"):
         return torch.view_as_complex(all_reduce(_pairs(tensor), op, group, in_place))
     if tracing():
@@ -52,7 +52,7 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Start to send what each rank has to all; the result, of all of them along dimension 0, is there after `wait`."""
+    """Start an all-gather along dimension 0; `wait` gives the result."""
     if tensor.is_complex():
         return torch.view_as_complex(all_gather(_pairs(tensor), group))
     if tracing():
@@ -61,8 +61,11 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _call(operator: Operator, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-    """A collective where nothing is traced. If nobody looks on between here and the backend, its kernel is called at
-    once, which spares two ways through torch's dispatcher."""
+    """Call a collective outside of a trace.
+
+    If nothing observes calls (modes, transforms, profiler), the intercepting kernel is called directly, which saves two
+    passes through torch's dispatcher.
+    """
     kernel = _kernels.get(operator)
     watched = (
         type(tensor) is not torch.Tensor
@@ -78,28 +81,28 @@ def _call(operator: Operator, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 def _pairs(tensor: torch.Tensor) -> torch.Tensor:
-    """A view, as what is made complex of the result again: who waits for that waits for what is under way."""
+    """Return a complex tensor as a view of reals: they share storage, so waiting for one waits for the collective."""
     return torch.view_as_real(tensor.resolve_conj())
 
 
 def _as_bytes(send: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Send what a backend may have no name for: [*] as [* bytes]."""
+    """Send a dtype that a backend may not support as bytes: [*] as [* bytes]."""
     arriving = send(tensor.contiguous().unsqueeze(-1).view(torch.uint8))
     return arriving.view(tensor.dtype).squeeze(-1)
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a collective, once it is there. What a compiler traces is awaited where it starts."""
+    """Wait for a collective, and return its result. While tracing, collectives are awaited where they start."""
     return tensor if tracing() else _call(_WAIT, tensor)
 
 
 def under_way(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a collective, or a view of it, for others: whoever reads it waits first."""
+    """Return a result that has not been awaited, or a view of it, wrapped so that reading it waits."""
     return collectives.AsyncCollectiveTensor(tensor)
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor once it is there; torch's own redistribution, too, hands on some whose collective is under way."""
+    """Return an awaited tensor; torch's own redistribution also returns some whose collective is still running."""
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
@@ -107,11 +110,11 @@ def intercept_collectives(
     around: Callable[[Operator, tuple[Any, ...], Callable[[], Any]], Any],
     awaiting: Callable[[torch.Tensor, Callable[[], Any]], Any],
 ) -> Callable[[], None]:
-    """Let `around(operator, args, run)` run every functional collective, and `awaiting(tensor, run)` every wait for
-    one; returns what undoes that.
+    """Let `around(operator, args, run)` run every functional collective, and `awaiting(tensor, run)` every wait.
 
-    The place is the last one before the backend, so compiled code comes by as well, and what a compiler only traces
-    is known by its device. Collectives of `torch.distributed` itself (`dist.all_reduce`) do not pass here.
+    Returns a function that undoes this. The interception is the last step before the backend, so it sees compiled code
+    too; meta tensors mean that a compiler only traces. Collectives of `torch.distributed` itself (`dist.all_reduce`)
+    are not intercepted.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")
     beyond = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
@@ -125,7 +128,7 @@ def intercept_collectives(
             if operator in MOVING and first.dtype not in SENT:
                 return _as_bytes(lambda data: operator(data, *args[1:], **kwargs), first)
             if operator is ALL_TO_ALL and is_fake(group_called(args[-1])):
-                # torch's fake group sends nothing, leaves the result as memory happens to be, and is never done.
+                # torch's fake group sends nothing, leaves the result uninitialised, and never completes.
                 return around(operator, args, lambda: first.new_zeros((sum(args[1]), *first.shape[1:])))
             if first.is_cpu and operator is ALL_TO_ALL:
                 return around(operator, args, lambda: all_to_all_on_cpus(*args, **kwargs))
@@ -146,7 +149,7 @@ def intercept_collectives(
         _kernels[getattr(_operators, name).default] = kernel
     library.impl("wait_tensor", waiting, "BackendSelect", with_keyset=True)
     _kernels[_WAIT] = waiting
-    # torch's CommDebugMode does not know the one that reduces in place.
+    # torch's CommDebugMode does not know the in-place all-reduce.
     NATIVE_TO_PY_MAPPING[_operators.all_reduce_] = torch.ops.c10d_functional.all_reduce
 
     def undo() -> None:

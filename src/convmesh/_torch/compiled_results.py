@@ -1,5 +1,4 @@
-"""What crosses the border of compiled code: results that are copies of a part of something else, and inputs that it
-writes."""
+"""The boundary of compiled code: results that are copies of a part of another tensor, and inputs that it writes."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ from .tensors import slot_of
 
 
 class CopyMeta(TensorMeta):
-    """Of a result that is a copy. Equal to that of one that is not, and kept with compiled code."""
+    """The TensorMeta of a result that is a copy: equal to the plain one, and kept with compiled code."""
 
 
 def mark_returned_copies(
     is_copy: Callable[[torch.Tensor], bool], returned: Callable[[torch.Tensor], None]
 ) -> Callable[[], None]:
-    """Call `returned` with the local tensor of each result of compiled code of which `is_copy` was true when it was
-    traced; returns what ends it.
+    """Call `returned` with the local tensor of each result of compiled code that was a copy (`is_copy`) when traced.
 
-    A compiler takes DTensors apart and puts them together again, while it traces and when its code runs.
+    Returns a function that undoes this. It uses that a compiler flattens and unflattens DTensors, while it traces and
+    when its code runs.
     """
     flatten, unflatten = DTensor.__tensor_flatten__, DTensor.__tensor_unflatten__
 
@@ -55,9 +54,9 @@ def _set(flatten: Any, unflatten: Any) -> None:
 
 
 def before_compiled_writes(check: Callable[[DTensor], None]) -> Callable[[], None]:
-    """Call `check` with each DTensor that compiled code is about to write in place; returns what ends it.
+    """Call `check` with each DTensor that compiled code is about to write in place; return a function that undoes this.
 
-    Such writes reach no operator's handler. But a compiler tells autograd of them, before its code runs.
+    Such writes reach no operator's handler. But compiled code reports them to autograd before it runs.
     """
     increment_version = torch.autograd.graph.increment_version
 

@@ -1,4 +1,4 @@
-"""How DTensor and autograd come to an operator, and what they do by themselves."""
+"""How operators reach DTensor and autograd, and their own behaviour there."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from .tracing import tie, tracing
 
 
 def handlers() -> dict[Operator, Handler]:
-    """DTensor's table of operators that are handled apart; it is consulted on every call."""
+    """Return DTensor's table of custom handlers, which is consulted on every call."""
     table: dict[Operator, Any] = DTensor._op_dispatcher._custom_op_handlers
     return table
 
 
 def has_strategy(operator: Operator) -> bool:
-    """Whether DTensor knows by itself how an operator is sharded, without taking it apart."""
+    """Whether DTensor has a sharding strategy for an operator, without decomposing it."""
     known = DTensor._op_dispatcher.sharding_propagator
     return operator in known.op_strategy_funcs or operator in known.op_single_dim_strategy_funcs
 
 
 def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What DTensor itself does for an operator whose rule leaves this call alone; a view stays a view."""
+    """Run DTensor's own implementation, for a call that the operator's rule leaves to it; a view stays a view."""
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(operator, args, kwargs)
     found = dispatcher._propagate_op_sharding_dispatch_slow_path(operator, args, kwargs, info, try_cache=True)
     if not isinstance(found, OutputSharding):
-        return found  # an operator that was taken apart
+        return found  # a decomposed operator
     info.output_sharding = found
     results = dispatcher._dispatch_get_local_results_slow_path(operator, args, info)
     if operator._schema.is_mutable:
@@ -51,37 +51,37 @@ def stock(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _is_view(operator: Operator, args: tuple[Any, ...], results: Any) -> bool:
-    """Whether a view operator's results are views on this rank: what had to be moved for it is a copy."""
+    """Whether a view operator's results are views on this rank; they are copies if DTensor moved the operand."""
     if not operator._schema._is_view_op():
         return False
     if args[0].device_mesh.get_coordinate() is None:
-        return True  # a rank that has nothing of it does what the others do
+        return True  # a rank without a local tensor does what the others do
     first = next(iter(results), None) if isinstance(results, list | tuple) else results
     return first is None or memory_of(first) == memory_of(local_of(args[0]))
 
 
 def as_view(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Tell torch that a view operator's result shares its memory with the operand.
+    """Tell torch that a view operator's result shares its storage with the operand.
 
-    Not while a graph is traced: autograd knows it anyway, and so do the local tensors. What a graph returns as sharing
-    memory with an input torch.compile makes once more, by strides and offsets, which DTensors do not have.
+    Not while tracing: autograd and the local tensors know it anyway. If a graph returned a tensor that shares storage
+    with an input, torch.compile would recreate it from strides and offsets, which DTensors do not have.
     """
     if not operator._schema.is_mutable:
         if tracing():
             return result
-        if type(result) is DTensor and type(args[0]) is DTensor:  # nearly always
+        if type(result) is DTensor and type(args[0]) is DTensor:  # the usual case
             return aliased(result, args[0])
     return return_and_correct_aliasing(operator, args, kwargs, result)
 
 
 def aliased(view: DTensor, tensor: DTensor) -> DTensor:
-    """The same outside of a trace."""
+    """Return `view`, marked as a view of `tensor`; `as_view` outside of a trace."""
     torch._functionalize_unsafe_set(view, tensor)
     return view
 
 
 def view_of_itself(operator: Operator, tensor: Any) -> DTensor | None:
-    """A DTensor's view of all of its memory, by `detach` or `alias`; None for what needs a closer look."""
+    """Return a DTensor's view by `detach` or `alias`; None for a call that needs the slow path."""
     local = tensor._local_tensor if type(tensor) is DTensor else None
     if type(local) is not torch.Tensor:
         return None
@@ -89,8 +89,10 @@ def view_of_itself(operator: Operator, tensor: Any) -> DTensor | None:
 
 
 def keeps_communication(handler: Handler) -> Handler:
-    """A rule whose results depend on what it has communicated on every rank, also where a rank has nothing of them or
-    has used nothing of what an exchange has brought: a compiler would drop the communication from such a rank's graph.
+    """Wrap a rule so that its results depend on its communication, on every rank.
+
+    A rank may have empty results, or use nothing of what it received; a compiler would drop the communication from its
+    graph.
     """
 
     @wraps(handler)
@@ -109,9 +111,11 @@ def keeps_communication(handler: Handler) -> Handler:
 
 
 def _depend(tensor: DTensor, written: bool, args: tuple[Any, ...]) -> None:
-    """Make a DTensor depend on the last communication, and on the operands: a backward pass that does not depend on its
-    gradients torch takes for a part of the forward pass. It keeps its memory, of which others may take notes, unless it
-    is an operand's that is not to be written, or repeats numbers."""
+    """Make a DTensor depend on the last communication, and on the operands.
+
+    torch takes a backward pass that does not depend on its gradients for a part of the forward pass. The tensor keeps
+    its storage, which may have notes, unless that belongs to an operand that must not be written, or is expanded.
+    """
     local = local_of(tensor)
     operands = [local_of(arg) for arg in tree_iter(args) if isinstance(arg, DTensor)]
     tied = tie(after_the_last(local), *operands)
@@ -122,14 +126,14 @@ def _depend(tensor: DTensor, written: bool, args: tuple[Any, ...]) -> None:
 
 
 def view_rule(handler: Handler) -> Handler:
-    """A view operator's rule: in inference mode torch wants views of other tensors to be other tensors too."""
+    """Wrap a view operator's rule for inference mode: views of non-inference tensors must be non-inference tensors."""
 
     @wraps(handler)
     def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_inference_mode_enabled() or args[0].is_inference():
             return handler(operator, args, kwargs)
-        # Outside of inference mode autograd is back, also for what a rule is made of, and it wants views that it has
-        # made itself; here we are below it.
+        # Outside of inference mode autograd is active again, also for the operators that a rule calls, and requires
+        # that it makes the views itself; here we run below it.
         with torch.inference_mode(False), torch._C._AutoDispatchBelowADInplaceOrView():
             return handler(operator, args, kwargs)
 
@@ -137,35 +141,35 @@ def view_rule(handler: Handler) -> Handler:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running: it makes plain zeros where a gradient is missing, and writes into no gradient."""
+    """Whether a backward pass is running: autograd makes plain zeros for missing gradients, and writes into none."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def accumulating() -> torch.Tensor | None:
-    """In a hook before a leaf's gradient is accumulated: that leaf. A hook that held it would keep it alive."""
+    """Return the leaf whose gradient is about to be accumulated, in a hook: a hook that held it would keep it alive."""
     leaf: torch.Tensor | None = getattr(torch._C._current_autograd_node(), "variable", None)
     return leaf
 
 
 def gradient_hooks(leaf: torch.Tensor) -> Collection[Callable[..., Any]]:
-    """What is called after a leaf's gradient is accumulated."""
+    """Return the hooks that are called after a leaf's gradient is accumulated."""
     hooks: dict[int, Callable[..., Any]] | None = leaf._post_accumulate_grad_hooks
     return hooks.values() if hooks else ()
 
 
 def attach_hooks(leaf: torch.Tensor) -> None:
-    """Let the hooks that a leaf lists be called again, after torch has swapped it for another tensor without them."""
+    """Re-register the hooks that a leaf lists, after torch has swapped it for a tensor without them."""
     leaf._backward_hooks = leaf._backward_hooks
     leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Call back at the end of the backward pass that is running."""
+    """Call `callback` at the end of the running backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def replicates_implicitly() -> bool:
-    """Whether DTensor's own operators take a plain tensor for one that is the same on every rank."""
+    """Whether DTensor's own operators take plain tensors as replicated."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
@@ -174,6 +178,6 @@ def replicate_implicitly(on: bool) -> None:
 
 
 def has_kernel(name: str, device: str) -> bool:
-    """Whether an operator has a kernel of its own for a type of device."""
+    """Whether an operator has a kernel for a device type."""
     key = torch._C._dispatch_key_for_device(device)
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))

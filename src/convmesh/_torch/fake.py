@@ -1,4 +1,4 @@
-"""What one device would return, without values: operators on torch's fake tensors."""
+"""Results of operators on one device, without values: on torch's fake tensors."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ _log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def on_one_device(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The operator's results for arguments of these sizes and strides, as fake tensors; None where only values tell."""
+    """Return the operator's results for arguments of these sizes and strides, as fake tensors.
+
+    None if they depend on values, or the operator has no fake kernel.
+    """
     said_before = _log.disabled
-    _log.disabled = True  # torch writes the errors down that are expected here
+    _log.disabled = True  # torch logs errors that are expected here
     try:
         return checked_on_one_device(operator, args, kwargs)
-    except Exception:  # of many kinds, for operators that have no fake kernel; nothing is communicated here
+    except Exception:  # of many kinds, if there is no fake kernel; nothing is communicated here
         return None
     finally:
         _log.disabled = said_before
 
 
 def checked_on_one_device(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The same of an operator that has a fake kernel: what does not fit together is torch's own error."""
+    """Return the results of an operator that has a fake kernel; mismatched arguments raise torch's own error."""
     mode = detect_fake_mode() if has_symbols_within((args, kwargs)) else None
     with no_modes(), mode or FakeTensorMode():
         models, options = tree_map(_model, (args, dict(kwargs)))
@@ -52,6 +55,6 @@ def _model(value: Any) -> Any:
 
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
-    """The memory format that torch's kernels take a tensor to have."""
+    """Return the memory format that torch's kernels assume for a tensor."""
     format: torch.memory_format = suggest_memory_format(tensor)
     return format

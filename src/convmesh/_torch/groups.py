@@ -1,4 +1,4 @@
-"""Process groups: by their names, and how long their collectives may take."""
+"""Process groups: their names, backends, timeouts, and the store."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .names import Store
 
 
 def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
-    """The process group that a functional collective was given, by its name or itself."""
-    if not isinstance(group, str):  # a process group, of which Python takes long to say so
+    """Return the process group of a functional collective's argument, which is a name or the group itself."""
+    if not isinstance(group, str):  # a process group; an isinstance check for that is slow
         return group
     found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(group))
     return found
@@ -27,10 +27,10 @@ _by_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether a group's messages between CPUs go by gloo: not by MPI, nor are they made up for a test.
+    """Whether a group's messages between CPUs go through gloo, and not through MPI or a fake backend.
 
-    The name that `dist.get_backend` has does not tell: it is "undefined" where nobody named a backend, and a list where
-    each device has one of its own.
+    `dist.get_backend` does not tell: its name is "undefined" if no backend was given, and a list if each device has
+    one.
     """
     found = _by_gloo.get(group)
     if found is None:
@@ -40,13 +40,15 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """Whether a group only looks as if it communicated: one rank of a large mesh, for tests and planning."""
+    """Whether a group only pretends to communicate: one rank of a large mesh, for tests and planning."""
     return dist.get_backend(group) == "fake"
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str | None = None) -> timedelta:
-    """How long a collective of this group on such devices, else on its first, may take; torch's default where nobody
-    says. A group may have a backend for each kind of device, and one that is made of threads has none."""
+    """Return the timeout of a group's collectives on this device type, or on its first; torch's default if none is set.
+
+    A group may have a backend per device type; one made of threads has none.
+    """
     backends = [group._get_backend(kind) for kind in group._device_types if device_type in (None, kind.type)]
     options = getattr(backends[0], "options", None) if backends else None
     said: timedelta | None = getattr(options, "_timeout", None)
@@ -54,25 +56,25 @@ def timeout_of(group: dist.ProcessGroup, device_type: str | None = None) -> time
 
 
 def inherit_timeout(group: dist.ProcessGroup, device_type: str) -> None:
-    """Give a group that nobody set a time-out for the one that was given to `init_process_group`.
+    """Give a group without an explicit timeout the one that was passed to `init_process_group`.
 
-    torch makes the groups of a mesh with a time-out of its own, of half an hour.
+    torch creates the groups of a mesh with its default of half an hour.
     """
     world = dist.group.WORLD
     assert world is not None, "a group is part of an initialised world"
     wanted, found = timeout_of(world, device_type), timeout_of(group, device_type)
     if found in (default_pg_timeout, default_pg_nccl_timeout) and found != wanted:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of backends other than gloo and NCCL, which keep their own
-            # Newer releases of torch have a public function for it, and warn of the private one.
+            warnings.simplefilter("ignore", UserWarning)  # from backends other than gloo and NCCL, which keep theirs
+            # Newer releases of torch have a public function for this, and warn about the private one.
             getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(wanted, group)
 
 
 def messages_between(ranks: tuple[int, ...], purpose: str, timeout: timedelta) -> Any:
-    """A gloo group of these ranks, which make it together; no other rank has to come. Simulated ranks have their own.
+    """Create a gloo group of these ranks without the others. Simulated ranks have groups of their own.
 
-    torch's own way (`use_local_synchronization`) names a group by how many a rank has, and ranks may have different
-    numbers of them: then each waits for a group that nobody else makes.
+    torch's way (`use_local_synchronization`) names a group by the number of groups a rank has, which may differ between
+    ranks: then each waits for a group that no other rank creates.
     """
     simulated = getattr(dist.group.WORLD, "messages_between", None)
     if simulated is not None:
@@ -82,11 +84,11 @@ def messages_between(ranks: tuple[int, ...], purpose: str, timeout: timedelta) -
 
 
 def inside_ddp() -> bool:
-    """Whether this is called by the forward pass of a `DistributedDataParallel`."""
+    """Whether the forward pass of a `DistributedDataParallel` is running."""
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def store() -> Store:
-    """Where all ranks can leave each other messages without a collective."""
+    """Return the store through which all ranks can exchange messages without a collective."""
     found: Store = dist.distributed_c10d._get_default_store()
     return found

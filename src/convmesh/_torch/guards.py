@@ -1,4 +1,4 @@
-"""When compiled code may run again: what torch.compile looks at before it does."""
+"""Guards of compiled code: what torch.compile checks before it runs again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .dispatch import replicates_implicitly
 
 
 def guard_what_rules_know() -> Callable[[], None]:
-    """Let compiled code run only for the global sizes and strides that it was compiled for, and only where plain
-    tensors are taken for replicated ones, or are not, as then; returns what undoes that.
+    """Guard compiled code on the global sizes and strides, and on implicit replication, that it was compiled for.
 
-    torch.compile guards the placements and the local tensor. Over two ranks 7 rows and 8 leave the first rank the same
-    local tensor, and a size that was a symbol at first may have become a number for good.
+    Returns a function that undoes this. torch.compile guards placements and local tensor only: over two ranks, 7 rows
+    and 8 leave the first rank the same local tensor. A size that was a symbol at first may have become a number for
+    good.
     """
     before = GuardBuilder.DTENSOR_SPEC_MATCH
 
@@ -50,7 +50,7 @@ def _set(match: Callable[[Any, Any], None]) -> None:
 def _fits(
     sizes: Sequence[int | None], strides: Sequence[int | None], implicitly: bool
 ) -> Callable[[DTensorSpec], bool]:
-    """None stands for a size or stride that is a symbol, which has guards of its own."""
+    """Return the check of a guard; None stands for a symbolic size or stride, which has guards of its own."""
 
     def same(actual: Sequence[int], expected: Sequence[int | None]) -> bool:
         return len(actual) == len(expected) and all(b is None or a == b for a, b in zip(actual, expected, strict=True))

@@ -1,4 +1,4 @@
-"""DTensors whose placement is settled late, and seeing the calls that make new tensors."""
+"""DTensors whose placements are decided late, and a mode that sees the calls that create tensors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _spec = DTensor.__dict__["_spec"]
 
 
 class LateDTensor(DTensor):
-    """A DTensor that has sizes, but no local tensor and no placement before somebody asks for one of them."""
+    """A DTensor with sizes, but without local tensor and placements until one of them is needed."""
 
     @staticmethod
     def of(kind: Any, local: torch.Tensor, spec: Spec) -> Any:
-        """One of the class `kind`, with the sizes of `spec`, on the device of `local`."""
+        """Create an instance of the class `kind`, with the sizes of `spec`, on the device of `local`."""
         return DTensor.__new__(kind, local, spec, requires_grad=False)
 
     def settle(self) -> None:
-        """Call `become`."""
+        """Decide the placements and call `become`."""
         raise NotImplementedError
 
     def become(self, local: torch.Tensor, spec: Spec) -> None:
-        """From now on this is a DTensor like others, for whoever refers to it."""
+        """Become an ordinary DTensor, in place."""
         self.__class__ = DTensor  # type: ignore[assignment]
         _local.__set__(self, local)
         _spec.__set__(self, spec)
@@ -53,30 +53,32 @@ def is_view_operator(operator: Operator) -> bool:
 
 
 class DeviceContext(_device.DeviceContext):
-    """What `with torch.device(...)` is: it sees the calls that make tensors. Activation checkpointing enters it again
-    when it computes anew, which it does for no other mode."""
+    """The mode behind `with torch.device(...)`, which sees the calls that create tensors.
+
+    Activation checkpointing enters it again for recomputation, which it does for no other mode.
+    """
 
     def __init__(self) -> None:
         super().__init__(torch.get_default_device())
         contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _device.DeviceContext)]
-        # Whether the user has chosen a device, in a context that checkpointing does not see because of this one.
+        # Whether the user has set a device, in a context that checkpointing does not see because of this one.
         self._chosen: bool = bool(contexts) and getattr(contexts[-1], "_chosen", True)
-        # A mode below that says so is entered again with this one, when activations are computed anew.
+        # A mode below with this attribute is entered again together with this one, for recomputation.
         self._below = next(
             (mode for mode in _get_current_function_mode_stack() if hasattr(mode, "computes_anew")), None
         )
 
     @property
     def is_plain(self) -> bool:
-        """Whether a call comes to nothing but itself."""
+        """Whether a call in this context needs nothing but the call itself."""
         return self._below is None and not self._chosen
 
-    # As `with torch.device(...)` does it. Those of its class go below all other modes, and there is room for one there.
+    # As `with torch.device(...)` does. The class's own `__enter__` goes below all other modes, where only one fits.
     __enter__ = TorchFunctionMode.__enter__
     __exit__ = TorchFunctionMode.__exit__
 
     def stock(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """What happens without this context."""
+        """Make a call as it would be made without this context."""
         with self._forgotten():
             if self._chosen:
                 return super().__torch_function__(function, types, args, kwargs)
@@ -88,5 +90,5 @@ class DeviceContext(_device.DeviceContext):
 
 
 def in_transform() -> bool:
-    """Within vmap, grad and the like of torch.func."""
+    """Whether a transform of torch.func (vmap, grad, ...) is running."""
     return torch._C._functorch.maybe_current_level() is not None

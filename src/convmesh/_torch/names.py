@@ -1,4 +1,4 @@
-"""What the names of torch that convmesh uses are called here, and which of them are private."""
+"""The names of torch that convmesh uses: aliases, and the list of private ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Store = dist.distributed_c10d.Store
 VERSION = "0.2.0"  # of convmesh: it is part of the key of compiled code
 OLDEST, TOO_NEW = (2, 13), (2, 16)
 
-# Everything that starts a communication, in eager and in compiled code.
+# All operators that start a collective, in eager and in compiled code.
 COLLECTIVES = (
     "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_",
     "all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced",
@@ -124,7 +124,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
 
 
 def check_version() -> None:
-    """Refuse a torch release that the private names were never tried with."""
+    """Refuse torch releases that the private names were not tested with."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if not OLDEST <= (major, minor) < TOO_NEW:
         raise RuntimeError(

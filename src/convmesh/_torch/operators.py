@@ -1,4 +1,4 @@
-"""What the schema of an operator says, and calling it."""
+"""Properties of operators by their schema, and calling them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .names import Operator
 
 
 def name_of(operator: Operator) -> str:
-    """Without namespace and overload."""
+    """Return an operator's name without namespace and overload."""
     return operator._schema.name.partition("::")[2]
 
 
 def arguments(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """All arguments of a call in the order of the operator's schema."""
+    """Return all arguments of a call in the order of the operator's schema."""
     defaults = _defaults(operator)
     if not kwargs:
         return args + tuple([default for _, default in defaults[len(args) :]])
@@ -33,18 +33,18 @@ def _defaults(operator: Operator) -> tuple[tuple[str, Any], ...]:
 
 @dataclass(frozen=True)
 class Signature:
-    """What the schema of an operator says about its arguments, by position."""
+    """The arguments of an operator, by position, according to its schema."""
 
     names: tuple[str, ...]
     tensors: tuple[int, ...]
     lists: tuple[int, ...]
-    places: tuple[int, ...]  # of tensors, and of lists of tensors that may lack some
+    places: tuple[int, ...]  # of tensors, and of lists of tensors, which may contain None
     written: frozenset[int]
-    by_name: int  # the arguments from here on are passed by name
+    by_name: int  # arguments from here on are keyword-only
 
     @property
     def has_out(self) -> bool:
-        """It writes into tensors that are given by name, for its results."""
+        """Whether it writes its results into tensors passed by keyword (`out=`)."""
         return any(number >= self.by_name for number in self.written)
 
 
@@ -68,7 +68,7 @@ def signature(operator: Operator) -> Signature:
 
 @lru_cache(maxsize=1)
 def _all_operators() -> tuple[Operator, ...]:
-    """All of torch's own operators that Python can call."""
+    """Return all aten operators that Python can call."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         space, _, rest = name.partition("::")
@@ -80,15 +80,17 @@ def _all_operators() -> tuple[Operator, ...]:
 
 
 def group_collectives() -> tuple[Operator, ...]:
-    """What `torch.distributed` itself calls with the tensors of `dist.all_reduce` and the like."""
+    """Return the operators behind `dist.all_reduce` and the other collectives of `torch.distributed`."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
     return tuple(getattr(torch.ops.c10d, name.removeprefix("c10d::")).default for name in names if "." not in name)
 
 
 @lru_cache(maxsize=1)
 def writing_operators() -> tuple[Operator, ...]:
-    """All of torch's own operators that write into an argument, as their names say: those without a name for it have
-    rules of their own, or write what is no value."""
+    """Return all aten operators that write into an argument, judging by their names.
+
+    Those whose names do not say it have rules of their own, or write something other than values.
+    """
     return tuple(
         operator
         for operator in _all_operators()
@@ -98,20 +100,22 @@ def writing_operators() -> tuple[Operator, ...]:
 
 @lru_cache(maxsize=1)
 def composite_operators() -> tuple[Operator, ...]:
-    """All of torch's own operators that are made of others, and not for a device's sake."""
+    """Return all aten operators that are composites on every device."""
     return tuple(operator for operator in _all_operators() if is_composite(operator))
 
 
 @lru_cache(maxsize=1)
 def view_operators() -> tuple[Operator, ...]:
-    """All of torch's own operators whose result is a view."""
+    """Return all aten operators whose result is a view."""
     return tuple(operator for operator in _all_operators() if operator._schema._is_view_op())
 
 
 @lru_cache(maxsize=1)
 def values_alone() -> tuple[Operator, ...]:
-    """All of torch's own operators that make values of values: no views, nothing random, nothing that writes into what
-    is given for its results, and in place only what is there as a function too."""
+    """Return all aten operators that compute values from values: no views, no random ones, none with `out=`.
+
+    In-place operators are included if they have a functional variant.
+    """
     return tuple(
         operator
         for operator in _all_operators()
@@ -125,7 +129,7 @@ def values_alone() -> tuple[Operator, ...]:
 
 @cache
 def functional_of(operator: Operator) -> Operator | None:
-    """Of an operator that writes into its first argument, the one that returns a new tensor instead."""
+    """Return the functional variant of an operator that writes into its first argument, or None."""
     if signature(operator).written != {0} or not name_of(operator).endswith("_") or not gives_one_tensor(operator):
         return None
     packet = getattr(torch.ops.aten, name_of(operator)[:-1], None)
@@ -134,13 +138,13 @@ def functional_of(operator: Operator) -> Operator | None:
 
 @lru_cache(maxsize=1)
 def out_operators() -> tuple[Operator, ...]:
-    """All of torch's own operators that write into what is given for their results, lists of tensors apart."""
+    """Return all aten operators with `out=` tensors; lists of tensors do not count."""
     return tuple(o for o in _all_operators() if o._schema.is_mutable and o._schema.returns and signature(o).has_out)
 
 
 @cache
 def returning(operator: Operator) -> Operator | None:
-    """Of an operator that writes into what is given for its results, the one that returns new tensors instead."""
+    """Return the variant without `out=` of an operator with it, or None."""
     known, given = signature(operator), operator._schema.arguments
     others = [(argument.name, str(argument.type)) for n, argument in enumerate(given) if n not in known.written]
     packet = getattr(torch.ops.aten, name_of(operator))
@@ -153,26 +157,26 @@ def returning(operator: Operator) -> Operator | None:
 
 
 def decomposition(operator: Operator) -> Callable[..., Any] | None:
-    """What torch makes of an operator where a backend does not have it."""
+    """Return torch's decomposition of an operator for backends that lack it, or None."""
     found: Callable[..., Any] | None = decomposition_table.get(operator)
     return found
 
 
 def takes_tensors(operator: Operator) -> bool:
-    """Not one of those on numbers, strings or lists, of which torch.jit has many."""
+    """Whether an operator takes tensors; torch.jit has many on numbers, strings or lists."""
     kinds = [str(argument.type) for argument in operator._schema.arguments]
     return "Tensor" in kinds or kinds[:1] == ["List[Tensor]"]
 
 
 def overloads(*names: str) -> list[Operator]:
-    """Of operators by name, in place and not, those on tensors that do not write to an `out`."""
+    """Return the overloads on tensors without `out=` of operators by name, including in-place variants."""
     packets = [getattr(torch.ops.aten, spelt, None) for name in names for spelt in (name, f"{name}_")]
     found = [getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()]
     return [operator for operator in found if takes_tensors(operator) and not signature(operator).has_out]
 
 
 def takes_several(operator: Operator) -> bool:
-    """More than one tensor."""
+    """Whether an operator takes more than one tensor."""
     kinds = [str(argument.type) for argument in operator._schema.arguments]
     return sum(kind in ("Tensor", "Optional[Tensor]") for kind in kinds) > 1
 
@@ -182,7 +186,7 @@ def gives_one_tensor(operator: Operator) -> bool:
 
 
 def is_composite(operator: Operator) -> bool:
-    """Whether it is made of other operators before DTensor sees it, but in inference mode."""
+    """Whether an operator is decomposed before DTensor sees it, except in inference mode."""
     made, own = (
         torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
         for key in ("CompositeImplicitAutograd", "CPU")
@@ -191,23 +195,23 @@ def is_composite(operator: Operator) -> bool:
 
 
 def call(operator: Operator, values: Sequence[Any]) -> Any:
-    """Call with all arguments in the order of the schema."""
+    """Call an operator with all arguments in the order of its schema."""
     args, kwargs = by_name(operator, values)
     return operator(*args, **kwargs)
 
 
 def by_name(operator: Operator, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """All arguments in the order of the schema as a call takes them: args and kwargs."""
+    """Split all arguments, in the order of the schema, into args and kwargs of a call."""
     known = signature(operator)
     named = dict(zip(known.names[known.by_name :], values[known.by_name :], strict=True))
     return tuple(values[: known.by_name]), named
 
 
 def autograd_keys(name: str) -> tuple[str, ...]:
-    """Where a function has to be registered to stand in for an operator above autograd, for all kinds of tensors.
+    """Return the dispatch keys under which a function must be registered to replace an operator above autograd.
 
-    What torch makes of other operators at once it prefers to anything that is registered for all backends alike. What
-    it has for nested tensors stays for these.
+    For operators that torch decomposes, or that have nested tensor kernels, these are the keys of the single backends:
+    torch prefers a decomposition to what is registered for all backends alike. Nested tensors keep torch's kernels.
     """
     special = ("CompositeImplicitAutograd", "NestedTensorCPU")
     if not any(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key) for key in special):
@@ -216,5 +220,5 @@ def autograd_keys(name: str) -> tuple[str, ...]:
 
 
 def composite(operator: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What torch itself does for an operator that is made of others."""
+    """Run torch's decomposition of a composite operator."""
     return operator.decompose(*args, **kwargs)

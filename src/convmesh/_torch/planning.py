@@ -1,4 +1,4 @@
-"""One rank of a mesh whose other ranks do not exist: tensors have sizes and no values, and nothing is sent."""
+"""Dry runs of one rank of a mesh: the other ranks do not exist, tensors have sizes but no values, nothing is sent."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch.testing._internal.distributed import fake_pg
 
 from .names import Store
 
-DEVICE = "meta"  # of such a mesh: its operators compute shapes and strides
+DEVICE = "meta"  # of such a mesh: operators only compute shapes and strides
 
 
 def has_values(mesh: DeviceMesh) -> bool:
-    """Whether the tensors of a mesh have values that ranks could compare; not in a dry run."""
+    """Whether the tensors of a mesh have values that ranks could compare; False in a dry run."""
     return mesh.device_type != DEVICE
 
 
 def silent_group(options: Any) -> dist.ProcessGroup:
-    """A group that sends nothing, or torch's backend for one; `options` are torch's for a new group."""
+    """Return a group that sends nothing, or torch's backend for one; `options` are torch's for a new group."""
     made: Any = fake_pg._create_fake_pg(options, None)
     return made  # type: ignore[no-any-return]
 
 
 class SilentStore(Store):
-    """A store for a rank alone: what the others would say is what it says itself."""
+    """A store for a rank without others: it returns what the rank itself has set last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class SilentStore(Store):
 
 
 class _Streams:
-    """What FSDP2 asks of the module of a device, which torch has for all but this one: streams in name only."""
+    """The device module that FSDP2 needs, which torch has for all device types but meta: its streams do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -61,8 +61,11 @@ class _Streams:
 
 @contextmanager
 def steps_without_values() -> Iterator[None]:
-    """Within it, `fully_shard` takes such a mesh, and parameters that never get values; and a `GradScaler`, which
-    leaves out steps with gradients that are not finite, takes all that have no values."""
+    """Context manager in which `fully_shard` and `GradScaler` accept a meta mesh.
+
+    `fully_shard` then takes parameters that never get values. A `GradScaler`, which skips steps with gradients that are
+    not finite, takes all steps.
+    """
     check, step = FSDPParamGroup._validate_no_meta_params, GradScaler._maybe_opt_step
     setattr(torch, DEVICE, _Streams())
     FSDPParamGroup._validate_no_meta_params = lambda group: None  # type: ignore[method-assign]
@@ -85,5 +88,5 @@ def _step_of(stock: Any) -> Any:
 
 
 def running_node() -> Any:
-    """The node of autograd's graph whose backward pass runs on this thread, if any."""
+    """Return the autograd node whose backward runs on this thread, or None."""
     return torch._C._current_autograd_node()

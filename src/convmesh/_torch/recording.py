@@ -1,4 +1,4 @@
-"""Having autograd record an operator as it is, which torch would take apart before."""
+"""Recording an operator in autograd undecomposed, where torch would decompose it first."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from .late import in_transform
 from .names import Operator
 from .tracing import tracing
 
-_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)  # to which autograd goes on: DTensor's own
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)  # the key to which autograd redispatches: DTensor's
 
 
 def records_whole() -> bool:
-    """Whether `recorded` can be called here: what traces, transforms or derives forwards knows other operators."""
+    """Whether `recorded` works here: not while tracing, in transforms, or in forward mode, which decompose."""
     return not (tracing() or in_transform() or forward_ad._current_level >= 0)
 
 
 def recorded(operator: Operator, args: Sequence[Any]) -> Any:
-    """Call a differentiable operator of DTensors above autograd, which gets it whole, as it does of nested tensors:
-    there is one node for it, and one call of the operator's gradient. Below autograd, DTensor gets it whole too."""
+    """Call a differentiable operator on DTensors through autograd undecomposed, as torch does for nested tensors.
+
+    So it has one node, and one call of its backward operator. Below autograd, DTensor gets it undecomposed too.
+    """
     return _autograd_kernel(operator).call_boxed(_BELOW, *args)
 
 

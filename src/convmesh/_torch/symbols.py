@@ -1,7 +1,7 @@
-"""Sizes that are symbols while torch.compile traces: kept where a rule can do with them, settled where it cannot.
+"""Symbolic sizes while torch.compile traces: kept where a rule supports them, specialised to numbers elsewhere.
 
-What a rule asks of a symbol (is it even, is it larger than that) becomes a guard of the compiled code, on global sizes,
-so that all ranks compile anew for the same sizes.
+What a rule asks of a symbol (is it even, is it larger than some number) becomes a guard of the compiled code on global
+sizes, so that all ranks recompile for the same sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tracing import no_modes, proxy_mode
 
 
 def known(size: Any) -> Any:
-    """A size that is settled as a number; others as they are."""
+    """Return a symbolic size with a known value as a number; anything else unchanged."""
     number = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
     return size if number is None else number
 
@@ -39,7 +39,7 @@ def has_symbols(value: Any) -> bool:
 
 
 def named(value: Any) -> Any:
-    """With symbols by their names: a key."""
+    """Return a key in which symbols are replaced by their names."""
     if isinstance(value, tuple):
         return tuple(map(named, value))
     return str(value) if isinstance(value, torch.SymInt) else value
@@ -47,7 +47,7 @@ def named(value: Any) -> Any:
 
 @contextmanager
 def meta_tensors(symbolic: bool) -> Iterator[None]:
-    """For meta tensors of one's own, also while torch.compile traces, and also of symbolic sizes."""
+    """Context manager for making meta tensors, also while torch.compile traces, and also with symbolic sizes."""
     mode = detect_fake_mode() if symbolic else None
     with no_modes():
         if mode is None:
@@ -58,16 +58,16 @@ def meta_tensors(symbolic: bool) -> Iterator[None]:
 
 
 def settle(*values: torch.Tensor | torch.SymInt) -> None:
-    """Make numbers of symbols, also in sizes: the compiled code holds for these alone, and another compiles anew."""
+    """Specialise symbols, also in sizes, to numbers: the compiled code holds for these alone; others recompile."""
     for value in values:
         for number in (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,):
             int(number)
 
 
 def settles_symbols(handler: Handler) -> Handler:
-    """A rule that gets numbers where it cannot do with symbols: the compiled code then holds for these alone.
+    """Wrap a rule so that symbols are specialised to numbers if it fails with them.
 
-    Some of torch's kernels want numbers, and what is kept by sizes wants them too.
+    Some of torch's kernels need numbers, and so does what is cached by sizes.
     """
 
     @wraps(handler)
@@ -86,10 +86,10 @@ def settles_symbols(handler: Handler) -> Handler:
 
 
 def _bind_symbols(arguments: Any) -> None:
-    """Let the graph that is traced know the symbols of global sizes by themselves.
+    """Make the symbols of global sizes known to the traced graph under their own proxies.
 
-    It is not given them, and finds them by their names: by the last number that had the name. After a sum with 0 that
-    is the sum itself, which would then be made of itself.
+    They are no graph inputs; the tracer finds a symbol by name, as the last value with that name. After a sum with 0
+    that value is the sum itself, which would then be defined by itself.
     """
     mode = proxy_mode()
     if mode is None:
@@ -104,7 +104,7 @@ def _bind_symbols(arguments: Any) -> None:
 
 
 def has_symbols_within(arguments: Any) -> bool:
-    """Whether arguments of an operator are symbols, or have symbolic sizes."""
+    """Whether any argument of an operator is a symbol, or has symbolic sizes."""
     return any(has_symbols(known(leaf)) or _is_symbolic(leaf) for leaf in tree_iter(arguments))
 
 

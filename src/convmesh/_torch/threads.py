@@ -1,4 +1,4 @@
-"""Threads as ranks: each with process groups of its own, as if it were a process."""
+"""Threads as ranks: each has its own process groups, as if it were a process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from .names import Store
 
-# Meshes of different threads are different only where the backend has this name.
+# torch distinguishes the meshes of different threads only if the backend has this name.
 BACKEND = "threaded"
-# Attributes of torch that a process has once, and that each rank changes for itself.
+# Process-wide attributes of torch that each rank changes for itself.
 OF_A_PROCESS: tuple[tuple[Any, str], ...] = (
     (DTensor._op_dispatcher, "_allow_implicit_replication"),
     (DistributedDataParallel, "_active_ddp_module"),
@@ -29,13 +29,13 @@ OF_A_PROCESS: tuple[tuple[Any, str], ...] = (
 
 _c10d: Any = torch._C._distributed_c10d
 _mine = threading.local()
-_identities = count(-1, -1)  # of ranks; no thread has one of these
+_identities = count(-1, -1)  # of ranks; negative, so never the id of a thread
 
 
 class _Threading:
-    """What a mesh asks for the thread that it is made in: meshes of one shape are equal if that is the same.
+    """Stands in for the `threading` module in `device_mesh`, where meshes are equal only if made by the same thread.
 
-    Threads inherit the numbers of dead ones, and what torch caches by mesh would be taken for another rank's.
+    Threads reuse the ids of dead ones, and what torch caches by mesh would be taken for another rank's.
     """
 
     def get_ident(self) -> int:
@@ -47,7 +47,7 @@ class _Threading:
 
 
 class _Worlds:
-    """What torch knows of process groups: of a thread that is a rank its own, elsewhere that of the process."""
+    """Stands in for torch's table of process groups: a simulated rank has its own, other threads the process's."""
 
     def __init__(self, process: Any) -> None:
         object.__setattr__(self, "_process", process)
@@ -60,16 +60,16 @@ class _Worlds:
 
 
 def ranks_are_threads() -> bool:
-    """Whether threads of this process are ranks now: what is installed for all of them may not be removed by one."""
+    """Whether threads of this process are ranks now: one rank must not uninstall what is installed for all of them."""
     return isinstance(dist.distributed_c10d._world, _Worlds)
 
 
 @contextmanager
 def threads_as_ranks(make_group: Callable[[Any], dist.ProcessGroup]) -> Iterator[None]:
-    """Within it, threads can be ranks; process groups that the process has itself are as before afterwards.
+    """Context manager in which threads can be ranks; afterwards the process's own groups are restored.
 
-    `make_group` is given torch's options of a new group: `group_id`, `group_rank`, `group_size`, and
-    `global_ranks_in_group`, which is empty for all ranks.
+    `make_group` is called with torch's options of a new group: `group_id`, `group_rank`, `group_size`, and
+    `global_ranks_in_group`, which is empty if the group has all ranks.
     """
     module, plugins = dist.distributed_c10d, dist.Backend._plugins
     kept = {name: getattr(module, name) for name in ("_world", "_backend", "_default_pg_init_method")}
@@ -82,7 +82,7 @@ def threads_as_ranks(make_group: Callable[[Any], dist.ProcessGroup]) -> Iterator
         yield
     finally:
         _c10d._set_thread_isolation_mode(False)
-        sys.excepthook = hook  # which a new process group replaces
+        sys.excepthook = hook  # a new process group replaces it
         setattr(device_mesh, "threading", threading)  # noqa: B010
         for name, value in kept.items():
             setattr(module, name, value)
@@ -90,14 +90,14 @@ def threads_as_ranks(make_group: Callable[[Any], dist.ProcessGroup]) -> Iterator
 
 
 def _no_groups() -> multi_threaded_pg.WorldData:
-    """What torch knows of process groups before there are any: tables, of which newer releases have more."""
+    """Return torch's initial process group tables; newer releases have more of them."""
     others: dict[str, Any] = {"default_pg": None, "group_count": 0, "comms": []}
     return multi_threaded_pg.WorldData(**{f.name: others.get(f.name, {}) for f in fields(multi_threaded_pg.WorldData)})
 
 
 @contextmanager
 def rank_of_threads(rank: int, size: int, store: Store) -> Iterator[None]:
-    """Within it, this thread is a rank, with an initialised process group."""
+    """Context manager in which this thread is a rank, with an initialised process group."""
     _mine.identity = next(_identities)
     _mine.world = _no_groups()
     try:
@@ -111,6 +111,6 @@ def rank_of_threads(rank: int, size: int, store: Store) -> Iterator[None]:
 
 
 def forget_communication(tensors: list[torch.Tensor]) -> None:
-    """Of results that nobody has waited for: torch keeps a note of them, for as long as the process lives."""
+    """Wait for results that were never awaited: torch keeps a record of them for as long as the process lives."""
     for tensor in tensors:
         torch.ops._c10d_functional.wait_tensor(tensor)

@@ -1,4 +1,4 @@
-"""Tensors whose memory does not hold their values. Gradients that autograd knows to be zero have none at all."""
+"""Tensors whose storage does not hold their values, such as gradients that autograd knows to be zero."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from .names import Operator
 
-# torch computes with these zeros before DTensor sees the operator; for all others it makes ordinary tensors of them.
+# torch evaluates these operators with zero tensors before DTensor sees them; for others it materialises the zeros.
 _OPERATORS: tuple[Operator, ...] = (
     torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor,
 )  # fmt: skip
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether a bit says that its memory is to be negated or conjugated when read, or that there is none: zeros.
+    """Whether a tensor's storage must be negated or conjugated when it is read, or it has none, as it is all zeros.
 
-    Operators know that, but not those that pass every level of functorch at once, nor a kernel of our own.
+    torch's operators handle that, but not those that pass all levels of functorch at once, nor our own kernels.
     """
     return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
 
 
 def any_lazy(*tensors: torch.Tensor | None) -> bool:
-    """Whether one of these is, of real numbers."""
+    """Whether one of these real tensors is lazy."""
     return True in [tensor is not None and (tensor.is_neg() or tensor._is_zerotensor()) for tensor in tensors]
 
 
 def give_zeros_memory() -> Callable[[], None]:
-    """Beside a DTensor let such a zero be an ordinary tensor; returns what undoes that."""
+    """Materialise zero tensors that are used with a DTensor; return a function that undoes this."""
     library = torch.library.Library("aten", "IMPL")
     with catch_warnings():
         filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")

@@ -1,4 +1,4 @@
-"""Communication between ranks: rank lines, schedules with their adjoints, and the one exchange that runs them."""
+"""Communication between ranks: rank lines, schedules and their adjoints, and the one exchange that runs them."""
 
 from .agreed_facts import agreed as agreed
 from .agreed_facts import of_first_rank as of_first_rank

@@ -1,10 +1,10 @@
-"""Facts that only a rank knows of itself, and that ranks agree upon before anything depends on them.
+"""Agreement of ranks on facts that each rank only knows about itself, before any decision depends on them.
 
-Whether there is a compiler, what a file or a clock says: ranks that go by these differ in what they send, or in the
-last bits of what should be replicated. So each of them leaves its own answer in the store of the process group, once
-for a mesh, and goes by those of all.
+Whether there is a compiler, what a file or a clock says: if such a fact differed between ranks, they would send
+different messages, or differ in the last bits of replicated values. So each rank writes its answer into the store of
+the process group, once per mesh, and all ranks decide by the answers of all.
 
-It is no collective, and so it cannot be taken for one. A rank waits here only for ranks that come to the same question.
+This is not a collective, so it cannot be mistaken for one: a rank waits only for ranks that ask the same question.
 """
 
 from __future__ import annotations
@@ -20,33 +20,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch
 from .failures.interception import CommunicationError
 
-# By world, since a new one may have other processes: what every rank of a mesh has answered, in ascending rank.
+# For each world, as a new one may have other processes: the answers of all ranks of a mesh, by ascending rank.
 _answers: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, DeviceMesh], list[str]]] = WeakKeyDictionary()
 _occasion = ""
 
 
 def agreed(fact: str, holds: Callable[[], bool], mesh: DeviceMesh | None, together: bool = True) -> bool:
-    """Whether `holds` is true on every rank of `mesh`: the same answer on all of them, asked once and then kept.
+    """Return whether `holds` is true on every rank of `mesh`: the same answer on all of them, asked once and then kept.
 
-    `together` says that every rank of the mesh makes this call, as all do that compute with a tensor that is sharded or
-    Partial. What is replicated a rank may use alone: there only what was agreed upon before counts, and until then the
-    answer is False. So it is on a rank outside of the mesh, and always while a compiler traces. Without a mesh, or
-    without other processes, it is the rank's own.
+    `together` says that every rank of the mesh makes this call, as is the case for operators on sharded or Partial
+    tensors. A replicated tensor may be used by one rank alone: there only an earlier agreement counts, and before one
+    the answer is False. The answer is also False on a rank outside of the mesh, and always while a compiler traces.
+    Without a mesh, or without other processes, the rank's own answer is returned.
     """
     answers = _everybodys(fact, lambda: str(holds()), mesh, together)
     return answers is not None and answers.count("True") == len(answers)
 
 
 def of_first_rank(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, together: bool = True) -> str | None:
-    """What the first rank of `mesh` says, for all of them, where `agreed` would ask; None where it would answer False
-    without asking."""
+    """Return the first rank's answer on all ranks of `mesh`; None where `agreed` would return False without asking."""
     answers = _everybodys(fact, say, mesh, together)
     return None if answers is None else answers[0]
 
 
 @contextmanager
 def asked_anew(occasion: str) -> Iterator[None]:
-    """Within it nothing is agreed upon yet, and afterwards what was before; the ranks that enter name it alike."""
+    """Context manager in which all agreements are made anew, then dropped; all ranks must pass the same `occasion`."""
     global _answers, _occasion
     before = _answers, _occasion
     _answers, _occasion = WeakKeyDictionary(), occasion
@@ -72,7 +71,7 @@ def _everybodys(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, toge
 def _ask(fact: str, mine: str, mesh: DeviceMesh, world: dist.ProcessGroup) -> list[str]:
     with _torch.no_modes():
         ranks = sorted(mesh.mesh.flatten().tolist())
-    if len(ranks) == 1 or _torch.is_fake(world):  # there is nobody else
+    if len(ranks) == 1 or _torch.is_fake(world):  # there are no other ranks
         return [mine]
     store = _torch.store()
     prefix = f"convmesh/agreed/{_occasion}/{fact}/{blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
@@ -81,12 +80,12 @@ def _ask(fact: str, mine: str, mesh: DeviceMesh, world: dist.ProcessGroup) -> li
         store.set(keys[dist.get_rank()], mine)
         store.wait(list(keys.values()), _torch.timeout_of(world))
         answers = [store.get(key).decode() for key in keys.values()]
-        if store.add(f"{prefix}/read", 1) == len(ranks):  # the last one leaves nothing for a later world to find
+        if store.add(f"{prefix}/read", 1) == len(ranks):  # the last to read removes the keys: no later world finds them
             for key in (*keys.values(), f"{prefix}/read"):
                 store.delete_key(key)
     except dist.DistError as error:
         raise CommunicationError(
-            f"not all of ranks {', '.join(map(str, ranks))} have said what they know about: {fact}\n"
+            f"not all of ranks {', '.join(map(str, ranks))} have reported what they know about: {fact}\n"
             f"  reason: {error}\n"
             f"  remedy: let all ranks of a mesh run the same operators on distributed tensors; or look for the first "
             f"error in the other ranks' output"

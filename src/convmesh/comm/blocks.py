@@ -1,4 +1,4 @@
-"""What a rank holds of a global tensor: its own block, and the halo blocks that it received."""
+"""The blocks of a global tensor that a rank holds: its own shard, and received halos."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..strides import memory_format
 
 @dataclass(frozen=True)
 class Block:
-    """A box of the global tensor along the split dimensions; along all others it has their whole local extent."""
+    """A box of the global tensor along the sharded dimensions, and its data, with full local size along the others."""
 
     box: Box
     data: torch.Tensor
@@ -21,7 +21,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Held:
-    """Disjoint blocks of one global tensor, of which any box can be read. What no block has reads as a fill value."""
+    """Disjoint blocks of one global tensor from which any box can be read; the rest of a box reads as a fill value."""
 
     dims: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -34,9 +34,9 @@ class Held:
         return Held(self.dims, (*self.blocks, *blocks))
 
     def read(self, box: Box, within: Box | None = None, fill: float = 0) -> torch.Tensor:
-        """The values in `box`; with `within`, only those that lie in that box too, and `fill` for the rest.
+        """Return the values in `box`; with `within`, elements outside of that box are `fill`.
 
-        A view where one block has all of it, otherwise a new tensor in the memory format of the own block.
+        The result is a view if one block contains all of it, else a new tensor in the memory format of the own block.
         """
         seen = box if within is None else _common(box, within)
         if seen == box and volume(box):
@@ -63,7 +63,7 @@ class Held:
         for dim, side in zip(self.dims, box, strict=True):
             shape[dim] = side.size
         result = torch.empty(shape, dtype=model.dtype, device=model.device, memory_format=memory_format(model))
-        # Filling costs a pass over memory, which a box that the blocks cover does not need.
+        # Filling costs a pass over the result, which a box that the blocks cover completely does not need.
         return result if complete else result.fill_(fill)
 
 

@@ -1,4 +1,4 @@
-"""Summing many tensors over ranks in few messages."""
+"""Sums of many tensors over ranks, all-reduced in few messages (buckets)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch
 from .reduce import groups_along
 
-# Large enough that latency no longer matters, small enough that the copy in and out is no memory to speak of, and that
-# the first message leaves while most of a backward pass is still to come.
+# Large enough that latency no longer matters, small enough that the copies in and out need little memory and that the
+# first message leaves while most of a backward pass is still to come.
 BUCKET_BYTES = 25 << 20
 
 
@@ -24,13 +24,13 @@ class Term:
     local: torch.Tensor
     mesh: DeviceMesh
     mesh_dims: tuple[int, ...]
-    # Called with the sum once the message has left, with which `local` is not used any more. Who reads the sum waits.
+    # Called with the result tensor once the all-reduce has started and `local` is no longer used. Reading it waits.
     left: Callable[[torch.Tensor], None] = lambda total: None
 
 
 @dataclass
 class _Bucket:
-    """Terms over the same ranks and of one type: what is sent in one message."""
+    """Terms over the same ranks and of one dtype and device, which are sent in one message."""
 
     terms: list[tuple[int, Term]] = field(default_factory=list)
     bytes: int = 0
@@ -42,19 +42,19 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Message:
-    """A bucket on its way. It keeps the shapes of its terms and no longer their memory."""
+    """A bucket that was sent. It keeps the shapes of its terms, but not their storage."""
 
     shapes: list[tuple[int, torch.Size]]
     flat: torch.Tensor
-    parts: dict[int, torch.Tensor]  # of `flat`, where the sums will be
-    then: list[dist.ProcessGroup]  # over which the sum of the first group is still to be summed
+    parts: dict[int, torch.Tensor]  # views of `flat`, where the sums will be
+    then: list[dist.ProcessGroup]  # groups over which the result of the first group must still be summed
 
 
 class Summation:
-    """Sums over ranks of tensors that come one by one.
+    """Sums over ranks of tensors that are added one by one.
 
-    A message leaves as soon as it is full, and none is awaited before `finish`. All ranks give their terms in the same
-    order, so that their messages are the same.
+    A message is sent as soon as it is full, and none is awaited before `finish`. All ranks must add their terms in the
+    same order, so that their messages match.
     """
 
     def __init__(self, bucket_bytes: int = BUCKET_BYTES):
@@ -64,7 +64,7 @@ class Summation:
         self._sent: list[_Message] = []
 
     def add(self, term: Term) -> int:
-        """Returns the place of the sum among the results of `finish`."""
+        """Add a term, and return the index of its sum in the results of `finish`."""
         number, self._count = self._count, self._count + 1
         local = term.local
         key = (term.mesh, term.mesh_dims, local.dtype, local.device)
@@ -79,7 +79,7 @@ class Summation:
         return number
 
     def finish(self) -> list[torch.Tensor]:
-        """The sums, in the order of their terms; those of one message are parts of one memory."""
+        """Return the sums in the order of their terms; the sums of one message are views of one storage."""
         for bucket in self._open.values():
             self._send(bucket)
         sums: dict[int, torch.Tensor] = {}
@@ -91,7 +91,7 @@ class Summation:
         return [sums[number] for number in range(self._count)]
 
     def _send(self, bucket: _Bucket) -> None:
-        # In the order of the indices and not of memory, which may differ from rank to rank.
+        # Flattened in index order and not in storage order, which may differ between ranks.
         flat = torch.cat([term.local.reshape(-1) for _, term in bucket.terms])
         first = bucket.terms[0][1]
         groups = groups_along(first.mesh, first.mesh_dims)
@@ -111,7 +111,7 @@ def _parts(flat: torch.Tensor, shapes: Sequence[tuple[int, torch.Size]]) -> dict
 
 
 def sum_in_buckets(terms: Sequence[Term]) -> list[torch.Tensor]:
-    """The sums, in the order of `terms`, each in memory of its own."""
+    """Return the sums in the order of `terms`, each with a storage of its own."""
     summation = Summation()
     for term in terms:
         summation.add(term)

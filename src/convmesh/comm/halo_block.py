@@ -1,6 +1,7 @@
-"""A local tensor with its halos in one block of memory, by one exchange and one copy for each sharded dimension.
+"""A local tensor with its halos in one contiguous block, by one exchange and one copy per sharded dimension.
 
-It sends the messages that `start` sends, prepared: for small tensors, where every step of Python and operator counts.
+It sends the same messages as `start`, but prepared: for small tensors, where the overhead of every Python step and
+operator counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .wire import Wire
 
 
 class View(NamedTuple):
-    """A contiguous piece of a received buffer."""
+    """The size, stride and offset of a contiguous piece of a receive buffer."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -31,19 +32,19 @@ class View(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """An exchange of tensors of one shape: what comes in, in the order in which it lies around the own values."""
+    """An exchange for tensors of one shape, with views of what is received before and after the own values."""
 
     wire: Wire
     before: tuple[View, ...]
     after: tuple[View, ...]
-    shape: list[int]  # of the block
+    shape: list[int]  # shape of the result
 
 
 class HaloStep:
-    """From what a rank owns of one dimension to what it needs; along all others the tensor stays as it is."""
+    """The exchange along one sharded dimension: from what a rank owns of it to what it needs."""
 
     def __init__(self, schedule: Schedule, dims: tuple[int, ...], axis: int, box: Box, needed: Interval):
-        """`box` is what the tensor has of all sharded dimensions."""
+        """`box` is what the tensor holds of all sharded dimensions."""
         owned = box[axis]
         own = owned & needed
         self._box = box
@@ -59,7 +60,7 @@ class HaloStep:
 
     @property
     def fits(self) -> bool:
-        """What comes in and what is owned lie side by side, without gaps, in the order of the ranks."""
+        """Whether received pieces and own values join in index order, without gaps, to exactly what is needed."""
         received = [piece.box[self._axis] for _, piece in self._schedule.receives]
         sides = sorted([self._own, *received], key=lambda side: side.start)
         tiled = all(one.stop == other.start for one, other in pairwise(sides))
@@ -93,7 +94,7 @@ class HaloStep:
         return torch.cat(parts, self._dim, out=block)
 
     def _both_sides(self, local: torch.Tensor) -> torch.Tensor:
-        """Two pieces of the same size, one after the other, in one copy."""
+        """Return both pieces to be sent, which have the same size, one after the other, in one copy."""
         stride, (start, size) = local.stride(), self._sends[0]
         shape = list(local.shape)
         shape[self._dim] = size
@@ -101,7 +102,7 @@ class HaloStep:
         return local.as_strided((2, *shape), (step, *stride), offset).clone(memory_format=torch.contiguous_format)
 
     def _traced(self, local: torch.Tensor) -> torch.Tensor:
-        """The same for a compiler, which orders exchanges by tokens that `start` sends."""
+        """Do the same while tracing: `start` sends tokens by which the compiler orders exchanges."""
         (blocks,) = start(self._schedule, [Held.own(local, self._dims, self._box)]).finish()
         own = local if self._kept is None else local.narrow(self._dim, *self._kept)
         if not blocks:
@@ -125,18 +126,21 @@ class HaloStep:
 
 @dataclass(frozen=True, eq=False)
 class HaloBlock:
-    """From a local tensor to a box around it, dimension after dimension, so that corners come too."""
+    """Extends a local tensor to a box around it, one dimension after the other, so that corners are included."""
 
     steps: tuple[HaloStep, ...]
-    overhang: list[int]  # what is filled around that, as `constant_pad_nd` takes it; empty for none
+    overhang: list[int]  # padding to be filled around the result, in the format of `constant_pad_nd`; empty for none
 
     @staticmethod
     def of(
         schedules: Sequence[Schedule], dims: tuple[int, ...], sizes: Sequence[int], owned: Box, needed: Box, box: Box,
         ndim: int, fills: bool = False,
     ) -> HaloBlock | None:  # fmt: skip
-        """None where `box` is not exactly what the schedules bring, or is not without gaps. What lies outside of the
-        full tensor is filled; with `fills` all of `box` that they do not bring, because nobody reads it."""
+        """Prepare the extension to `box`, or return None if the schedules bring something else, or leave gaps.
+
+        Elements of `box` outside of the full tensor are filled; with `fills`, all elements that the schedules do not
+        bring, because they are never read.
+        """
         for side, size, inside in zip(box, sizes, needed, strict=True):
             if side & inside != inside or not (fills or side & Interval(0, size) == inside):
                 return None

@@ -1,8 +1,8 @@
 """Rank lines: the ranks over which one tensor dimension is sharded.
 
-A dimension that is sharded over several mesh dimensions has no process group of its own. Its messages hop along the
-mesh dimensions one after the other, in the groups that the mesh has: making groups would need ranks that may not be
-there.
+A dimension sharded over several mesh dimensions has no process group of its own. Its messages hop along one mesh
+dimension after the other, in the groups that the mesh has: creating a group would need ranks that may not take part in
+the call.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class RankLine:
-    """The ranks that differ from this one only along some mesh dimensions, numbered in the order of what they own."""
+    """The ranks that differ from this one only along some mesh dimensions, numbered in the order of their shards."""
 
     groups: tuple[dist.ProcessGroup, ...]
     sizes: tuple[int, ...]
-    place: tuple[int, ...]  # of this rank along these mesh dimensions
+    place: tuple[int, ...]  # this rank's coordinates along these mesh dimensions
 
     @cached_property
     def size(self) -> int:
@@ -36,7 +36,7 @@ class RankLine:
 
 
 def rank_line(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> RankLine:
-    """The ranks along `mesh_dims`, the first of these outermost."""
+    """Return the line of ranks along `mesh_dims`, the first of these outermost."""
     return RankLine(
         tuple(mesh.get_group(dim) for dim in mesh_dims),
         tuple(mesh.size(dim) for dim in mesh_dims),

@@ -1,6 +1,6 @@
-"""Putting small results of all ranks together: sums, extremes, and each rank's own part side by side.
+"""Reductions and all-gathers of small results over ranks.
 
-Only what is left of a tensor after a local reduction comes here: numbers by channel, by row, or one.
+Only what is left of a tensor after a local reduction comes here: values per channel, per row, or a single one.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch
 from .shared_memory.mailbox import mailbox_of
 
-# gloo reduces in several rounds, each of which has to wake threads of all ranks; one round of messages from each to
-# each is there in half the time, as long as it is latency that counts (measured with 2 and 4 ranks): up to so many
-# bytes from all of them together, and up to so many where they share memory.
+# gloo reduces in several rounds, each of which wakes threads on all ranks. One all-to-all takes half the time as long
+# as latency dominates (measured with 2 and 4 ranks): up to FEW_BYTES from all ranks together, or FEW_SHARED_BYTES if
+# they share memory.
 FEW_BYTES, FEW_SHARED_BYTES = 2**16, 2**20
-# Integers that backends do not reduce; sums that overflow wrap around when they are made short again.
+# Integer types that backends do not reduce. Sums that overflow wrap around when they are cast back.
 WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 COMBINE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "sum": torch.sum, "max": torch.amax, "min": torch.amin,
 }  # fmt: skip
-_merging = local()  # `.on` while this thread gathers in place of a reduction
+_merging = local()  # `.on` while this thread does an all-gather in place of a reduction
 
 
 def all_reduce(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], op: str = "sum") -> torch.Tensor:
-    """`tensor` combined over all ranks along `mesh_dims`, on each of them; `op` is sum, max or min."""
+    """Return `tensor` reduced over all ranks along `mesh_dims`, on each of them; `op` is sum, max or min."""
     return start_reducing(tensor, mesh, mesh_dims, op)()
 
 
 def start_reducing(
     tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int], op: str = "sum"
 ) -> Callable[[], torch.Tensor]:
-    """Begin to combine `tensor` over all ranks along `mesh_dims`; returns what waits for the result."""
+    """Start to reduce `tensor` over all ranks along `mesh_dims`; return a function that waits for the result."""
     groups = groups_along(mesh, mesh_dims)
     if not groups:
         return lambda: tensor
@@ -63,7 +63,7 @@ def _start(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> Callable[
 
 
 def _start_extreme(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> Callable[[], torch.Tensor]:
-    """Backends lose a NaN when they compare it, and torch's extremes do not: so it is said apart."""
+    """Reduce max or min so that NaNs propagate, as torch's do: backends drop NaNs, so flags for them are sent too."""
     missing = tensor.isnan()
     flags = missing.to(tensor.dtype) * (-1 if op == "min" else 1)
     numbers = tensor.masked_fill(missing, inf if op == "min" else -inf)
@@ -77,7 +77,7 @@ def _start_extreme(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> C
 
 
 def _goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether every rank sends what it has to every other, and each combines it all by itself, in the same order."""
+    """Whether every rank sends its tensor to every other, and each reduces all of them by itself, in the same order."""
     size = tensor.numel() * tensor.element_size() * group.size()
     if size > FEW_SHARED_BYTES or not tensor.is_cpu or _torch.tracing() or not _torch.is_gloo(group):
         return False
@@ -85,7 +85,7 @@ def _goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _tell_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Begin to send what this rank has to every other; what waits for [rank, what it has]."""
+    """Start to send this rank's tensor to every other; return a function that waits for [rank, *tensor.shape]."""
     ranks, count = group.size(), tensor.numel()
     messages = tensor.reshape(1, count).expand(ranks, count).reshape(-1)
     arriving = _torch.all_to_all(messages, [count] * ranks, [count] * ranks, group)
@@ -93,9 +93,9 @@ def _tell_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
 
 
 def groups_along(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[dist.ProcessGroup]:
-    """The groups over which to reduce, one after the other: one for all of the mesh if it is the whole world.
+    """Return the groups over which to reduce one after the other: the world, if all of its mesh dimensions take part.
 
-    A group for other sets of mesh dimensions would have to be made first, by ranks that may not all be here.
+    A group for other sets of mesh dimensions would have to be created by ranks that may not take part in the call.
     """
     mesh_dims = [mesh_dim for mesh_dim in mesh_dims if mesh.size(mesh_dim) > 1]
     world = dist.group.WORLD
@@ -107,12 +107,12 @@ def groups_along(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[dist.Proces
 
 
 def all_gather_stacked(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
-    """What each rank along `mesh_dims` has, stacked in the order of these ranks, the first mesh dimension outermost."""
+    """Return the tensors of all ranks along `mesh_dims`, stacked in rank order, the first mesh dimension outermost."""
     return all_gather_rows(tensor.contiguous().view(1, *tensor.shape), mesh, mesh_dims)
 
 
 def all_gather_summaries(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
-    """`all_gather_rows` of what every rank then combines by itself, in place of an all-reduce of as much."""
+    """`all_gather_rows` of summaries that every rank then combines by itself, in place of an all-reduce."""
     _merging.on = True
     try:
         return all_gather_rows(rows, mesh, mesh_dims)
@@ -121,19 +121,18 @@ def all_gather_summaries(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[
 
 
 def replaces_reduction() -> bool:
-    """Whether a gather that starts now is one of `all_gather_summaries`: it brings no rank another's part of a
-    tensor."""
+    """Whether an all-gather that starts now comes from `all_gather_summaries`: it gathers no shards of a tensor."""
     return getattr(_merging, "on", False)
 
 
 def all_gather_rows(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
-    """The same of as many rows on each rank, contiguous, one behind the other."""
+    """All-gather contiguous rows, as many on each rank, and concatenate them in rank order."""
     result = rows
     for mesh_dim in reversed(mesh_dims):
         group = mesh.get_group(mesh_dim)
         if _goes_at_once(result, group):
             result = _tell_all(result, group)().flatten(0, 1)
-        elif rows.numel():  # some backends take offence at nothing
+        elif rows.numel():  # some backends refuse empty tensors
             result = _torch.wait(_torch.all_gather(result, group))
         else:
             result = result.repeat(group.size(), *[1] * (rows.dim() - 1))
@@ -141,7 +140,9 @@ def all_gather_rows(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, 
 
 
 def are_few(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
-    """Whether it is latency that counts when every rank along `mesh_dims` gets such a tensor of every other: the same
-    on all of them. A compiler's symbols may be many."""
+    """Whether latency dominates when every rank along `mesh_dims` sends such a tensor to every other.
+
+    The answer is the same on all ranks. It is False for symbolic sizes, which may be large.
+    """
     size = tensor.numel() * tensor.element_size() * prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims)
     return isinstance(size, int) and size <= FEW_BYTES

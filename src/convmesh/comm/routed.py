@@ -1,6 +1,6 @@
-"""Sending rows to ranks that only the values tell: how many go where is said first.
+"""Sending rows to ranks that depend on values: the ranks first tell each other the numbers of rows.
 
-Not for compiled code: what is sent depends on values.
+Not for compiled code, as the message sizes depend on values.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .schedule import RowSchedule
 
 @dataclass(frozen=True)
 class Routed:
-    """This rank's rows on their way to the ranks of a line, one mesh dimension after the other, the last one first."""
+    """The routes of this rank's rows to other ranks of a line: a hop per mesh dimension, the last dimension first."""
 
-    hops: tuple[tuple[torch.Tensor, RowSchedule], ...]  # the rows' order before a hop, and what is sent in it
+    hops: tuple[tuple[torch.Tensor, RowSchedule], ...]  # for each hop, the order of rows before it, and what is sent
     line: RankLine
 
     def send(self, rows: torch.Tensor) -> torch.Tensor:
-        """One row of values for each element; what comes in is in the order of its sources."""
+        """Send one row per element; return the received rows in the order of their sources."""
         for order, schedule in self.hops:
             rows = exchange_rows(schedule, rows[order])
         return rows
 
     def send_back(self, answers: torch.Tensor) -> torch.Tensor:
-        """For each element the answer to what was sent of it; `answers` are in the order in which that came in."""
+        """Return for each element the answer to its row; `answers` are in the order of the rows from `send`."""
         for order, schedule in reversed(self.hops):
             arrived = exchange_rows(schedule.transposed(), answers)
             answers = torch.empty_like(arrived)
@@ -39,9 +39,9 @@ class Routed:
 
 
 def routed(destination: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Routed:
-    """`destination` is for each of this rank's elements the number of a rank along `mesh_dims`.
+    """Find the routes of this rank's elements; `destination` holds for each the number of a rank along `mesh_dims`.
 
-    One that is no rank's raises an IndexError on all ranks of the line.
+    A number out of range raises an IndexError on all ranks of the line.
     """
     line = rank_line(mesh, mesh_dims)
     nowhere = (destination < 0) | (destination >= line.size)
@@ -50,7 +50,7 @@ def routed(destination: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ..
     for number, (size, group) in reversed(list(enumerate(zip(line.sizes, line.groups, strict=True)))):
         last = destination % size
         counts = torch.bincount(last, minlength=size)
-        # Every rank tells every other how many rows it has for it, and how many it has heard of that go nowhere.
+        # Every rank sends every other the number of rows for it, and the number of invalid destinations it knows of.
         told = exchange_rows(RowSchedule(group, [1] * size, [1] * size), torch.stack([counts, lost.expand(size)], 1))
         lost = told[:, 1].sum()
         schedule = RowSchedule(group, counts.tolist(), told[:, 0].tolist())
@@ -63,8 +63,10 @@ def routed(destination: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ..
 
 
 def owners(index: torch.Tensor, shards: Shards) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each index of a sharded dimension the rank that owns it (-1 for what lies outside), and where the shard of
-    that rank starts and how long it is. By arithmetic, so that nothing grows with the ranks."""
+    """Return the owner of each index of a sharded dimension (-1 if out of range), and start and length of its shard.
+
+    It is computed arithmetically, so that nothing grows with the number of ranks.
+    """
     outside = (index < 0) | (index >= shards.size)
     index = index.masked_fill(outside, 0)
     rank, start = torch.zeros_like(index), torch.zeros_like(index)

@@ -1,7 +1,7 @@
-"""Schedules: what this rank sends to whom and receives from whom, as boxes of the tensors given.
+"""Schedules: what this rank sends and receives, as boxes of the tensors given.
 
-Made once, from integers alone; `start` in `exchange.py` runs them. Each has its adjoint, `transposed`. All kinds of
-communication from rank to rank are constructors here.
+They are made once, from integers alone, and run by `start` in `exchange.py`. `transposed` is the adjoint. All kinds of
+point-to-point communication are constructors in this file.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ..geometry import Box, Everywhere, FlatRanges, Grid, HaloPlan, Interval, Mo
 from .rank_line import RankLine
 from .wire import Hop, Message, Wire, wire
 
-Transfers = Iterable[tuple[int, tuple[Box, ...]]]  # by rank, in ascending order
+Transfers = Iterable[tuple[int, tuple[Box, ...]]]  # (peer, boxes), in ascending order of the peers
 
 
 class AnyMoves(Protocol):
-    """What is sent of one tensor: any rank's transfers, to which other ranks' agree."""
+    """The transfers of one tensor, computed for any rank; sender and receiver must agree on them."""
 
     def sends(self, rank: int, /) -> Transfers: ...
     def receives(self, rank: int, /) -> Transfers: ...
 
 
 class Piece(NamedTuple):
-    """A box of one of the tensors."""
+    """A box of one of the tensors of an exchange."""
 
     tensor: int
     box: Box
 
 
 class Shaped(NamedTuple):
-    """What a message needs to know of a tensor: which of its dimensions have boxes, and how large the others are."""
+    """The properties of a tensor that its messages depend on: the dimensions of the boxes, and its shape."""
 
     dims: tuple[int, ...]
     shape: torch.Size
@@ -55,18 +55,18 @@ class Shaped(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What this rank sends along a line of ranks and receives, of one or several tensors.
+    """What this rank sends and receives along a rank line, for one or several tensors.
 
-    `silent` says that no rank of the line sends anything: all know it, and leave the exchange out.
+    `silent` says that no rank of the line sends anything: all ranks know that, and skip the exchange.
     """
 
     line: RankLine
-    moves: tuple[AnyMoves, ...]  # of each tensor
+    moves: tuple[AnyMoves, ...]  # one for each tensor
     silent: bool = False
     backwards: bool = False
 
     def transposed(self) -> Schedule:
-        """The adjoint: what was received is sent back."""
+        """The adjoint: everything that was received is sent back."""
         return self._transposed
 
     @cached_property
@@ -75,7 +75,7 @@ class Schedule:
 
     @cached_property
     def sends(self) -> tuple[tuple[int, Piece], ...]:
-        """By destination, those that the first hop, which is along the last mesh dimension, reaches together."""
+        """(destination, piece), grouped by the rank of the first hop, which is along the last mesh dimension."""
         return tuple(sorted(self._pieces(self.line.rank, True), key=lambda entry: self._sending_order(entry[0])))
 
     def _sending_order(self, rank: int) -> tuple[int, int]:
@@ -83,13 +83,13 @@ class Schedule:
 
     @cached_property
     def sent_before_token(self) -> int:
-        """How many pieces come before this rank's message to itself."""
+        """The number of pieces sent before this rank's message to itself."""
         own = self._sending_order(self.line.rank)
         return sum(self._sending_order(peer) < own for peer, _ in self.sends)
 
     @cached_property
     def receives(self) -> tuple[tuple[int, Piece], ...]:
-        """By source, in their order."""
+        """(source, piece), in the order of the sources."""
         return tuple(sorted(self._pieces(self.line.rank, False), key=lambda entry: entry[0]))
 
     def _pieces(self, rank: int, outgoing: bool) -> Iterator[tuple[int, Piece]]:
@@ -100,7 +100,7 @@ class Schedule:
                     yield peer, Piece(tensor, box)
 
     def wire(self, tensors: tuple[Shaped, ...], token: int) -> Wire:
-        """The messages for tensors of these shapes; `token` is the length of each rank's message to itself."""
+        """Return the messages for tensors of these shapes; `token` is the length of each rank's message to itself."""
         if token:
             return self._wire(tensors, token)  # sizes may be symbols while tracing
         if tensors not in self._wires:
@@ -127,9 +127,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Halo:
-    """What is sent of one tensor along its split dimension number `axis`, by `plan`.
+    """The halo exchange of one tensor along its sharded dimension number `axis`, by `plan`.
 
-    `box` is what the rank must hold in the end, clipped to the tensor: the same along the other axes on a whole line.
+    `box` is what the rank must hold in the end, clipped to the tensor. Its sides along other axes are the same on all
+    ranks of the line.
     """
 
     axis: int
@@ -138,20 +139,20 @@ class Halo:
 
 
 def halo(line: RankLine, *halos: Halo) -> Schedule:
-    """Of each of several tensors the parts of one dimension that ranks need and others own."""
+    """Schedule of the halo exchanges of several tensors, in one message per pair of ranks."""
     moves = tuple(one.plan.along(one.axis, one.box) for one in halos)
     return Schedule(line, moves, all(one.plan.silent for one in halos))
 
 
 def boxes(line: RankLine, owned: Grid, needed: Grid) -> Schedule:
-    """From boxes of a tensor that ranks own to others that they need."""
+    """Schedule from the boxes that ranks own of a tensor to the boxes that they need."""
     return Schedule(line, (Moves(owned, needed),))
 
 
 def reshard(line: RankLine, before: int, after: int) -> Schedule:
-    """Shard(i) -> Shard(j): of dimensions of these sizes the first was sharded over the line, and the second will be.
+    """Schedule for Shard(i) -> Shard(j), where dimensions i and j have the sizes `before` and `after`.
 
-    Its boxes have these two sides.
+    Its boxes are along these two dimensions.
     """
     along = tuple(range(len(line.sizes)))
     owned = Grid(line.sizes, (Shards(before, line.sizes), Interval(0, after)), (along, ()))
@@ -160,20 +161,22 @@ def reshard(line: RankLine, before: int, after: int) -> Schedule:
 
 
 def broadcast_from_owner(line: RankLine, size: int, index: int) -> Schedule:
-    """One index of a sharded dimension of this size, from the rank that owns it to all others."""
+    """Schedule that sends one index of a sharded dimension of this size from its owner to all other ranks."""
     plan = HaloPlan(Shards(size, line.sizes), Everywhere(Interval(index, index + 1), line.size))
     return Schedule(line, (plan.along(0, (Interval(0, size),)),), line.size == 1)
 
 
 def flat_ranges(line: RankLine, stripes: Stripes, ranges: FlatRanges) -> Schedule:
-    """Elements in a row: from stripes of their table to ranges of their numbers. The transpose goes the other way."""
+    """Schedule from stripes of a table to ranges of its elements in flat order; the transpose is the inverse."""
     return Schedule(line, (Moves(stripes, ranges),))
 
 
 @dataclass(frozen=True)
 class RowSchedule:
-    """So many rows of a tensor for each rank of one mesh dimension, one rank after the other, and so many that come in
-    from each. Only this rank knows these numbers, and so it hands on no messages of others."""
+    """The numbers of rows that this rank sends to, and receives from, each rank of one mesh dimension, in rank order.
+
+    Only this rank knows these numbers, so it forwards no messages of other ranks.
+    """
 
     group: dist.ProcessGroup
     sent: list[int]
@@ -183,6 +186,6 @@ class RowSchedule:
         return RowSchedule(self.group, self.received, self.sent)
 
     def wire(self, rest: int) -> Wire:
-        """`rest` is the length of a row."""
+        """Return the messages for rows of `rest` elements."""
         incoming, outgoing = ([count * rest for count in counts] for counts in (self.received, self.sent))
         return Wire((Hop(self.group, [], [], incoming, outgoing),))

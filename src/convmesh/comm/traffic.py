@@ -1,4 +1,4 @@
-"""Counting what the exchanges send and how long they keep waiting, for reports and tests."""
+"""Counters of exchanges, bytes sent and waiting time, for reports and tests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Traffic:
     Attributes:
         exchanges: Halo exchanges and reshards that this rank took part in.
         bytes_sent: The bytes that it sent in them.
-        seconds_waiting: How long it waited for communications of any kind. On a GPU a wait only orders the rest of the
-            work behind the communication and takes no time on the host.
+        seconds_waiting: How long it waited for collectives of any kind. On a GPU, waiting only orders later work behind
+            the collective and takes no time on the host.
     """
 
     exchanges: int = 0

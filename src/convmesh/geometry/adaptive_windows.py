@@ -1,4 +1,4 @@
-"""The windows of adaptive pooling, and groups of equal ones at equal distances, each of which is a strided view."""
+"""The windows of adaptive pooling, and their grouping into sets that are each one strided view."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .interval import Interval
 
 @dataclass(frozen=True)
 class AdaptiveWindows(Dependence):
-    """Target `t` reads the sources from `t * source_size // target_size` up to the start of the next one, rounded up.
+    """Target `t` reads sources from `floor(t * source_size / target_size)` up to the start of the next, rounded up.
 
-    So windows overlap by one source where the sizes do not divide.
+    So neighbouring windows overlap by one source where the sizes do not divide.
     """
 
     source_size: int
@@ -38,10 +38,11 @@ class AdaptiveWindows(Dependence):
 
 @dataclass(frozen=True)
 class StridedWindows:
-    """Windows number `i < count`: target `target + target_step * i` reads `length` sources from `start + step * i` on.
+    """Windows `i < count`: target `target + target_step * i` reads `length` sources from `start + step * i` on.
 
-    Targets and sources count from the first that the rank has. `length <= step`, and `count * step` sources from
-    `start` on are there, so all the windows are one view. On all ranks together a window has `full_length` sources.
+    Indices of targets and sources are local to the rank. `length <= step`, and the rank holds `count * step` sources
+    from `start` on, so all the windows are one strided view. Over all ranks together each window has `full_length`
+    sources.
     """
 
     target: int
@@ -54,9 +55,9 @@ class StridedWindows:
 
 
 def strided_windows(windows: AdaptiveWindows, sources: Interval, targets: Interval) -> tuple[StridedWindows, ...]:
-    """What the windows of `targets` read of `sources`, in as few groups as there are kinds of windows."""
+    """Return what the windows of `targets` read of `sources`, in as few groups as possible."""
     common = gcd(windows.source_size, windows.target_size)
-    # Windows so many targets apart are alike: `period` of them take up `step` sources.
+    # Windows repeat after `period` targets, which together take up `step` sources.
     period, step = windows.target_size // common, windows.source_size // common
     found: dict[tuple[int, int, int], list[int]] = {}
     for target in range(targets.start, targets.stop):
@@ -71,7 +72,7 @@ def strided_windows(windows: AdaptiveWindows, sources: Interval, targets: Interv
         return StridedWindows(first - targets.start, period, start, step, count, length, len(window))
 
     def groups(alike: list[int], length: int) -> Iterator[StridedWindows]:
-        """One, and one more for a last window that has no room for a full step behind it."""
+        """Yield one group, and a second one if the last window lacks a full step of sources after its start."""
         last = alike[-1]
         if sources.stop - max(windows.window(last).start, sources.start) >= step:
             yield group(alike[0], len(alike), step, length)

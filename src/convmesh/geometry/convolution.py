@@ -1,4 +1,4 @@
-"""The geometry of a convolution as one value, where torch has six arguments."""
+"""The parameters of a convolution as one value, in place of torch's six arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Convolution:
         output_padding: Sequence[int],
         groups: int,
     ) -> Convolution:
-        """From an operator's arguments, where one number may stand for all spatial dimensions."""
+        """Build one from an operator's arguments; a single number stands for all spatial dimensions."""
 
         def each(values: Sequence[int]) -> Shape:
             return tuple(values) * spatial if len(values) == 1 else tuple(values)
@@ -40,11 +40,11 @@ class Convolution:
 
     @property
     def arguments(self) -> tuple[Shape, Shape, Shape, bool, Shape, int]:
-        """In the order in which torch's operators take them."""
+        """The arguments in the order in which torch's operators take them."""
         return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
 
     def without(self, axis: int) -> Convolution:
-        """Along all spatial dimensions but one."""
+        """Return the same convolution without spatial dimension `axis`."""
 
         def rest(values: Shape) -> Shape:
             return values[:axis] + values[axis + 1 :]

@@ -1,6 +1,6 @@
-"""Which sources the targets of an operator read along one dimension, and both dimensions sharded over the same ranks.
+"""Which source indices the targets of an operator read along one dimension, with and without sharding.
 
-`Window`, `AdaptiveWindows`, `Repeat` and `Taps` (resampling) are dependences; halos follow from them alone.
+`Window`, `AdaptiveWindows`, `Repeat` and `Taps` (resampling) are dependences; halo plans follow from them alone.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from .shards import Shards
 
 
 class Dependence(Protocol):
-    """What each target reads: a run of sources, whose first and last never fall from one target to the next."""
+    """The sources that each target reads: a range whose first and last index never decrease with the target."""
 
     def reads(self, target: Interval, /) -> Interval:
-        """The sources from the first to the last that `target` reads; overhangs the dimension where it is padded."""
+        """Return the range of sources that `target` reads; it overhangs the dimension where the operator pads."""
         ...
 
     def read_by(self, source: Interval, /) -> Interval:
-        """The targets from the first to the last that read anything of `source`."""
+        """Return the range from the first to the last target that reads any of `source`."""
         ...
 
     def parts_read(self, target: Interval, /) -> Parts:
-        """`reads` in rising parts, without gaps that are worth leaving out."""
+        """Return `reads` as ascending parts, leaving out gaps that are large enough to matter."""
         return (self.reads(target),)
 
     def parts_read_by(self, source: Interval, /) -> Parts:
-        """`read_by`, likewise."""
+        """Return `read_by` as parts, leaving out large gaps."""
         return (self.read_by(source),)
 
 
 @dataclass(frozen=True)
 class Repeat(Dependence):
-    """Target `t` reads source `t // factor`: the transpose of a window that steps by its own length."""
+    """Target `t` reads source `t // factor`: the transpose of a window whose stride equals its length."""
 
     factor: int
 
@@ -51,7 +51,7 @@ class Repeat(Dependence):
 
 @dataclass(frozen=True)
 class ShardedDependence:
-    """A source and a target dimension sharded over the same ranks, each in the layout of its own size."""
+    """A source and a target dimension, each sharded over the same ranks according to its own size."""
 
     dependence: Dependence
     source_size: int
@@ -60,22 +60,22 @@ class ShardedDependence:
 
     @cached_property
     def sources(self) -> Shards:
-        """What each rank owns of the sources."""
+        """The sources that each rank owns."""
         return Shards(self.source_size, self.mesh_sizes)
 
     @cached_property
     def targets(self) -> Shards:
-        """What each rank owns of the targets."""
+        """The targets that each rank owns."""
         return Shards(self.target_size, self.mesh_sizes)
 
     @cached_property
     def source_plan(self) -> HaloPlan:
-        """Each rank needs the sources that its targets read; this overhangs where the operator pads."""
+        """The exchange that brings each rank the sources its targets read; these overhang where the operator pads."""
         return HaloPlan(self.sources, Reads(self.targets, self.dependence.parts_read, self.dependence.read_by))
 
     @cached_property
     def target_plan(self) -> HaloPlan:
-        """Each rank needs the targets that read its sources."""
+        """The exchange that brings each rank the targets that read its sources."""
         return HaloPlan(self.targets, Reads(self.sources, self._parts_read_by, self.dependence.reads))
 
     def _parts_read_by(self, source: Interval) -> Parts:
@@ -83,20 +83,23 @@ class ShardedDependence:
         return tuple(part & everything for part in self.dependence.parts_read_by(source))
 
     def read_by(self, source: Interval) -> Interval:
-        """The targets that read any of `source`."""
+        """Return the targets that read any of `source`."""
         return self.dependence.read_by(source) & Interval(0, self.target_size)
 
     def inner_targets(self, rank: int) -> Interval:
-        """The part of a rank's targets that reads nothing of other ranks."""
+        """Return the targets of a rank that read only sources of the same rank."""
         return _between(self.targets[rank], self.sources[rank], self.source_size, self.dependence.read_by)
 
     def inner_sources(self, rank: int) -> Interval:
-        """The part of a rank's sources that no target of other ranks reads."""
+        """Return the sources of a rank that only targets of the same rank read."""
         return _between(self.sources[rank], self.targets[rank], self.target_size, self.dependence.reads)
 
 
 def _between(own: Interval, others: Interval, size: int, touches: Callable[[Interval], Interval]) -> Interval:
-    """`own` without what the indices before and behind `others`, of a dimension of `size`, touch of it."""
+    """Return `own` without the indices touched by the index just before or just after `others`.
+
+    `size` is the size of the dimension that `others` belongs to.
+    """
     start = touches(Interval(others.start - 1, others.start)).stop if others.start > 0 else own.start
     stop = touches(Interval(others.stop, others.stop + 1)).start if others.stop < size else own.stop
     return own & Interval(start, stop)

@@ -1,7 +1,7 @@
-"""Elements numbered in a row, as boxes of a table: a sharded dimension with others outside and inside of it.
+"""Flat element ranges as boxes of a 2-d table: for reshapes that merge a sharded dimension with outer and inner ones.
 
-The table has a row for each index of the outer dimensions. A rank that shards the dimension in the middle has the same
-columns of all rows; one that shards the outermost has a range of the numbers, which is up to three boxes.
+The table has one row per index of the outer dimensions. A rank that shards the middle dimension owns the same columns
+of every row; a rank that shards the flattened dimension owns a range of element numbers, which is up to three boxes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .shards import Shards
 
 @dataclass(frozen=True)
 class Stripes:
-    """Elements numbered over dimensions (outer, size, inner), of which rank `r` owns `parts[r]` of the middle one."""
+    """The elements of dimensions (outer, size, inner), with the middle one sharded: rank `r` owns `shards[r]` of it."""
 
     outer: int
     inner: int
@@ -23,11 +23,11 @@ class Stripes:
 
     @property
     def row(self) -> int:
-        """The elements of one index of the outer dimension."""
+        """The length of a row: the elements per index of the outer dimension."""
         return self.shards.size * self.inner
 
     def stripe(self, rank: int) -> Interval:
-        """What a rank owns of every row."""
+        """Return the columns that a rank owns in every row."""
         part = self.shards[rank]
         return Interval(part.start * self.inner, part.stop * self.inner)
 
@@ -41,7 +41,7 @@ class Stripes:
 
 @dataclass(frozen=True)
 class FlatRanges:
-    """Ranges of the elements of a table with rows of length `row`; `owned` is in steps of `inner` elements."""
+    """Elements of a table with rows of length `row`, sharded in flat order; `owned` counts runs of `inner` elements."""
 
     owned: Shards
     inner: int
@@ -52,7 +52,7 @@ class FlatRanges:
         return Interval(part.start * self.inner, part.stop * self.inner)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """The end of a row, full rows, and the begin of one: those of them that are there, in their order."""
+        """Return up to three non-empty boxes, in order: the end of a row, full rows, the start of a row."""
         numbers = self.numbers(rank)
         if not numbers:
             return ()

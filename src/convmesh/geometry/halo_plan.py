@@ -1,4 +1,4 @@
-"""Along one line of ranks: what each owns, what each must hold, and so what is sent."""
+"""Halo plans: what each rank along one dimension owns and what it needs, from which follows what is sent."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .shards import Shards
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """What each rank reads of one dimension to produce its shard of another.
+    """The indices of one dimension that each rank reads to produce its shard of another.
 
-    `reads` maps a shard to the parts that it reads, and `read_by` a part to the indices that read any of it, from the
-    first to the last. It may name too many, and tells where it would be if none does.
+    `reads` maps a shard to the parts that it reads. `read_by` maps a part to the range of indices that read any of it;
+    it may include too many, and if no index reads the part it is an empty interval at the place where one would be.
     """
 
     made: Shards
@@ -28,7 +28,7 @@ class Reads:
 
     def touching(self, part: Interval) -> Iterable[int]:
         readers = self.read_by(part)
-        # What is read is said from the first to the last index, with the gaps between two neighbours that read.
+        # `reads` includes the gaps between what two neighbouring indices read, which no index reads: widen by one.
         wider = [
             Interval(one.start - 1, one.stop + 1) for one in ((readers,) if isinstance(readers, Interval) else readers)
         ]
@@ -39,7 +39,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class Everywhere:
-    """Every rank needs the same part."""
+    """The same part, needed by every rank."""
 
     part: Interval
     ranks: int
@@ -53,10 +53,10 @@ class Everywhere:
 
 @dataclass(frozen=True, eq=False)
 class HaloPlan:
-    """A dimension of which rank `r` owns `owned[r]` and must hold all of `needed.parts(r)` to compute.
+    """What ranks own and need of a dimension: rank `r` owns `owned[r]`, and needs all of `needed.parts(r)` to compute.
 
-    What a rank needs may be in several parts, which do not overlap. It may overhang the dimension: nobody owns what
-    lies there, so it is not sent. What a rank owns beside what it needs is left alone.
+    What a rank needs may consist of several disjoint parts. It may overhang the dimension; the overhang is owned by no
+    rank and never sent. Indices that a rank owns but does not need are not touched.
     """
 
     owned: Shards
@@ -67,16 +67,15 @@ class HaloPlan:
         return self.owned.size
 
     def along(self, axis: int, box: Box) -> Moves:
-        """The same of boxes, whose side number `axis` is this dimension; along the others all ranks of the line have
-        the sides of `box`."""
+        """Return the plan for boxes with this dimension as side `axis`, and the other sides of `box` on all ranks."""
         return Moves(Along(self.owned, axis, box), Along(self.needed, axis, box))
 
     def sends(self, rank: int) -> list[tuple[int, Interval]]:
-        """What `rank` sends: (destination, indices), in the order of the ranks."""
+        """Return what `rank` sends: (destination, indices), in rank order."""
         return [(dst, part) for dst, boxes in self._moves.sends(rank) for (part,) in boxes]
 
     def receives(self, rank: int) -> list[tuple[int, Interval]]:
-        """What `rank` receives: (source, indices), in the order of the ranks."""
+        """Return what `rank` receives: (source, indices), in rank order."""
         return [(src, part) for src, boxes in self._moves.receives(rank) for (part,) in boxes]
 
     @cached_property
@@ -85,17 +84,17 @@ class HaloPlan:
 
     @cached_property
     def silent(self) -> bool:
-        """Nothing is sent between any two ranks: all of them can leave the exchange out."""
+        """Whether no rank sends anything, so that all of them can skip the exchange."""
         return not any(self.lacks(rank) for rank in range(len(self.owned)))
 
     def lacks(self, rank: int) -> int:
-        """How many indices a rank has to receive."""
+        """Return the number of indices that a rank has to receive."""
         own, full = self.owned[rank], Interval(0, self.size)
         inside = [part & full for part in self.needed.parts(rank)]
         return sum(part.size - (part & own).size for part in inside)
 
     @cached_property
     def sent(self) -> int:
-        """How many indices are sent in all, about: as if all ranks but the first and the last were alike."""
+        """The approximate number of indices sent by all ranks, as if all but the first and the last were alike."""
         last = self.owned.busy - 1
         return self.lacks(0) + (self.lacks(last) + (last - 1) * self.lacks(last // 2) if last > 0 else 0)

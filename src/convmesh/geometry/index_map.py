@@ -1,4 +1,4 @@
-"""Which input index each output index copies, piece by piece: padding, slicing, joining and turning a dimension."""
+"""Index maps: which input index each output index copies, as strided pieces (pad, slice, concatenate, flip, roll)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .moves import Parts
 class Piece:
     """Outputs `out_start + out_step * j` copy inputs `in_start + in_step * j` of one source, for `0 <= j < count`.
 
-    `out_step` is positive. `in_step` may be negative, and 0 where one input is repeated.
+    `out_step` is positive. `in_step` may be negative, or 0 where one input is repeated.
     """
 
     count: int
@@ -26,17 +26,17 @@ class Piece:
     source: int = 0
 
     def within(self, out: Interval) -> Piece:
-        """The part of the piece whose outputs lie in `out`."""
+        """Return the part of the piece whose outputs are in `out`."""
         first = max(0, -(-(out.start - self.out_start) // self.out_step))
         last = min(self.count, -(-(out.stop - self.out_start) // self.out_step))
         return self._from(first, last)
 
     def copying(self, source: Interval) -> Piece:
-        """The part of the piece whose inputs lie in `source`."""
+        """Return the part of the piece whose inputs are in `source`."""
         return self._from(*self._copied(source))
 
     def read_by(self, source: Interval) -> Interval:
-        """The outputs that copy any of `source`, with the one before and the one behind them."""
+        """Return the outputs that copy any of `source`, plus one before and one after them."""
         first, last = self._copied(source)
         first, last = max(0, first - 1), min(last + 1, self.count)
         return Interval(self.out_start + self.out_step * first, self.out_start + self.out_step * (last - 1) + 1)
@@ -61,12 +61,12 @@ class Piece:
 
     @property
     def writes(self) -> Interval:
-        """The outputs from the first to the last that it writes."""
+        """The range from the first to the last output that it writes."""
         return Interval(self.out_start, self.out_start + self.out_step * (self.count - 1) + 1)
 
     @property
     def reads(self) -> Interval:
-        """The inputs from the first to the last that it copies."""
+        """The range from the first to the last input that it copies."""
         if not self.count:
             return Interval(0, 0)
         end = self.in_start + self.in_step * (self.count - 1)
@@ -75,7 +75,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class IndexMap:
-    """An output dimension of `size` indices. What no piece writes is filled; of pieces that overlap the last wins."""
+    """An output dimension of `size` indices.
+
+    Indices that no piece writes are filled; where pieces overlap the last wins.
+    """
 
     size: int
     pieces: tuple[Piece, ...]
@@ -85,15 +88,15 @@ class IndexMap:
         return tuple(piece for piece in clipped if piece.count)
 
     def reads(self, out: Interval, source: int = 0) -> Parts:
-        """What `out` needs of a source: intervals in their order, which neither overlap nor touch."""
+        """Return what `out` needs of a source: ascending intervals that neither overlap nor touch."""
         return _merged([piece.reads for piece in self.within(out) if piece.source == source])
 
     def read_by(self, part: Interval, source: int = 0) -> Parts:
-        """The outputs that copy any of a part of a source, piece by piece; there may be others among them."""
+        """Return the outputs that copy any of a part of a source, one range per piece; a range may include others."""
         return tuple(piece.read_by(part) for piece in self.pieces if piece.source == source)
 
     def gaps(self, out: Interval) -> Parts:
-        """Intervals that have every output of `out` that copies nothing; others may lie in them too."""
+        """Return intervals that contain every output of `out` that copies nothing, and possibly other outputs."""
         dense = (piece.writes for piece in self.within(out) if piece.out_step == 1 or piece.count == 1)
         gaps, start = [], out.start
         for written in (*_merged(list(dense)), Interval(out.stop, out.stop)):
@@ -103,7 +106,7 @@ class IndexMap:
 
     @cached_property
     def disjoint(self) -> bool:
-        """No two pieces write among each other's outputs, so that they may be written in any order."""
+        """Whether the output ranges of all pieces are disjoint, so that they may be written in any order."""
         written = sorted((piece.writes for piece in self.pieces), key=lambda interval: interval.start)
         return all(not one & other for one, other in pairwise(written))
 
@@ -119,7 +122,7 @@ def _merged(intervals: Sequence[Interval]) -> Parts:
 
 
 def in_a_row(pieces: Sequence[tuple[int, int, int]], before: int = 0, after: int = 0) -> IndexMap:
-    """Pieces (count, in_start, in_step) one behind the other, with so many filled outputs before and after them."""
+    """Concatenate pieces (count, in_start, in_step), with `before` and `after` filled outputs around them."""
     placed, start = [], before
     for count, in_start, in_step in pieces:
         placed.append(Piece(count, start, in_start, in_step=in_step))
@@ -128,7 +131,7 @@ def in_a_row(pieces: Sequence[tuple[int, int, int]], before: int = 0, after: int
 
 
 def constant_pad(size: int, before: int, after: int) -> IndexMap:
-    """Negative padding crops."""
+    """Map of a constant padding; negative padding crops."""
     kept = size + min(0, before) + min(0, after)
     return in_a_row([(kept, max(0, -before), 1)], max(0, before), max(0, after))
 
@@ -144,25 +147,25 @@ def replication_pad(size: int, before: int, after: int) -> IndexMap:
 
 
 def _kept(size: int, before: int, after: int) -> tuple[int, int]:
-    """How much of the input is kept, and from where: negative padding crops."""
+    """Return how many inputs are kept and the index of the first; negative padding crops."""
     start = max(0, -before)
     return max(0, size + min(0, before) + min(0, after)), start
 
 
 def strided(count: int, start: int, step: int) -> IndexMap:
-    """A slice."""
+    """Map of a slice."""
     return in_a_row([(count, start, step)])
 
 
 def spread(size: int, count: int, start: int, step: int) -> IndexMap:
-    """What a slice takes away, put back where it was: the other outputs are filled."""
+    """Map of a slice's backward: put its elements back in their places and fill the other outputs."""
     return IndexMap(size, (Piece(count, start, 0, out_step=step),) if count else ())
 
 
 def scattered(size: int, count: int, start: int, step: int) -> IndexMap:
-    """Source 0 with a slice of it replaced by source 1."""
+    """Map that copies source 0 and replaces a slice of it with source 1."""
     over = (Piece(count, start, 0, out_step=step, source=1),) if count else ()
-    if step == 1:  # what is replaced need not be read
+    if step == 1:  # the elements to be replaced need not be read
         kept = (Piece(start, 0, 0), Piece(size - start - count, start + count, start + count))
         return IndexMap(size, (*(piece for piece in kept if piece.count), *over))
     return IndexMap(size, (Piece(size, 0, 0), *over))
@@ -178,7 +181,7 @@ def rolled(size: int, shift: int) -> IndexMap:
 
 
 def joined(sizes: Sequence[int]) -> IndexMap:
-    """Sources one behind the other."""
+    """Map of a concatenation of sources."""
     pieces, start = [], 0
     for source, size in enumerate(sizes):
         pieces.append(Piece(size, start, 0, source=source))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The indices `start <= i < stop`. Every empty interval with the same start is as good as any other."""
+    """The indices `start <= i < stop`. Empty intervals with the same start are interchangeable."""
 
     start: int
     stop: int
@@ -18,7 +18,7 @@ class Interval:
 
     @property
     def size(self) -> int:
-        """Its length, also where that is a symbol of a compiler: `len` makes a number of it."""
+        """The length. Unlike `len`, it also works for the symbolic integers of a compiler."""
         return max(0, self.stop - self.start)
 
     def __bool__(self) -> bool:
@@ -42,7 +42,7 @@ Box = tuple[Interval, ...]
 
 
 def hull(intervals: Sequence[Interval]) -> Interval:
-    """The smallest interval that covers all of `intervals`."""
+    """Return the smallest interval that covers all of `intervals`."""
     filled = [i for i in intervals if i]
     if not filled:
         return Interval(0, 0)
@@ -50,10 +50,10 @@ def hull(intervals: Sequence[Interval]) -> Interval:
 
 
 def slabs(outer: Box, inner: Box) -> list[list[Box]]:
-    """The border of `outer` around `inner` as disjoint boxes, for each dimension those before and behind `inner`.
+    """Return the border of `outer` around `inner` as disjoint boxes: per dimension, those before and after `inner`.
 
-    A dimension's slabs are as wide as `outer` along the dimensions before it and as `inner` along those after it.
-    So the slabs of a dimension need only the halos of the dimensions up to that one.
+    The slabs of a dimension extend over `outer` along the dimensions before it, and over `inner` along those after it.
+    So they need only the halos of the dimensions up to that one.
     """
     border: list[list[Box]] = []
     for dim, (side, core) in enumerate(zip(outer, inner, strict=True)):
@@ -64,7 +64,7 @@ def slabs(outer: Box, inner: Box) -> list[list[Box]]:
 
 
 def volume(box: Sequence[Interval]) -> int:
-    """How many points a box has."""
+    """Return the number of points in a box."""
     result = 1
     for side in box:
         result *= side.size

@@ -1,4 +1,4 @@
-"""What is sent where ranks own some boxes of a tensor and need others, found for one rank at a time."""
+"""Transfers between ranks that own some boxes of a tensor and need others, computed for one rank at a time."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ Parts = tuple[Interval, ...]
 
 
 class Regions(Protocol):
-    """Boxes of one tensor, some for each rank."""
+    """Boxes of one tensor for each rank."""
 
     def boxes(self, rank: int, /) -> tuple[Box, ...]: ...
 
     def touching(self, box: Box, /) -> Iterable[int]:
-        """The ranks that may have any of a box, in ascending order; no others do."""
+        """Return, in ascending order, the ranks that may have any of `box`; all other ranks have none of it."""
         ...
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Every rank sends every other what that needs of its own boxes. Those that are owned do not overlap."""
+    """The transfers by which every rank gets the boxes it needs from the ranks that own them.
+
+    Owned boxes are disjoint.
+    """
 
     owned: Regions
     needed: Regions
 
     def sends(self, rank: int) -> Iterator[tuple[int, tuple[Box, ...]]]:
-        """What leaves `rank`: by destination, in their order."""
+        """Yield (destination, boxes) for what `rank` sends, in rank order."""
         owned = self.owned.boxes(rank)
         for dst in _touching(self.needed, owned):
             if dst != rank and (boxes := _common(self.needed.boxes(dst), owned)):
                 yield dst, boxes
 
     def receives(self, rank: int) -> Iterator[tuple[int, tuple[Box, ...]]]:
-        """What reaches `rank`: by source, in their order."""
+        """Yield (source, boxes) for what `rank` receives, in rank order."""
         needed = self.needed.boxes(rank)
         for src in _touching(self.owned, needed):
             if src != rank and (boxes := _common(needed, self.owned.boxes(src))):
@@ -47,7 +50,7 @@ class Moves:
 
 
 def _common(needed: tuple[Box, ...], owned: tuple[Box, ...]) -> tuple[Box, ...]:
-    """In the same order for who sends it and who receives it."""
+    """Return the non-empty intersections, in an order that is the same on the sender and the receiver."""
     common = [tuple([a & b for a, b in zip(need, own, strict=True)]) for need in needed for own in owned]
     return tuple([box for box in common if all(box)])
 
@@ -59,7 +62,7 @@ def _touching(regions: Regions, boxes: tuple[Box, ...]) -> Iterable[int]:
 
 
 class Sides(Protocol):
-    """Parts of one dimension, some for each rank."""
+    """Parts of one dimension for each rank."""
 
     def parts(self, rank: int, /) -> Parts: ...
     def touching(self, part: Interval, /) -> Iterable[int]: ...
@@ -67,7 +70,7 @@ class Sides(Protocol):
 
 @dataclass(frozen=True)
 class Along:
-    """Boxes that differ from rank to rank along one axis only."""
+    """Boxes that differ between ranks along one axis only."""
 
     sides: Sides
     axis: int
@@ -83,9 +86,9 @@ class Along:
 
 @dataclass(frozen=True)
 class Grid:
-    """One box for each rank of a mesh: every side is sharded over some mesh dimensions, or the same everywhere.
+    """One box per rank of a mesh: each side is either sharded over some mesh dimensions or the same on all ranks.
 
-    `over` has for every side the mesh dimensions, in the order of `Shards.mesh_sizes`, none of them twice.
+    `over` holds for each side its mesh dimensions, in the order of `Shards.mesh_sizes`. No mesh dimension occurs twice.
     """
 
     mesh_sizes: tuple[int, ...]
@@ -113,7 +116,7 @@ class Grid:
         return side[shard]
 
     def touching(self, box: Box) -> Iterable[int]:
-        """All combinations of the shards that any side of the box touches, and of the mesh dimensions that are free."""
+        """Return all ranks whose shard touches `box` along every side, at any place along unused mesh dimensions."""
         steps = [prod(self.mesh_sizes[mesh_dim + 1 :]) for mesh_dim in range(len(self.mesh_sizes))]
         found = [
             [self._offset(shard, over, steps) for shard in side.touching(wanted)]
@@ -125,7 +128,7 @@ class Grid:
         return sorted(map(sum, product(*found)))
 
     def _offset(self, shard: int, over: tuple[int, ...], steps: list[int]) -> int:
-        """What a shard's number along its mesh dimensions contributes to the number of a rank."""
+        """Return what a shard's number along its mesh dimensions contributes to the rank."""
         offset = 0
         for mesh_dim in reversed(over):
             shard, at = divmod(shard, self.mesh_sizes[mesh_dim])

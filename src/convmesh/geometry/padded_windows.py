@@ -1,4 +1,4 @@
-"""Windows that overlap and differ in length, copied to windows of one length, for a pooling with a fixed window."""
+"""Windows that overlap and differ in length, copied into disjoint ones of equal length for a fixed-window pooling."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .interval import Interval
 
 @dataclass(frozen=True)
 class PaddedWindows:
-    """Windows of `width` indices without overlap; index `i` of them all is a copy of the source `positions[i]`.
+    """Disjoint windows of `width` indices; index `i` of their concatenation is a copy of source `positions[i]`.
 
-    A shorter window is padded with copies of its last source, which change no maximum and not where it is found first.
+    A shorter window is padded with copies of its last source, which change neither a maximum nor its first position.
     """
 
     width: int
@@ -20,7 +20,7 @@ class PaddedWindows:
 
     @staticmethod
     def of(windows: AdaptiveWindows, sources: Interval, targets: Interval) -> PaddedWindows:
-        """What the windows of `targets` read of `sources`; positions count from the first of these."""
+        """Return what the windows of `targets` read of `sources`; positions count from the first of `sources`."""
         here = [windows.window(target) & sources for target in range(targets.start, targets.stop)]
         width = max((len(window) for window in here), default=1)
         return PaddedWindows(
@@ -34,5 +34,5 @@ class PaddedWindows:
 
     @property
     def trivial(self) -> bool:
-        """The sources themselves are the windows."""
+        """Whether the windows are the sources themselves, in order."""
         return self.positions == tuple(range(len(self.positions)))

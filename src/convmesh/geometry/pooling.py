@@ -1,4 +1,4 @@
-"""The geometry of a pooling as one value: of fixed windows, or adaptive."""
+"""The parameters of a pooling as one value: fixed or adaptive windows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .window import Window
 
 @dataclass(frozen=True)
 class Pooling:
-    """A window for each spatial dimension; with `ceil`, a last one may reach beyond the padded input."""
+    """A window for each spatial dimension; with `ceil`, the last one may reach beyond the padded input."""
 
     windows: tuple[Window, ...]
     ceil: bool
 
-    smallest: ClassVar = 1  # size of targets
+    smallest: ClassVar = 1  # smallest permitted target size
 
     @property
     def spatial(self) -> int:
@@ -34,7 +34,7 @@ class Pooling:
         dilation: Sequence[int],
         ceil: bool,
     ) -> Pooling:
-        """From an operator's arguments, where one number may stand for all dimensions and no stride for the kernel."""
+        """Build one from an operator's arguments: one number is for all dimensions; stride defaults to the kernel."""
 
         def each(values: Sequence[int]) -> tuple[int, ...]:
             return tuple(map(int, values)) if len(values) != 1 else (int(values[0]),) * spatial
@@ -43,7 +43,7 @@ class Pooling:
         return Pooling(tuple(Window(*numbers) for numbers in sizes), bool(ceil))
 
     def within(self, sizes: Sequence[int]) -> Pooling:
-        """The same of sources of these sizes, without what a window that is wider than all of them reaches beyond."""
+        """Return the same pooling for inputs of these sizes, with windows wider than the padded input cropped to it."""
         return replace(self, windows=tuple(map(self._within, self.windows, sizes)))
 
     def _within(self, window: Window, size: int) -> Window:
@@ -65,7 +65,7 @@ class Pooling:
         return [window.dilation for window in self.windows]
 
     def dependences(self, sizes: Sequence[int]) -> tuple[Window, ...]:
-        """Along each dimension of sources of these sizes."""
+        """Return the dependence along each dimension, for sources of these sizes."""
         return self.windows
 
     def target_size(self, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -75,11 +75,11 @@ class Pooling:
         if not self.ceil:
             return window.coarse_size(size)
         count = -(-(size + 2 * window.padding - window.extent) // window.stride) + 1
-        # A window that would begin in the padding behind the input is left out.
+        # Leave out a window that would begin in the padding behind the input.
         return count - 1 if (count - 1) * window.stride >= size + window.padding else count
 
     def counts(self, axis: int, size: int, targets: Interval, with_padding: bool) -> list[int]:
-        """Over how many indices each of `targets` averages along a dimension, with or without the padding."""
+        """Return over how many indices each of `targets` averages along a dimension, with or without the padding."""
         window = self.windows[axis]
         bounds = Interval(-window.padding, size + window.padding) if with_padding else Interval(0, size)
         return [len(window.reads(Interval(t, t + 1)) & bounds) for t in range(targets.start, targets.stop)]
@@ -87,7 +87,7 @@ class Pooling:
 
 @dataclass(frozen=True)
 class AdaptivePooling:
-    """Windows that cover the sources as evenly as integers permit, for targets of given sizes."""
+    """Windows that cover the sources as evenly as integers permit, for given target sizes."""
 
     sizes: tuple[int, ...]
 

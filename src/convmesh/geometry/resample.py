@@ -1,7 +1,8 @@
-"""Resampling: which sources each target is made of along one dimension, and with which weights.
+"""Resampling: the sources of each target along one dimension, and their weights.
 
-The numbers are rounded where torch rounds them: single precision for all dtypes but float64, and for nearest always.
-A rounding error in a coordinate moves a nearest neighbour by one index, so this has to be the same arithmetic.
+Coordinates and weights are rounded where torch rounds them: to single precision for all dtypes but float64, and always
+for nearest. A rounding error in a coordinate would move a nearest neighbour by one index, so the arithmetic is the
+same.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from .dependence import Dependence
 from .interval import Interval
 
 Tap = tuple[int, float]
-Weighted = tuple[Tap, ...]  # consecutive indices in rising order, each with its weight
+Weighted = tuple[Tap, ...]  # consecutive indices in ascending order, each with its weight
 
 
 @dataclass(frozen=True)
 class Taps(Dependence):
-    """Target `t` is the weighted sum of the sources `at(t)`, of which the first and the last never fall as `t` rises.
+    """Target `t` is the weighted sum of the sources `at(t)`, whose first and last index never decrease with `t`.
 
-    Nothing is kept for each target: an interval's sources come from its ends, and its readers by bisection.
+    Nothing is stored per target: the sources of an interval follow from its ends, and its readers are found by
+    bisection.
     """
 
     target_size: int
@@ -51,7 +53,7 @@ class Taps(Dependence):
 
 @dataclass(frozen=True)
 class TransposedTaps(Dependence):
-    """The map of gradients: each source is the weighted sum of the targets that read it, which may be none."""
+    """The backward map: each source is the weighted sum of the targets that read it, which may be none."""
 
     forward: Taps
 
@@ -82,13 +84,13 @@ def _double(value: float) -> float:
 
 @lru_cache(maxsize=1024)
 def taps(mode: str, source: int, target: int, align_corners: bool, scale: float | None, double: bool) -> Taps:
-    """From `source` to `target` indices. `scale` is a user's factor; without one the sizes give it.
+    """Return the taps from `source` to `target` indices; `scale` is the user's factor, or None for the ratio of sizes.
 
-    Of torch's kernels for `nearest` some take the same size, and twice the size, for exact whatever the scale is;
-    `nearest_scaled` is what the others do.
+    Some of torch's kernels for `nearest` ignore the scale and copy exactly if the size stays the same or doubles;
+    `nearest_scaled` is what the other kernels do.
     """
     made = Taps(target, _taps_at(mode, source, target, align_corners, scale, _double if double else _single))
-    made.at(target - 1)  # numbers that overflow do so for the last target: every rank raises, whichever are its own
+    made.at(target - 1)  # an overflow occurs for the last target first: so every rank raises, whichever targets it has
     return made
 
 
@@ -108,7 +110,7 @@ def _taps_at(
     weights = _linear_weights if mode == "linear" else _cubic_weights
 
     def between(index: int) -> Weighted:
-        """Of the sources around a target's coordinate, by its distance from the one before it."""
+        """Weigh the sources around a target's coordinate by its distance from the one before it."""
         at = rounded(step * index) if align_corners else rounded(step * (index + 0.5) - 0.5)
         at = at if align_corners or mode == "cubic" else max(0.0, at)
         first = min(floor(_single(at)), source - 1)
@@ -133,7 +135,7 @@ def _linear_weights(first: int, rest: float, source: int) -> Weighted:
 
 
 def _cubic_weights(first: int, rest: float, source: int) -> Weighted:
-    """Indices beyond the border are those at the border."""
+    """Indices beyond the border are clamped to it."""
     found: dict[int, float] = {}
     for tap in range(-1, 3):
         index = min(max(first + tap, 0), source - 1)
@@ -157,7 +159,7 @@ def _lanczos(x: float) -> float:
     return 3 * sin(pi * x) * sin(pi * x / 3) / (pi * x) ** 2
 
 
-# How far a filter reaches, and its value at a distance.
+# For each filter: its radius, and its value at a distance.
 FILTERS: dict[str, tuple[int, Callable[[float], float]]] = {
     "linear_aa": (1, _triangle),
     "cubic_aa": (2, lambda x: _cubic(abs(x), -0.5)),
@@ -166,7 +168,7 @@ FILTERS: dict[str, tuple[int, Callable[[float], float]]] = {
 
 
 def _antialiased(mode: str, source: int, step: float, rounded: Callable[[float], float]) -> Callable[[int], Weighted]:
-    """A filter that widens with the distance of the targets, clipped at the border and normalised to sum 1."""
+    """Return a filter that widens with the step between targets, clipped at the border and normalised to sum 1."""
     reach, weigh = FILTERS[mode]
     wide = max(step, 1.0)
 

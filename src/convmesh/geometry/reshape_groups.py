@@ -1,4 +1,4 @@
-"""Reshaping: which dimensions of one shape become which of another."""
+"""Reshapes as groups of dimensions: which dimensions of one shape become which of another."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Group:
-    """Dimensions that become these others, and have as many elements together."""
+    """Dimensions `before` that become the dimensions `after`, with the same number of elements."""
 
     before: Dims
     after: Dims
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
-    """The smallest groups, in their order. Dimensions of size 1 join a neighbour where they have no partner."""
+    """Return the smallest groups, in order. Dimensions of size 1 without a partner join a neighbour."""
     found, i, j = [], 0, 0
     while i < len(before) or j < len(after):
         start_i, start_j = i, j
@@ -39,11 +39,11 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
 
 
 def where_sharded(dim: int, before: Sequence[int], after: Sequence[int], mesh_sizes: tuple[int, ...]) -> int | None:
-    """The dimension of the new shape that is sharded over the same ranks as `dim` of the old one, if there is one."""
+    """Return the dimension of the new shape that is sharded over the same ranks as `dim` of the old one, or None."""
     group = next(group for group in groups(before, after) if dim in group.before)
     if len(group.before) == 1 and len(group.after) == 1:
         return group.after[0]
-    # Only shards of the outermost dimension are ranges of the elements in their order.
+    # Only shards of the outermost dimension are contiguous ranges of the elements.
     if prod(before[d] for d in group.before if d < dim) != 1:
         return None
     candidates = [d for d in group.after if prod(after[e] for e in group.after if e < d) == 1]
@@ -57,5 +57,5 @@ def where_sharded(dim: int, before: Sequence[int], after: Sequence[int], mesh_si
 
 
 def merged(first: int, second: int, before: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether two dimensions of the old shape end up in the same dimensions of the new one."""
+    """Whether two dimensions of the old shape end up in the same group of the new one."""
     return any(first in group.before and second in group.before for group in groups(before, after))

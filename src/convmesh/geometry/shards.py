@@ -1,4 +1,4 @@
-"""The shards of a dimension in DTensor's layout."""
+"""The shards of a dimension as DTensor lays them out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .interval import Interval
 
 @dataclass(frozen=True)
 class Shards(Sequence[Interval]):
-    """The shards of a dimension over mesh dimensions of these sizes, the first one outermost: what each rank owns.
+    """The interval that each rank owns of a dimension sharded over mesh dimensions of these sizes, outermost first.
 
-    The ranks are in row-major order over the mesh dimensions, which is the order of what they own. Every mesh dimension
-    divides as `torch.chunk` does: equal shards, rounded up, so that the last ones may hold less, or nothing. Nothing is
-    listed: a shard, and the owner of an index, are found by arithmetic.
+    Ranks are in row-major order over the mesh dimensions, which is also the order of what they own. Every mesh
+    dimension divides as `torch.chunk` does: equal shards, rounded up, so that the last ones may be smaller or empty.
+    Nothing is stored per rank: a shard, and the owner of an index, are computed.
     """
 
     size: int
@@ -48,9 +48,9 @@ class Shards(Sequence[Interval]):
         return (self[rank],)
 
     def touching(self, part: Interval) -> Sequence[int]:
-        """The ranks that own any of `part`, in their order."""
+        """Return the ranks that own any of `part`, in order."""
         if type(self.size) is not int or type(part.start) is not int or type(part.stop) is not int:
-            return range(len(self))  # symbols of a compiler: who owns nothing of it is found out later
+            return range(len(self))  # symbols of a compiler: ranks that own none of it are dropped later
         part = part & Interval(0, self.size)
         if not part:
             return ()
@@ -69,7 +69,7 @@ class Shards(Sequence[Interval]):
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """The shards' sizes in their order, run-length encoded: so many ranks have so much."""
+        """The shard sizes in rank order, run-length encoded as (size, number of ranks)."""
         if type(self.size) is not int:
             return _merged_runs((part.size, 1) for part in self)
         if not self.mesh_sizes:
@@ -88,17 +88,17 @@ class Shards(Sequence[Interval]):
         return _merged_runs(found)
 
     def scaled_runs(self, by: int) -> tuple[tuple[int, int], ...]:
-        """The same, each size `by` times."""
+        """Return `runs` with each size multiplied by `by`."""
         return _merged_runs((size * by, count) for size, count in self.runs)
 
     @property
     def busy(self) -> int:
-        """How many ranks own anything."""
+        """The number of ranks that own anything."""
         return sum(count for size, count in self.runs if size)
 
     @property
     def even(self) -> bool:
-        """Whether all ranks own equally much."""
+        """Whether all ranks own the same amount."""
         return len(self.runs) == 1
 
 
@@ -113,5 +113,5 @@ def _merged_runs(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]
 
 
 def shards(size: int, mesh_sizes: tuple[int, ...]) -> Shards:
-    """Who owns what of a dimension that is sharded over mesh dimensions of these sizes, the first one outermost."""
+    """Return the shards of a dimension of `size` over mesh dimensions of these sizes, the first one outermost."""
     return Shards(size, mesh_sizes)

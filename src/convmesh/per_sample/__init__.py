@@ -1,4 +1,4 @@
-"""Gradients, norms and clipped sums of single samples, by vmap or a layer at a time; and norm samplers for Opacus."""
+"""Per-sample gradients, their norms and clipped sums, by vmap or layer by layer; and norm samplers for Opacus."""
 
 from .functions import clipped_gradient as clipped_gradient
 from .functions import per_sample_gradients as per_sample_gradients

@@ -1,7 +1,7 @@
-"""Gradients of each sample of a batch: the gradients themselves, their norms, and their clipped sum.
+"""The public functions: per-sample gradients, their norms, and their clipped sum.
 
-`batch` is what one training step has: the input of the model first, then whatever the loss takes beside the output.
-All of it is mapped along dimension 0. The loss is called with single samples, each as a batch of one.
+`batch` holds the arguments of one training step: the input of the model first, then what the loss takes besides the
+output. All of it is mapped along dimension 0. The loss is called with single samples, each as a batch of one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def per_sample_gradients(
         model: A module in which the samples of a batch do not interact. With batch norm, only in eval mode.
         loss_fn: `loss_fn(output, *others)`. It is called with single samples, each as a batch of one, and must return
             one number.
-        *batch: The input of the model, then what the loss takes beside the output. A tuple as the first is the model's
-            positional arguments, a dict its keyword arguments. Dimension 0 of every tensor in all of these is the
-            batch; what is no tensor is passed on as it is. Plain tensors or DTensors, sharded over the batch, over
-            space, or both.
+        *batch: The input of the model, then what the loss takes besides the output. If the input is a tuple, it is the
+            model's positional arguments, if a dict, its keyword arguments. Dimension 0 of every tensor is the batch;
+            values that are no tensors are passed on unchanged. Plain tensors, or DTensors that are sharded over the
+            batch, over space, or both.
         chunk_size: As in `torch.func.vmap`: how many samples to compute at once.
         randomness: As in `torch.func.vmap`: use "different" for a model with dropout.
 
@@ -56,9 +56,10 @@ def per_sample_gradients(
 def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Any) -> Tensor:
     """Compute the 2-norm of each sample's gradient over all trainable parameters.
 
-    One backward pass over the batch gives each layer's input and the gradient of its output. The norms follow from
-    these layer by layer, without the per-sample gradients where that is less work. Models with parameters outside of
-    torch's own layers take the slower way, through `per_sample_gradients`, a limited number of samples at a time.
+    One forward and backward pass over the batch gives each layer's input and the gradient of its output. The norms are
+    computed from these layer by layer, without the per-sample gradients where that is less work. Models with parameters
+    outside of torch's own layers take the slower way, through `per_sample_gradients`, a limited number of samples at a
+    time.
 
     Args:
         model: As in `per_sample_gradients`. Layers read the batch in dimension 0.
@@ -86,8 +87,8 @@ def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Any) -> Tensor:
 def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Any, max_norm: float) -> Tensors:
     """Sum the gradients of all samples, each scaled down to norm `max_norm` if it is longer: the sum of DP-SGD.
 
-    No per-sample gradient is stored: the norms are computed first, then the sum of the scaled gradients, a layer at a
-    time where that can be. Noise is not added; see [Differential privacy](privacy.md).
+    No per-sample gradient is stored: the norms are computed first, then the sum of the scaled gradients, layer by layer
+    where possible. Noise is not added; see [Differential privacy](privacy.md).
 
     Args:
         model: As in `per_sample_gradients`.

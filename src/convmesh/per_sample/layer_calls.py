@@ -1,4 +1,4 @@
-"""Which layers use each parameter of a model: what they read, and the gradient of what they write."""
+"""The layers that use each parameter of a model, with their inputs and the gradients of their outputs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-# Their forward keeps no output for backward, so that a tap may sit right behind it.
+# Layers whose forward keeps no output for backward, so that an in-place tap may directly follow them.
 LAYERS = (_ConvNd, nn.Linear, nn.Embedding, nn.GroupNorm, nn.LayerNorm, _InstanceNorm, _BatchNorm)
 
-Use = tuple[nn.Module, str, Tensor, Tensor]  # layer, the parameter's name in it, what it read, gradient of the output
+Use = tuple[nn.Module, str, Tensor, Tensor]  # layer, the parameter's name in it, input, gradient of the output
 
 
 @dataclass
 class Call:
-    """One call of a layer: what it read, and what backward brings."""
+    """One call of a layer: its input, and the gradient of its output."""
 
     layer: nn.Module
     read: Tensor
@@ -35,10 +35,10 @@ class Call:
 def run_by_layer(
     model: nn.Module, trainable: Mapping[str, Tensor], losses: Callable[[], Tensor], batch: int, keep_graph: bool
 ) -> tuple[Tensor, dict[str, list[Use]]] | None:
-    """The losses of the samples, [B], and all uses of each parameter that got a gradient from their sum.
+    """Return the losses of the samples, [B], and all uses of each parameter, with gradients of the sum of the losses.
 
-    `losses` calls the model with the tensors of `trainable` in the place of its parameters. None if anything but a
-    layer that we know may use one of them, or a layer does not read the samples along dimension 0.
+    `losses` calls the model with the tensors of `trainable` in place of its parameters. Returns None if anything but a
+    known layer may use one of them, or if a layer does not read the samples along dimension 0.
     """
     names = {id(value): name for name, value in model.named_parameters() if value.requires_grad}
     held = {layer: dict(layer.named_parameters(recurse=False)) for layer in model.modules()}
@@ -60,8 +60,10 @@ def run_by_layer(
 
 
 def _is_known(layer: nn.Module) -> bool:
-    """Classes derived from torch's own, and parametrized layers, may compute with another weight than they hold; some
-    embeddings rescale theirs while reading."""
+    """Whether a layer is one of torch's own, and computes with exactly the weight that it holds.
+
+    Derived classes and parametrized layers may use another weight; some embeddings rescale theirs while reading.
+    """
     if not isinstance(layer, LAYERS) or not type(layer).__module__.startswith("torch.nn.modules."):
         return False
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
@@ -76,7 +78,10 @@ def _is_unbatched(call: Call) -> bool:
 
 
 class _Tap(torch.autograd.Function):
-    """Passes a value on, and notes its gradient on the way back. Works in place, so that later in-place layers may."""
+    """Pass a value on, and record its gradient in backward.
+
+    It works in place, so that later in-place layers may too.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor, call: Call) -> Tensor:
@@ -91,7 +96,7 @@ class _Tap(torch.autograd.Function):
 
 
 class _Watch(TorchFunctionMode):
-    """Notes whether a parameter is read outside of a layer's forward (`F.linear(x, self.embedding.weight)`)."""
+    """Records whether a parameter is read outside of a layer's forward (`F.linear(x, self.embedding.weight)`)."""
 
     def __init__(self, watched: set[int]) -> None:
         super().__init__()
@@ -104,14 +109,14 @@ class _Watch(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         is_use = not self.in_layer and function is not Tensor.requires_grad_
         if is_use and any(id(each) in self.watched for each in tree_leaves((args, kwargs))):
-            self.escaped |= any(isinstance(each, Tensor) for each in tree_leaves(result))  # a shape is no escape
+            self.escaped |= any(isinstance(each, Tensor) for each in tree_leaves(result))  # a shape does not count
         return result
 
 
 def _record(
     layers: Sequence[nn.Module], watch: _Watch, losses: Callable[[], Tensor], keep_graph: bool
 ) -> tuple[Tensor, list[Call]]:
-    """The losses, and the calls of the layers in their order."""
+    """Return the losses, and the calls of the layers in order."""
     calls: list[Call] = []
     anchor = torch.zeros((), requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""Per-sample gradients of one layer's parameter, from what the layer reads and the gradient of what it writes."""
+"""Per-sample gradients of one layer's parameter, from its input and the gradient of its output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Norm = nn.GroupNorm | nn.LayerNorm | _InstanceNorm | _BatchNorm
 
 
 def gradients_of(layer: nn.Module, name: str, read: Tensor, grad: Tensor) -> Tensor:
-    """[B ...] of a parameter of this one layer."""
+    """Return the per-sample gradients [B ...] of a parameter of one layer call."""
     read = read if isinstance(layer, nn.Embedding) else read.to(grad.dtype)  # as autocast did
     if name == "bias":
         return _sum_to_parameter(layer, grad)
@@ -46,7 +46,7 @@ def gradients_of(layer: nn.Module, name: str, read: Tensor, grad: Tensor) -> Ten
 
 
 def scaled_sum(uses: Sequence[Use], scales: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient of a parameter from all samples, each of them scaled. Its layers are no embeddings."""
+    """Return the gradient of a parameter summed over all samples, each of them scaled. Embeddings are not supported."""
     total = torch.zeros_like(parameter, requires_grad=False)
     for layer, name, read, grad in uses:
         scaled = grad * scales.to(grad.dtype).view(-1, *[1] * (grad.ndim - 1))
@@ -55,7 +55,7 @@ def scaled_sum(uses: Sequence[Use], scales: Tensor, parameter: Tensor) -> Tensor
 
 
 def _summed(layer: nn.Module, name: str, read: Tensor, grad: Tensor) -> Tensor:
-    """[...]: what backward gives this parameter from all samples together."""
+    """Return [...]: the gradient that backward gives this parameter, summed over all samples."""
     if name == "weight" and isinstance(layer, _ConvNd):
         image, response, padding = image_and_response(layer, read.to(grad.dtype), grad)
         shape = read.new_empty(layer.weight.shape, dtype=grad.dtype)
@@ -71,9 +71,10 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 def image_and_response(layer: _ConvNd, read: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """The two that a kernel gradient is the product of, and the zeros that go around the image.
+    """Return the two factors of a kernel gradient, and the zero padding of the image.
 
-    A transposed convolution writes the image and reads the response. Its weight is laid out as that of a convolution.
+    For a transposed convolution, the image is its output and the response its input; its weight has the layout of a
+    convolution's.
     """
     image, response = (grad, read) if layer.transposed else (read, grad)
     sides = []
@@ -96,9 +97,9 @@ def image_and_response(layer: _ConvNd, read: Tensor, grad: Tensor) -> tuple[Tens
 
 
 def _of_kernel(layer: _ConvNd, read: Tensor, grad: Tensor) -> Tensor:
-    """By the backward operator itself: automatic differentiation would compute the layer's output once more."""
+    """Call the backward operator directly: automatic differentiation would compute the layer's output once more."""
     image, response, padding = image_and_response(layer, read, grad)
-    shape = read.new_empty(layer.weight.shape)  # of the weight the operator reads nothing else
+    shape = read.new_empty(layer.weight.shape)  # the operator reads only the shape of the weight
     weight = _beside(read, layer.weight.detach().to(read.dtype)) if isinstance(read, DTensor) else shape
     geometry = _geometry(layer, padding)
 
@@ -110,7 +111,7 @@ def _of_kernel(layer: _ConvNd, read: Tensor, grad: Tensor) -> Tensor:
 
 
 def _geometry(layer: _ConvNd, padding: list[int]) -> tuple[Any, ...]:
-    """Of the convolution that takes the image to the response."""
+    """Return the arguments of the convolution that maps the image to the response."""
     return layer.stride, padding, layer.dilation, False, [0] * len(padding), layer.groups
 
 
@@ -118,7 +119,7 @@ _backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten.convolution_backwa
 
 
 def _normalised(layer: Norm, read: Tensor) -> Tensor:
-    """What the layer multiplies by its weight."""
+    """Return the values that the layer multiplies by its weight."""
     if isinstance(layer, nn.GroupNorm):
         return F.group_norm(read, layer.num_groups, None, None, layer.eps)
     if isinstance(layer, nn.LayerNorm):
@@ -139,7 +140,7 @@ def _sum_to_parameter(layer: nn.Module, values: Tensor) -> Tensor:
 
 
 def _beside(read: Tensor, held: Tensor) -> Tensor:
-    """What a layer holds, the same on every rank, as a tensor of the kind that it reads."""
+    """Return a tensor that a layer holds, replicated, as a DTensor or plain tensor like the layer's input."""
     if isinstance(read, DTensor) and not isinstance(held, DTensor):
         return DTensor.from_local(held, read.device_mesh, [Replicate()] * read.device_mesh.ndim, run_check=False)
     return held.to_local() if isinstance(held, DTensor) and not isinstance(read, DTensor) else held

@@ -1,9 +1,9 @@
-"""Norms of per-sample gradients, from what layers read and the gradients of what they write.
+"""Norms of per-sample gradients, from the inputs of layers and the gradients of their outputs.
 
-One way to the norm is the gradient itself. The other are gram matrices: with what the kernel saw at each place as a
-column of P [(c k) l], and the gradient there as one of R [o l], the norm of the gradient R P^T is the sum of all of
-(P^T P) * (R^T R), where nothing has the size of the weight. By pixels X [c p] P^T P needs no patches: each entry is the
-sum of those entries of X^T X that a tap of the kernel sees.
+There are two ways to a norm. One computes the gradient itself. The other uses Gram matrices: let P [(c k) l] hold the
+input patch at each place as a column, and R [o l] the gradient there. Then the squared norm of the gradient R P^T is
+the sum over all entries of (P^T P) * (R^T R), and nothing has the size of the weight. P^T P needs no patches: with the
+pixels X [c p], each of its entries is the sum over the kernel's taps of entries of X^T X.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..sharding.redistribute import move
 from .layer_calls import Use
 from .layer_gradients import gradients_of, image_and_response, rows
 
-# Of what is made only to take a norm, this many bytes at a time.
+# Size limit, in bytes, of intermediate results that are only needed for a norm.
 WORKSPACE = 256 * 2**20
 
 
 def squared_norms_of(uses: Sequence[Use]) -> Tensor:
-    """[B]: of the gradient that each sample gives a parameter, which is the sum over its uses."""
+    """Return [B]: the squared norms of a parameter's per-sample gradients, which are sums over its uses."""
     if len(uses) == 1:
         return squared_norms(*uses[0])
 
@@ -49,7 +49,7 @@ def sum_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def squared_norms(layer: nn.Module, name: str, read: Tensor, grad: Tensor) -> Tensor:
-    """[B]: of the gradient that each sample gives a parameter of this one call of a layer."""
+    """Return [B]: the squared norms of the per-sample gradients of a parameter in one layer call."""
     if len(read) == 0:
         return grad.new_zeros(0)
     read = read if isinstance(layer, nn.Embedding) else read.to(grad.dtype)  # as autocast did
@@ -70,7 +70,7 @@ def _by_gradient(layer: nn.Module, name: str, read: Tensor, grad: Tensor) -> Ten
 
 
 def _in_parts(function: Callable[..., Tensor], elements: int, *operands: Tensor) -> Tensor:
-    """`function` of so many samples at a time that what it makes, `elements` for each, is bounded."""
+    """Apply `function` to parts of the batch, so that its intermediate results, `elements` per sample, are bounded."""
     batch, at_once = len(operands[0]), max(1, WORKSPACE // (elements * operands[1].element_size()))
     if batch <= at_once:
         return function(*operands)
@@ -79,7 +79,7 @@ def _in_parts(function: Callable[..., Tensor], elements: int, *operands: Tensor)
 
 
 def squares_of(gradients: Tensor) -> Tensor:
-    """[B ...] -> [B]. What is summed over ranks only to be squared need not arrive on all of them."""
+    """[B ...] -> [B]. Partial gradients are reduce-scattered, not all-reduced, as only their squares are needed."""
     if isinstance(gradients, DTensor):
         scattered = [Shard(1) if isinstance(each, Partial) else each for each in gradients.placements]
         gradients = gradients.redistribute(placements=scattered)
@@ -88,9 +88,9 @@ def squares_of(gradients: Tensor) -> Tensor:
 
 
 def _work(layer: nn.Module, read: Tensor, grad: Tensor) -> tuple[int, int, int]:
-    """Multiplications for a sample by gram matrices and by the gradient, and elements of the gram matrices.
+    """Return, per sample, the multiplications by Gram matrices and by the gradient, and the Gram matrices' elements.
 
-    By shapes alone, so that ranks choose alike.
+    They depend on shapes alone, so that all ranks choose alike.
     """
     if isinstance(layer, nn.Linear):
         places, both = prod(read.shape[1:-1]), layer.in_features + layer.out_features
@@ -117,7 +117,7 @@ def _gram_norms(layer: nn.Module, read: Tensor, grad: Tensor) -> Tensor:
     image = F.pad(image, [each for each in reversed(padding) for _ in range(2)])
     axes = _axes(layer, response.shape[2:])
     for axis, (size, k, s, d) in enumerate(axes, 2):
-        if k == 1:  # places see pixels of their own
+        if k == 1:  # places do not share pixels
             image = image[(slice(None),) * axis + (slice(0, (size - 1) * s + 1, s),)]
             axes[axis - 2] = size, 1, 1, 1
         else:
@@ -134,7 +134,7 @@ def _gram_norms(layer: nn.Module, read: Tensor, grad: Tensor) -> Tensor:
 
 
 def _of_embedding(layer: nn.Embedding, read: Tensor, grad: Tensor) -> Tensor:
-    """Places of a sample that hold the same token add to the same row of its gradient."""
+    """Compute the squared norms of an embedding's gradients: equal tokens of a sample add to the same row."""
     tokens, grads = read.reshape(len(read), -1), rows(grad)
     if layer.padding_idx is not None:
         grads = grads * (tokens != layer.padding_idx).unsqueeze(-1)
@@ -145,9 +145,10 @@ def _of_embedding(layer: nn.Embedding, read: Tensor, grad: Tensor) -> Tensor:
 
 
 def _of_sharded(layer: nn.Module, name: str, read: DTensor, grad: DTensor) -> Tensor:
-    """By whole samples, each on one rank, where they are on one already, or smaller than the gradient to be summed.
+    """Compute squared norms on full samples, each on one rank, if they are there already or are small enough.
 
-    Samples that are on all ranks are dealt out, too: every norm is then computed once, with the same bits for all.
+    Small means smaller than the gradient, which would have to be reduced otherwise. Replicated samples are distributed
+    over the ranks too: so each norm is computed once, and has the same bits on all ranks.
     """
     mesh, ndim = read.device_mesh, read.device_mesh.ndim
     samples = [Shard(0) if each == Shard(0) else Replicate() for each in read.placements]

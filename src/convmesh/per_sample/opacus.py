@@ -1,6 +1,6 @@
-"""Ghost clipping for convolutional networks: norm samplers for Opacus, also of samples that are sharded.
+"""Ghost clipping for convolutional networks: norm samplers for Opacus, also for sharded samples.
 
-Importing this registers them, as importing Opacus registers its own.
+Importing this module registers them, as importing Opacus registers its own.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ LAYERS: list[type[nn.Module]] = [
 def norms_of_layer(
     layer: nn.Module, activations: list[Tensor | tuple[Tensor]], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:
-    """[B] for each trainable parameter of the layer."""
+    """Return the norms [B] of the per-sample gradients of each trainable parameter of the layer."""
     read = activations[0][0] if isinstance(activations[0], tuple) else activations[0]
     named = layer.named_parameters(recurse=False)
     return {each: squared_norms(layer, name, read, backprops).sqrt() for name, each in named if each.requires_grad}
 
 
 class PerSampleLoss(nn.Module):
-    """A loss of which Opacus can ask for that of each sample, as its ghost clipping does.
+    """A loss that returns one value per sample with `reduction="none"`, as Opacus' ghost clipping needs.
 
-    Opacus calls a criterion with `reduction="none"`, and takes what it gets for one number for each sample. Losses of
-    segmentation give one for each pixel then, and Dice losses of a batch depend on all its samples.
+    Opacus calls a criterion with `reduction="none"`, and takes the result for one value per sample. Segmentation losses
+    return one value per pixel then, and a Dice loss over a batch depends on all its samples.
 
     Args:
         loss_fn: `loss_fn(output, *others)`. It is called with single samples, each as a batch of one, and must return
@@ -71,7 +71,7 @@ _noise = optimizer_fast_gradient_clipping._generate_noise
 
 def _rearranged_sharded(self: Any, *, module: nn.Module, **arguments: Any) -> tuple[list[Any], Tensor]:
     activations, backprops = _rearranged(self, module=module, **arguments)
-    tensor_parallel = isinstance(self, GradSampleHooksFastGradientClippingTP)  # which adds up norms of local parts
+    tensor_parallel = isinstance(self, GradSampleHooksFastGradientClippingTP)  # it sums norms of local tensors
     if tensor_parallel or not any(isinstance(each, DTensor) for each in (*activations, backprops)):
         return activations, backprops
     if type(module) not in LAYERS or not self.use_ghost_clipping:
@@ -79,12 +79,12 @@ def _rearranged_sharded(self: Any, *, module: nn.Module, **arguments: Any) -> tu
             f"ghost clipping: Opacus would give {type(module).__name__} gradients of a rank's own part of the samples\n"
             "  remedy: make_private(grad_sample_mode='ghost') and torch's own layers, or convmesh.clipped_gradient"
         )
-    # Of a DTensor Opacus' hook would take the local part, if it were to recognise one.
+    # Opacus' hook would take the local tensor if it recognised a DTensor.
     return [(each,) for each in activations], backprops
 
 
 def _noise_for_sharded(std: float, reference: Tensor, **arguments: Any) -> Tensor:
-    """The first rank's draw, on all ranks: parameters stay the same on all of them."""
+    """Use the first rank's noise on all ranks, so that parameters stay equal."""
     noise: Tensor = _noise(std, reference, **arguments)
     if not isinstance(reference, DTensor):
         return noise

@@ -1,4 +1,4 @@
-"""Samples of a batch, one by one: whether that has a meaning, and calling a function with each of them."""
+"""Single samples of a batch: checking that they are independent, and calling a function with each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .spread import Spread, settled
 
 
 def check_independent(model: nn.Module) -> None:
-    """Refuse layers through which one sample's output depends on the others."""
+    """Refuse layers that make one sample's output depend on the others."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise ValueError(
@@ -47,7 +47,7 @@ def batch_size(batch: tuple[Any, ...]) -> int:
 
 
 def parameters_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Those to differentiate by, and all else that the model holds."""
+    """Return the trainable parameters, and all other parameters and buffers of the model."""
     parameters = dict(model.named_parameters())
     trainable = {name: value.detach() for name, value in parameters.items() if value.requires_grad}
     if not trainable:
@@ -57,16 +57,16 @@ def parameters_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 
 class UnmappableError(RuntimeError):
-    """torch has no vmap for what a function does: as a rule, for a loss that makes zeros and writes targets into it."""
+    """torch has no vmap for an operation: typically in a loss that creates zeros and writes targets into them."""
 
 
 def mapped(function: Callable[..., Any], *batch: Any, **options: Any) -> Any:
-    """`vmap(function)(*batch)`, over the tensors in it."""
+    """Return `vmap(function)(*batch)`, mapped over all tensors in `batch`."""
     one, tensors = _over_tensors(function, batch)
     try:
         return vmap(one, **options)(*tensors)
     except RuntimeError as error:
-        # Without vmap, other random numbers are drawn for each sample: never unasked, nor where all have the same.
+        # A loop would draw different random numbers for each sample: only allowed if asked for.
         what, randomness = str(error), options.get("randomness")
         unmappable = any(words in what for words in ("vmap", "have storage", "Batching rule not implemented"))
         if "random" in what or randomness == "same" or not unmappable:
@@ -75,14 +75,14 @@ def mapped(function: Callable[..., Any], *batch: Any, **options: Any) -> Any:
 
 
 def one_by_one(function: Callable[..., Any], *batch: Any) -> Any:
-    """What `mapped` gives, by a loop."""
+    """Return the same as `mapped`, by a loop."""
     one, tensors = _over_tensors(function, batch)
     samples = [one(*sample) for sample in zip(*(each.unbind() for each in tensors), strict=True)]
     return tree_map(lambda *each: torch.stack(each), *samples)
 
 
 def _over_tensors(function: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Tensor]]:
-    """`function` of the tensors in `batch` alone, and these."""
+    """Return `function` as a function of the tensors in `batch` only, and these tensors."""
     leaves, tree = tree_flatten(batch)
     at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -94,7 +94,7 @@ def _over_tensors(function: Callable[..., Any], batch: tuple[Any, ...]) -> tuple
 
 
 def losses_of(loss_fn: Callable[..., Tensor], output: Any, *others: Any) -> Tensor:
-    """[B], each from a batch of one."""
+    """Return the losses [B] of the samples, each computed as a batch of one."""
 
     def one(*sample: Any) -> Tensor:
         return single_number(loss_fn(*tree_map_only(Tensor, lambda each: each.unsqueeze(0), sample)))

@@ -1,7 +1,7 @@
-"""Batches whose samples lie on several ranks.
+"""Batches whose samples are distributed over several ranks.
 
-Where each sample is on one rank, ranks compute their own with plain tensors, and nothing is communicated until
-gradients of different samples are summed. Where samples themselves are sharded, everything stays a DTensor.
+If each sample is on one rank, ranks compute theirs with plain tensors, and nothing is communicated until gradients of
+different samples are summed. If the samples themselves are sharded, everything stays a DTensor.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..sharding.layout import dense_stride
 
 @dataclass(frozen=True)
 class Spread:
-    """Where the samples of a batch are."""
+    """The placements of the samples of a batch."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     batch: int
-    samples_are_local: bool  # whether each sample is on one rank, or the same on several
+    samples_are_local: bool  # each sample is on one rank, or replicated, but not itself sharded
 
     @classmethod
     def of(cls, batch: tuple[Tensor, ...]) -> Spread | None:
-        """None for plain tensors; those beside DTensors are refused."""
+        """Return None for plain tensors; a mix of plain tensors and DTensors is refused."""
         sharded = [tensor for tensor in batch if isinstance(tensor, DTensor)]
         if not sharded:
             return None
@@ -39,34 +39,34 @@ class Spread:
         samples = tuple(Shard(0) if each == Shard(0) else Replicate() for each in placements)
         if len(sharded) < len(batch) or any(tensor.device_mesh != mesh for tensor in sharded):
             raise ShardingError(
-                "a batch of which some is a DTensor and some is not, or is on another mesh\n"
+                "a batch that mixes DTensors with plain tensors, or DTensors on several meshes\n"
                 "  remedy: convmesh.shard(tensor, mesh, data=0) for all of it"
             )
         if any(_samples(tensor) != samples or not _torch.plain_order(_torch.spec_of(tensor)) for tensor in sharded):
             raise ShardingError(
-                f"the samples of a batch lie apart: {[tensor.placements for tensor in sharded]}\n"
+                f"tensors of a batch with differently sharded samples: {[tensor.placements for tensor in sharded]}\n"
                 "  remedy: shard dimension 0 of all its tensors along the same mesh dimensions"
             )
         local = all(tensor.placements == samples for tensor in sharded)
         return cls(mesh, samples, sharded[0].shape[0], local)
 
     def own(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters or buffers as plain full tensors."""
+        """Return parameters or buffers as plain full tensors."""
         return {name: self.everywhere(value).to_local() for name, value in tensors.items()}
 
     def everywhere(self, value: Tensor) -> DTensor:
-        """The same on all ranks: of a plain tensor that is taken for granted."""
+        """Return a replicated DTensor; a plain tensor is assumed to be equal on all ranks."""
         replicated = [Replicate()] * self.mesh.ndim
         if isinstance(value, DTensor):
             return value.redistribute(self.mesh, replicated)
         return DTensor.from_local(value, self.mesh, replicated, run_check=False)
 
     def by_sample(self, own: Tensor) -> DTensor:
-        """[b ...] of this rank's samples -> [B ...]"""
+        """This rank's [b ...] -> DTensor [B ...]"""
         return self._wrap(own, self.placements, (self.batch, *own.shape[1:]))
 
     def summed(self, value: Tensor, parameter: Tensor) -> DTensor:
-        """The sum over all samples, with the parameter's placements; a plain tensor is the sum over this rank's own."""
+        """Return the sum over all samples in the parameter's layout; a plain `value` is the sum over this rank's."""
         partial = tuple(Partial() if each == Shard(0) else each for each in self.placements)
         total = value if isinstance(value, DTensor) else self._wrap(value, partial, tuple(value.shape))
         target = parameter.placements if isinstance(parameter, DTensor) else [Replicate()] * self.mesh.ndim
@@ -82,9 +82,9 @@ def _samples(tensor: DTensor) -> tuple[Placement, ...]:
 
 
 def settled(output: DTensor, others: tuple[Tensor, ...]) -> DTensor:
-    """Without Partial placements, and with its samples where those of the others are.
+    """Return `output` without Partial placements, and with its samples sharded like those of the others.
 
-    An operator on a single sample may have left it on all ranks that had a part of the batch, if an empty one.
+    With a batch of one sample, an operator may have replicated it, also to ranks with an empty shard of the batch.
     """
     beside = next((each.placements for each in others if isinstance(each, DTensor)), output.placements)
     target = [

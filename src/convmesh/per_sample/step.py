@@ -1,4 +1,4 @@
-"""One training step, sample by sample: a model, its loss and a batch, as this rank is to compute with them."""
+"""One training step, sample by sample: a model, its loss and a batch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """A model, its loss and a batch: of DTensors, as this rank is to compute with them."""
+    """A model, its loss and a batch, in the form in which this rank computes with them."""
 
     model: nn.Module
     loss_fn: Loss
     batch: tuple[Any, ...]
     trainable: Tensors
-    fixed: Tensors  # all else that the model holds
+    fixed: Tensors  # all other parameters and buffers
     spread: Spread | None
 
     @classmethod
@@ -52,7 +52,7 @@ class Step:
 
     @property
     def own_samples(self) -> Spread | None:
-        """Where the samples of other ranks are, if this rank computes with plain tensors and only some of them."""
+        """The distribution of the samples if this rank computes on its own samples with plain tensors, else None."""
         return self.spread if self.spread is not None and self.spread.samples_are_local else None
 
     @property
@@ -60,7 +60,7 @@ class Step:
         return self.spread is None or self.own_samples is not None
 
     def choosing_alike(self) -> AbstractContextManager[None]:
-        """Ranks that have the same samples get the same bits."""
+        """Context manager in which ranks with the same samples compute the same bits."""
         return nullcontext() if self.spread is None else agreed_on(self.spread.mesh, self.spread.placements)
 
     def output(self, trainable: Tensors, inputs: Any) -> Any:
@@ -85,7 +85,7 @@ class Step:
         size = batch_size(self.batch)
         if size == 0:
             return {name: value.new_zeros((0, *value.shape)) for name, value in self.trainable.items()}
-        # torch's own rules for losses and norms under vmap write in place, which no DTensor can.
+        # torch's vmap rules for losses and norms write in place, which DTensors do not support.
         if self.has_plain_tensors:
             with suppress(UnmappableError):
                 return self.gradients_by(samples.mapped, chunk_size=chunk_size, randomness=randomness)
@@ -121,9 +121,9 @@ class Step:
         return torch.cat(norms) if norms else next(iter(self.trainable.values())).new_zeros(0)
 
     def clipped(self, max_norm: float) -> Tensors:
-        """Of one forward pass: another one might drop out something else.
+        """Return the clipped sum, from one forward pass: in another one, dropout might differ.
 
-        What layers read and write is enough for the sum, too. For DTensors and embeddings it takes another backward
+        The inputs and output gradients of the layers also give the sum. DTensors and embeddings need another backward
         pass.
         """
         if batch_size(self.batch) == 0:

@@ -1,4 +1,4 @@
-"""Where in memory a DTensor is, and writing values there, also into a Partial one."""
+"""Writing values into a DTensor, also into a Partial one, and recreating a DTensor from its storage."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .redistribute import move
 
 @dataclass(frozen=True)
 class Place:
-    """Where in its memory a DTensor is, so that it can be made again."""
+    """A DTensor's spec and its position in its storage, from which it can be recreated."""
 
     spec: _torch.Spec
     dtype: torch.dtype
     geometry: tuple[int, tuple[int, ...], tuple[int, ...]] = (0, (), ())
-    traced: ref[torch.Tensor] | None = None  # a compiler's tensor itself, which cannot be made again
+    traced: ref[torch.Tensor] | None = None  # a traced tensor itself, which cannot be recreated
 
     @staticmethod
     def of(tensor: DTensor) -> Place:
@@ -44,8 +44,11 @@ class Place:
 
 
 def assign(tensor: DTensor, values: DTensor) -> None:
-    """Write values into a tensor. Of a Partial(sum) each rank has its shard of them then, or the first rank has them
-    all; the others contribute zeros. Of an average or an extreme every rank has them."""
+    """Write values into a tensor.
+
+    For a Partial(sum), each rank gets its shard of the values, or the first rank all of them; all other elements are
+    zero. For a Partial average or extreme every rank gets all values.
+    """
     target = _torch.local_of(tensor)
     source, has_it, boxes = _terms(_torch.spec_of(tensor), _torch.spec_of(values))
     local = move(values, source)
@@ -58,8 +61,11 @@ def assign(tensor: DTensor, values: DTensor) -> None:
 
 @planned
 def _terms(spec: _torch.Spec, values: _torch.Spec) -> tuple[Layout, bool, tuple[tuple[int, int, int], ...]]:
-    """How values become a tensor that may be Partial: where they have to lie, whether this rank then has any, and what
-    of its local tensor they are, as a dimension, its first index and their number."""
+    """Return how values are written into a tensor that may be Partial.
+
+    That is: the layout the values must have; whether this rank then has any; and its region of the local tensor, as
+    (dimension, start, length) of each dimension.
+    """
     layout, here = Layout.of(spec), spec.mesh.get_coordinate()
     pending = [
         m for m, (p, q) in enumerate(zip(layout.placements, values.placements, strict=True))
@@ -70,7 +76,7 @@ def _terms(spec: _torch.Spec, values: _torch.Spec) -> tuple[Layout, bool, tuple[
     for m in sums:
         if type(values.placements[m]) is Shard:
             sharded = source.placed((*source.placements[:m], values.placements[m], *source.placements[m + 1 :]))
-            # A rank's shard is in its local tensor if that is not sharded further.
+            # A rank's shard is contained in its local tensor unless that is sharded further.
             if all(
                 sharded.sharded_dims[dim][: len(mesh_dims)] == mesh_dims
                 for dim, mesh_dims in source.sharded_dims.items()

@@ -1,4 +1,4 @@
-"""`torch.zeros` and the like within a model's forward pass: what they make are buffers, which may become sharded."""
+"""`torch.zeros` and similar calls in a model's forward pass: what they create are buffers, which may become sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .. import _torch
 from .buffers import Buffer, Content, sizes_of
 from .implicit_replication import constants_allowed
 
-# What makes new tensors, and what they are full of; None where that does not matter, or is an argument.
+# Functions that create tensors, and their fill value; None if it does not matter, or is an argument.
 FULL_OF: dict[Any, int | None] = {
     torch.zeros: 0, torch.zeros_like: 0, torch.Tensor.new_zeros: 0,
     torch.ones: 1, torch.ones_like: 1, torch.Tensor.new_ones: 1,
@@ -29,7 +29,7 @@ LIKE = (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
 
 
 class Factories(_torch.DeviceContext):
-    """Within it, new tensors are buffers."""
+    """Context in which new tensors are created as buffers."""
 
     def __init__(self, mesh: DeviceMesh):
         super().__init__()
@@ -37,22 +37,22 @@ class Factories(_torch.DeviceContext):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in FULL_OF and self.is_plain:
-            return function(*args, **kwargs or {})  # nearly always
+            return function(*args, **kwargs or {})  # the usual case
         made = None
         if function in FULL_OF and not torch.compiler.is_compiling():
-            # torch's own code knows what is on one rank and what on all: the buffers of FSDP are local.
+            # torch's own code handles local and global tensors itself: for example, the buffers of FSDP are local.
             package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
             made = None if package in ("torch", "convmesh") else self._buffer(function, args, kwargs or {})
         return self.stock(function, types, args, kwargs or {}) if made is None else made
 
     def _buffer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buffer | None:
-        """None for a call that is left to torch."""
+        """Return None for a call that is left to torch."""
         model = args[0] if args and isinstance(args[0], torch.Tensor) else kwargs.get("input")
         special = any(kwargs.get(name) for name in ("out", "requires_grad", "pin_memory", "names"))
         if special or kwargs.get("layout") not in (None, torch.strided) or _torch.tracing() or _torch.in_transform():
             return None
         if isinstance(model, DTensor) and not isinstance(model, Buffer) and function in LIKE:
-            return None  # it lies as its model does
+            return None  # it gets the placements of its model
         number = FULL_OF.get(function)
         if function in NUMBER_AT:
             place = NUMBER_AT[function]

@@ -1,9 +1,9 @@
-"""Tensors that a model makes in its forward pass, with `torch.zeros` and the like, to fill them with sharded values.
+"""Buffers: tensors that a forward pass creates with `torch.zeros` and the like, to fill them with sharded values.
 
-Nobody knows when such a buffer is made whether it will be a constant, or be filled with a part of an activation. So it
-is decided when it first meets a DTensor: then it becomes one that lies as the other does, of which a rank makes its
-own part alone. Until then it is a plain tensor, the same on every rank, which is made when an operator first needs its
-values.
+When such a buffer is created, it is not known whether it will be a constant, or be filled with parts of an activation.
+So that is decided when it is first used with a DTensor: then it becomes a DTensor with the same layout, and each rank
+creates only its local tensor. Until then it is a plain tensor, the same on every rank, which is created when an
+operator first needs its values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COPIES = (aten.clone.default, aten._to_copy.default)
 
 @dataclass
 class Content:
-    """What a buffer is full of: one number (None where it does not matter), or what `take` takes of another buffer."""
+    """The content of a buffer: one number (None if it does not matter), or what `take` returns for another buffer."""
 
     mesh: DeviceMesh
     number: Any = None
@@ -41,13 +41,13 @@ class Content:
 
 
 class Buffer(_torch.LateDTensor):
-    """A new tensor of one number, or a view of one."""
+    """A new tensor filled with one number, or a view of one."""
 
     content: Content
 
     @staticmethod
     def make(content: Content, meta: torch.Tensor, device: torch.device) -> Buffer:
-        """With the sizes of `meta`."""
+        """Make a buffer with the sizes, strides and dtype of `meta`."""
         mesh = content.mesh
         layout = Layout(mesh, (Replicate(),) * mesh.ndim, tuple(meta.shape), tuple(meta.stride()), meta.dtype)
         made: Buffer = _torch.LateDTensor.of(Buffer, torch.empty(0, dtype=meta.dtype, device=device), layout.spec)
@@ -55,7 +55,7 @@ class Buffer(_torch.LateDTensor):
         return made
 
     def plain(self) -> torch.Tensor:
-        """All of it, as a plain tensor; what is written into that is written into this."""
+        """Return all of it as a plain tensor that shares its values: writes into one are seen in the other."""
         content = self.content
         if content.values is None:
             if isinstance(content.origin, Buffer) and content.take is not None:
@@ -72,12 +72,12 @@ class Buffer(_torch.LateDTensor):
         return self.content.origin.root() if isinstance(self.content.origin, Buffer) else self
 
     def undecided(self) -> bool:
-        """Whether it is a buffer still. A view of one that has become a DTensor becomes one here."""
+        """Whether this is still a buffer. A view of a buffer that has become a DTensor becomes one here."""
         origin, take = self.content.origin, self.content.take
         if origin is None or take is None or (isinstance(origin, Buffer) and origin.undecided()):
             return True
         if tuple(origin.shape) != self.content.origin_shape:
-            raise refuse("a view", "of a tensor that was turned in place since", (("tensor", origin),),
+            raise refuse("a view", "of a tensor whose dimensions were permuted in place since", (("tensor", origin),),
                          "use the operator that returns a new tensor, such as unsqueeze")  # fmt: skip
         with torch.no_grad():
             made: Any = take(origin)
@@ -86,7 +86,7 @@ class Buffer(_torch.LateDTensor):
 
     def become(self, local: torch.Tensor, spec: _torch.Spec) -> None:
         super().become(local, spec)
-        del self.content  # which may be all of it
+        del self.content  # it may hold the full tensor
 
     def tolist(self) -> Any:
         return self.plain().tolist() if self.undecided() else self.tolist()
@@ -99,7 +99,7 @@ class Buffer(_torch.LateDTensor):
         self.lie_at((Replicate(),) * mesh.ndim, mesh)
 
     def lie_at(self, placements: tuple[Placement, ...], mesh: DeviceMesh) -> None:
-        """Become a DTensor; of a view, what it is a view of becomes one at `placements`, and this follows."""
+        """Become a DTensor with these placements. A view makes its base become one, and follows."""
         if not self.undecided():
             return
         if isinstance(self.content.origin, Buffer):
@@ -110,7 +110,7 @@ class Buffer(_torch.LateDTensor):
         self.become(self._part(layout), layout.spec)
 
     def _part(self, layout: Layout) -> torch.Tensor:
-        """This rank's."""
+        """Return this rank's local tensor in `layout`."""
         if layout.mesh.get_coordinate() is None:
             return torch.empty(0, dtype=self.dtype, device=self.device)
         values = self.content.values
@@ -123,10 +123,10 @@ class Buffer(_torch.LateDTensor):
         for dim in layout.sharded_dims:
             own = layout.own(dim)
             values = values.narrow(dim, own.start, len(own))
-        return layout.laid(values.clone())  # a copy, so that the whole goes
+        return layout.laid(values.clone())  # a copy, so that the full tensor is freed
 
     def meet(self, others: Sequence[DTensor], written: bool) -> None:
-        """Become a DTensor that lies as others do: what is written into it, or what it is used beside."""
+        """Become a DTensor with the layout of `others`, which are written into it or used with it."""
         if not self.undecided():
             return
         mesh, root = others[0].device_mesh, self.root()
@@ -142,8 +142,10 @@ class Buffer(_torch.LateDTensor):
         self.lie_at(tuple(placements), mesh)
 
     def _dim_beside(self, other: DTensor, dim: int) -> int | None:
-        """Which dimension of this one goes along with a dimension of what is written into it, or says where: the same
-        from the end, or from the start as for a mask; of the same size rather than of another."""
+        """Return which dimension of this tensor corresponds to dimension `dim` of `other`.
+
+        It is the same from the end, or from the start, as for a mask; one of the same size is preferred.
+        """
         candidates = [at for at in (dim + self.dim() - other.dim(), dim) if 0 <= at < self.dim()]
         alike = [at for at in candidates if self.shape[at] == other.shape[dim]]
         return next(iter(alike + candidates), None)
@@ -157,7 +159,7 @@ class Buffer(_torch.LateDTensor):
         buffers = [tensor for tensor in tensors if isinstance(tensor, Buffer) and tensor.undecided()]
         others = [tensor for tensor in tensors if isinstance(tensor, DTensor) and not isinstance(tensor, Buffer)]
         if _torch.is_composite(operator):
-            return _torch.composite(operator, args, kwargs)  # it comes whole in inference mode only
+            return _torch.composite(operator, args, kwargs)  # it is undecomposed in inference mode only
         if buffers and not others:
             return _on_plain(operator, args, kwargs)
         for buffer in buffers:
@@ -167,12 +169,12 @@ class Buffer(_torch.LateDTensor):
 
 
 def _dim_with(root: torch.Tensor, step: int) -> int | None:
-    """The dimension along which a view moves that goes `step` elements further in memory."""
+    """Return the dimension of `root` along which a view with stride `step` moves."""
     return next((dim for dim, own in enumerate(root.stride()) if 0 < own <= step < own * root.shape[dim]), None)
 
 
 def _on_plain(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator among constants."""
+    """Run an operator whose tensors are all buffers or constants."""
     first = args[0] if args else None
     if isinstance(first, Buffer):
         if _torch.is_view_operator(operator):
@@ -185,7 +187,7 @@ def _on_plain(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     result = operator(*plain_args, **plain_kwargs)
     if not operator._schema.is_mutable:
         return result
-    turns = torch.Tag.inplace_view in operator.tags  # it changes the sizes that torch knows of the tensor
+    turns = torch.Tag.inplace_view in operator.tags  # it changes the sizes that torch has for the tensor
     return first if result is plain_args[0] and not turns else _torch.as_view(operator, args, kwargs, result)
 
 
@@ -203,5 +205,5 @@ def _views(operator: Any, whole: Buffer, args: tuple[Any, ...], kwargs: dict[str
 
 
 def sizes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the meta device, in the place of one."""
+    """Return a meta tensor with the sizes, strides and dtype of `tensor`."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -1,8 +1,8 @@
-"""What Python does with a DTensor apart from operators, and torch's DTensor loses or refuses.
+"""DTensor attributes and methods that torch's DTensor loses or refuses.
 
-`tensor.data = other` changes nothing there, and says nothing. A number in a format string is an error, and so are
-`tolist` and `numpy` even of what every rank has all of, and `copy.deepcopy` of what is a part of a larger memory.
-`torch.save` writes files that nobody else can load.
+There, `tensor.data = other` silently changes nothing. A number in a format string is an error, and so are `tolist` and
+`numpy` even of replicated tensors, and `copy.deepcopy` of a view. `torch.save` writes files that cannot be loaded
+elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _get_data(tensor: DTensor) -> Any:
 
 
 def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
-    """The wrapper takes over what torch knows of the other, and with it this rank's part and where it lies."""
+    """Set `data`: the wrapper takes over torch's state of the other tensor, its local tensor and its spec."""
     if not isinstance(value, DTensor):
         raise refuse("tensor.data = value", "the value is a plain torch.Tensor", [("tensor", tensor), ("value", value)],
                      "make it a DTensor: convmesh.shard(value, mesh, ...)", PlainTensor)  # fmt: skip
@@ -36,7 +36,7 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
 
 
 def _format(tensor: DTensor, spec: str) -> str:
-    """As of any tensor with one number; of a Partial(sum) a rank alone does not know it."""
+    """Format as any tensor with one element; a Partial(sum) is not known to a rank alone."""
     known = all(is_plain(placement) and not is_sum(placement) for placement in tensor.placements)
     return format(tensor.item(), spec) if tensor.dim() == 0 and known else object.__format__(tensor, spec)
 
@@ -50,10 +50,13 @@ def _numpy(tensor: DTensor, *, force: bool = False) -> Any:
 
 
 def _whole(tensor: DTensor, name: str) -> torch.Tensor:
-    """What every rank has all of. The rest is not gathered: such lines are often run by one rank only, to print."""
+    """Return a replicated tensor as a plain one.
+
+    Others are refused and not all-gathered: such lines are often run by one rank only, to print.
+    """
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return tensor.to_local()
-    raise refuse(name, "this rank has only a part of it", [("tensor", tensor)],
+    raise refuse(name, "this rank has only a shard of it", [("tensor", tensor)],
                  f"tensor.full_tensor().{name}() on all ranks, or tensor.to_local().{name}() for the part")  # fmt: skip
 
 
@@ -64,11 +67,11 @@ PLAIN_STATE = (
 
 
 def _reduce(tensor: DTensor, protocol: Any) -> Any:
-    """torch.save asks for a protocol that copy and pickle do not ask for by themselves."""
+    """Warn in torch.save, which uses a protocol that copy and pickle do not use by default."""
     if protocol == torch.serialization.DEFAULT_PROTOCOL:
         where = caller()
         warnings.warn(
-            "torch.save of a DTensor writes this rank's part of it and its mesh, which only a job with this mesh can "
+            "torch.save of a DTensor writes this rank's local tensor and its mesh, which only a job with this mesh can "
             f"load\n  remedy: {PLAIN_STATE}{f'{chr(10)}  at {where}' if where else ''}",
             stacklevel=2,
         )
@@ -76,13 +79,13 @@ def _reduce(tensor: DTensor, protocol: Any) -> Any:
 
 
 def _storage(tensor: DTensor) -> None:
-    """safetensors asks for it, among others."""
+    """Refuse `storage`, which safetensors calls, among others."""
     raise refuse("storage", "a DTensor has no memory of its own", [("tensor", tensor)],
                  f"tensor.to_local() for this rank's part; for a model's state_dict() {PLAIN_STATE}")  # fmt: skip
 
 
 def _as_subclass(tensor: DTensor, kind: type) -> Any:
-    """MONAI makes MetaTensors so."""
+    """Convert to a subclass, as MONAI does for its MetaTensor."""
     try:
         return torch.Tensor.as_subclass(tensor, kind)
     except RuntimeError as error:
@@ -93,7 +96,7 @@ def _as_subclass(tensor: DTensor, kind: type) -> Any:
 
 @unlisted(torch.ops.aten._has_same_storage_numel.default)
 def _no_forward_mode(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward-mode derivatives begin with it; torch would only say that its DTensor does not know it."""
+    """Refuse forward-mode derivatives, which begin with this operator; torch's message would not say why."""
     raise refuse("jvp", "torch has no forward-mode derivatives of DTensors", [("input", args[0])],
                  "torch.autograd.functional.jvp, which goes backward twice; or torch.func.vjp, jacrev")  # fmt: skip
 
@@ -105,7 +108,7 @@ NO_DDP = (
 
 
 def _no_group_collective(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """DistributedDataParallel begins with it; torch would only say that its DTensor does not know it."""
+    """Refuse DistributedDataParallel, which begins with such a collective; torch's message would not say why."""
     tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     raise refuse(f"torch.distributed, {_torch.name_of(operator)}", "it sends plain tensors, no DTensors",
                  [(f"tensor {number}", tensor) for number, tensor in enumerate(tensors)],

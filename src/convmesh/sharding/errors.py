@@ -1,4 +1,4 @@
-"""The one error of the library: what was asked for cannot be done exactly, and what would help."""
+"""The exceptions of the library, whose messages say why something cannot be done exactly, and what to do instead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ShardingError(ValueError):
     """
 
     def __init__(self, message: str = ""):
-        # Without super().__init__, which dynamo cannot trace: the message is kept by __new__.
+        # Without super().__init__, which dynamo cannot trace; __new__ keeps the message.
         self.where = None if torch.compiler.is_compiling() else caller()
 
     def __str__(self) -> str:
@@ -34,11 +34,11 @@ class ShardingError(ValueError):
 
 
 class PlainTensor(ShardingError):  # noqa: N818 - says what it met
-    """A plain tensor is beside DTensors."""
+    """A plain tensor was passed together with DTensors."""
 
 
 class Unfit(Exception):  # noqa: N818 - says what it met
-    """What a sharding table cannot run, and what would help: who asked for the table names operator and tensors."""
+    """A case that a rule cannot run, with reason and remedy; its caller adds the operator and the tensors."""
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(reason, remedy)
@@ -52,7 +52,7 @@ def refuse(
     remedy: str,
     kind: type[ShardingError] = ShardingError,
 ) -> ShardingError:
-    """The error for `operator`; `tensors` are (name, value) and are described by shape and placements."""
+    """Return the error for `operator`; `tensors` are (name, value) pairs, described by shape and placements."""
     lines = [f"{operator}: {reason}"]
     lines += [f"  {name}: {_describe(value)}" for name, value in tensors if value is not None]
     return kind("\n".join([*lines, f"  remedy: {remedy}"]))

@@ -1,8 +1,8 @@
-"""Operators that nobody has written a rule for, here or in torch: taken apart into others, or refused with a remedy.
+"""Operators without a rule, here or in torch: decomposed into others, or refused with a remedy.
 
-torch itself runs some of them on each rank's part alone, if it finds by taking them apart that no part has to move, and
-refuses the others. Here they are really taken apart, and each operator that they are made of follows its own rule. On
-tensors that every rank has all of, any operator works.
+torch itself runs some of them on local tensors, if their decomposition shows that no communication is needed, and
+refuses the others. Here the decomposition is executed, and each of its operators follows its own rule. On replicated
+tensors every operator works.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @with_constants
 def without_rule(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if _torch.has_strategy(operator):  # that someone has registered with DTensor since
+    if _torch.has_strategy(operator):  # one that was registered with DTensor since
         return _torch.stock(operator, args, kwargs)
     tensors: list[Any] = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     named = [(f"tensor {number}", tensor) for number, tensor in enumerate(tensors)]
@@ -37,13 +37,13 @@ def without_rule(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
     if decomposition is not None:
         return decomposition(*args, **kwargs)
     raise refuse(_torch.name_of(operator), "there is no rule for it on tensors that are sharded", named,
-                 "make them whole for it, if they are small: x.redistribute(placements=[Replicate()] * mesh.ndim); "
+                 "replicate them, if they are small: x.redistribute(placements=[Replicate()] * mesh.ndim); "
                  "on replicated tensors every operator works")  # fmt: skip
 
 
 @with_constants
 def by_torch(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator on several tensors that DTensor shards itself: plain ones are constants or refused, as elsewhere."""
+    """Run an operator on several tensors by DTensor's own strategy; plain tensors are constants, or refused."""
     tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     named = [(f"tensor {n}", tensor) for n, tensor in enumerate(tensors) if isinstance(tensor, DTensor) or tensor.dim()]
     specs_of(_torch.name_of(operator), named)
@@ -52,20 +52,20 @@ def by_torch(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
 
 @with_constants
 def in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """What the operator gives that returns a new tensor, by its rule if it has one, written into the first argument."""
+    """Run an in-place operator: its functional variant (by its rule if it has one), copied into the first argument."""
     functional = _torch.functional_of(operator)
     assert functional is not None
     target, values = args[0], functional(*args, **kwargs)
     if target.shape != values.shape:
         raise refuse("an operator that writes in place", "would change the shape of a DTensor",
-                     (("target", target), ("values", values)), "use the one that returns a new tensor")  # fmt: skip
+                     (("target", target), ("values", values)), "use the out-of-place variant")  # fmt: skip
     aten.copy_.default(target, values)
     return target  # type: ignore[no-any-return]
 
 
 @with_constants
 def into_out(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.add(a, b, out=c)`: what the operator gives that returns new tensors, written into those given for it."""
+    """Run an operator with `out=`: its functional variant, and a copy of the results into the given tensors."""
     name, known = _torch.name_of(operator), _torch.signature(operator)
     outs = {known.names[number]: kwargs[known.names[number]] for number in sorted(known.written)}
     given = {key: value for key, value in kwargs.items() if key not in outs}
@@ -75,7 +75,7 @@ def into_out(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
         raise refuse(name, "there is no rule for it with out=", tuple(outs.items()),
                      "call it without out=, and copy_ the result")  # fmt: skip
     if len(outs) == 1 and given.get("dtype", ...) is None:
-        given["dtype"] = next(iter(outs.values())).dtype  # in which one device computes then
+        given["dtype"] = next(iter(outs.values())).dtype  # the dtype in which one device computes then
     made = returning(*args, **given)
     for (key, out), values in zip(outs.items(), made if isinstance(made, list | tuple) else (made,), strict=True):
         _fill_out(name, key, out, values)
@@ -93,7 +93,7 @@ def _fill_out(operator: str, name: str, out: DTensor, values: DTensor) -> None:
 
 
 def _everywhere(operator: _torch.Operator, args: Any, kwargs: Any, like: DTensor) -> Any:
-    """Every rank does the same with the same."""
+    """Run an operator on replicated tensors: every rank computes the same."""
     args, kwargs = tree_map_only(DTensor, _torch.local_of, (args, kwargs))
     if like.device_mesh.get_coordinate() is None:
         raise refuse(_torch.name_of(operator), "this rank is not in the mesh", (("tensor", like),),

@@ -1,6 +1,6 @@
-"""Where tensors were in the forward pass, for gradients: torch asks for some of these by sizes only.
+"""Placements of tensors in the forward pass, kept for their gradients: torch asks for some of those by shape only.
 
-Any placement of a gradient is exact. The one of its tensor spares memory, and moving it later.
+Any placement of a gradient is correct. That of its tensor saves memory, and a later redistribution.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGEST = 4096
 
 
 def key_of(known: Hashable) -> Hashable:
-    """By which something is found again: symbols, while a compiler traces, by their names."""
+    """Return a hashable key: while tracing, symbols are replaced by their names."""
     try:
         hash(known)
     except TypeError:
@@ -28,13 +28,13 @@ def key_of(known: Hashable) -> Hashable:
 
 
 class Hints:
-    """Placements by whatever forward and backward pass both know. Those of the last forward pass count."""
+    """Placements under keys known in forward and backward. The last forward pass wins."""
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, Placements] = {}
 
     def remember(self, key: Hashable, placements: Placements) -> None:
-        """In the forward pass; a backward pass has nothing to say of where its own gradients should go."""
+        """Store placements in the forward pass. In backward this does nothing: gradients do not set placements."""
         if _torch.in_backward():
             return
         if len(self._seen) >= LARGEST:
@@ -42,7 +42,7 @@ class Hints:
         self._seen[key_of(key)] = placements
 
     def recall(self, key: Hashable) -> Placements | None:
-        """In the backward pass, if it was remembered."""
+        """Return the placements stored under `key` if called in backward, or None."""
         return self._seen.get(key_of(key)) if _torch.in_backward() else None
 
 
@@ -50,16 +50,16 @@ by_shape = Hints()
 
 
 def hint_of(spec: _torch.Spec) -> tuple[Hashable, Placements]:
-    """What is to be remembered `by_shape` of a tensor whose gradient is made of zeros of its shape."""
+    """Return (key, placements) to store `by_shape` for a tensor whose gradient is made from zeros of its shape."""
     placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
     return (spec.mesh, tuple(spec.shape)), placements
 
 
 def remember(spec: _torch.Spec) -> None:
-    """Call this in forward for such a tensor."""
+    """Store the placements of such a tensor in the forward pass."""
     by_shape.remember(*hint_of(spec))
 
 
 def placements_of(mesh: DeviceMesh, shape: tuple[int, ...]) -> Placements | None:
-    """In backward, where the last tensor of this shape was, if that was remembered."""
+    """Return, in backward, the placements of the last tensor of this shape, or None."""
     return by_shape.recall((mesh, shape))

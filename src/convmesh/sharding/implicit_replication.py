@@ -1,7 +1,7 @@
-"""Plain tensors beside DTensors: constants that a model makes in its forward pass, the same on every rank.
+"""Plain tensors used with DTensors: constants that a model creates in its forward pass, equal on all ranks.
 
-Elsewhere a plain tensor beside a DTensor is refused. It might be this rank's own part, and taking it for the whole
-would be silently wrong: a batch of one sample on each rank even has a shape that fits.
+Elsewhere, a plain tensor that is used with a DTensor is refused. It might be a shard, and using it as the full tensor
+would be silently wrong: with a batch of one sample per rank, even the shapes would fit.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .. import _torch
 from . import view_writeback
 from .errors import PlainTensor, ShardingError
 
-# By id, as the compiler names them.
+# By id, by which the compiler names them.
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
 def constants_belong_to(module: nn.Module) -> None:
-    """In the forward pass of a distributed module its plain tensors are constants, also where it is compiled."""
+    """Take plain tensors as constants in the forward pass of a distributed module, also where it is compiled."""
     _modules[id(module)] = module
 
 
 @contextmanager
 def constants_allowed() -> Iterator[None]:
-    """For the forward pass of a distributed model, as `torch.distributed.tensor.experimental.implicit_replication`."""
+    """The `torch.distributed.tensor.experimental.implicit_replication` of a distributed model's forward pass."""
     before = _torch.replicates_implicitly()
     _torch.replicate_implicitly(True)
     try:
@@ -44,13 +44,16 @@ def constants_allowed() -> Iterator[None]:
 
 
 def allowed() -> bool:
-    """In backward a constant meets DTensors only because it did so in a forward pass."""
+    """Whether plain tensors are constants here. In backward they are, as they were in the forward pass."""
     return _torch.replicates_implicitly() or _torch.in_backward() or _torch.compiles_call_of(_modules)
 
 
 def with_constants(handler: _torch.Handler) -> _torch.Handler:
-    """A rule that meets a plain tensor takes it for a constant where that is allowed. Copies that torch takes for views
-    are refreshed first: at the same operator on all ranks, whichever local tensors the rule then reads on one."""
+    """Wrap a rule so that plain tensors are taken as constants where that is allowed.
+
+    Copies that torch takes for views are refreshed first: at the same operator on all ranks, whichever local tensors
+    the rule then reads on each.
+    """
 
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,7 +72,7 @@ def with_constants(handler: _torch.Handler) -> _torch.Handler:
 def replicated(
     operator: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with its plain tensors as what they are: the same on every rank."""
+    """Return the arguments of a call with its plain tensors replaced by replicated DTensors."""
     mesh = next(leaf.device_mesh for leaf in tree_iter((args, kwargs)) if isinstance(leaf, DTensor))
 
     def wrap(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,7 +91,7 @@ def replicated(
 
 
 def the_same_everywhere(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A plain tensor that every rank has all of, as a DTensor."""
+    """Return a plain tensor, equal on all ranks, as a replicated DTensor."""
     placements = (Replicate(),) * mesh.ndim
     spec = _torch.make_spec(mesh, placements, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
     return _torch.wrap(tensor, spec)

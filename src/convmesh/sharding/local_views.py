@@ -1,4 +1,4 @@
-"""View operators that, where no sharded dimension is touched, every rank runs on its own local tensor."""
+"""View operators that every rank runs on its own local tensor, where no sharded dimension is affected."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .plan_rule import Quick
 
 
 class _Otherwise:
-    """A call that is no view of local tensors."""
+    """A call that is not a view of local tensors."""
 
     mesh = None
 
 
 def local_views(where: Callable[..., Layout | None]) -> Quick:
-    """Views of local tensors, where `where` knows them: a known call is one look-up of few parts.
+    """Return a fast path for views of local tensors: for a known call, a single look-up with a small key.
 
-    Of the operator, the tensor's layout and the numbers of a call `where` says once where the result is if every rank
-    calls the operator on its local tensor, with the strides of one device; None where it does not.
+    `where(operator, layout, *arguments)` returns the layout of the result, with the strides of one device, if every
+    rank can run the operator on its local tensor, else None. It is called once per combination.
     """
     plans = Table()
     known = plans.plans

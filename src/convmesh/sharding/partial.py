@@ -1,8 +1,9 @@
-"""Partial tensors, reduced once: the sum is kept beside the tensor, so that its next use finds it.
+"""Sums of Partial tensors, computed once: the sum is kept with the tensor, so that later uses find it.
 
-An optimizer uses a gradient several times, and only the first use sends. The tensor itself stays what it is, whoever
-else looks at its memory: whether somebody does, only this rank knows, and ranks that went by it would send differently.
-A sum holds until an operator writes into the tensor or a view of it, which all ranks do alike.
+An optimizer uses a gradient several times, and only the first use communicates. The tensor itself stays Partial, even
+if nothing else refers to its storage: only this rank knows whether something does, and ranks that decided by that would
+communicate differently. A sum is valid until an operator writes into the tensor or a view of it, which all ranks do
+alike.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from .plan_cache import planned
 
 Placements = tuple[Placement, ...]
 
-# By tensor: its sum, which is a copy in the sense of `parts`, and the version of its local tensor that was summed.
+# For each tensor its sum, which is noted as a copy (`copy_notes`), and the version of the local tensor that was summed.
 _kept: MutableMapping[DTensor, tuple[DTensor, int]] = WeakTensorKeyDictionary()
 
 
 @planned
 def _reduction(spec: _torch.Spec) -> tuple[tuple[int, ...], Layout]:
-    """The mesh dimensions over which a tensor is still to be summed, and where it lies afterwards."""
+    """Return the mesh dimensions over which a tensor must be summed, and its layout afterwards."""
     layout = Layout.of(spec)
     mesh_dims = tuple(mesh_dim for mesh_dim, placement in enumerate(layout.placements) if is_sum(placement))
     placements: Placements = tuple(
@@ -39,10 +40,10 @@ def _reduction(spec: _torch.Spec) -> tuple[tuple[int, ...], Layout]:
 
 
 def reduce_once(tensors: Iterable[DTensor], like: Mapping[int, DTensor] | None = None) -> dict[int, DTensor]:
-    """By id, for those of `tensors` that are Partial, DTensors with their sums; all are sent in few messages.
+    """Return the reduced DTensors of those of `tensors` that are Partial, by id; all are sent in few messages.
 
-    `like` has, by id, the tensors beside which the sums are used, and so where they should lie. Who writes into a sum
-    calls `put_back` afterwards.
+    `like` maps ids to the tensors that the sums are used with, whose placements they get. A caller that writes into a
+    sum calls `put_back` afterwards.
     """
     goals = {key: tensor.placements for key, tensor in (like or {}).items()}
     waiting = {
@@ -68,7 +69,7 @@ def is_pending(tensor: DTensor) -> bool:
 
 
 def kept(tensor: DTensor) -> DTensor | None:
-    """The sum of a Partial tensor, where it was taken before and still holds."""
+    """Return the sum of a Partial tensor if it was taken before and is still valid, else None."""
     entry = None if _torch.tracing() else _kept.get(tensor)
     if entry is None or not copy_notes.is_up_to_date(entry[0], tensor):
         return None
@@ -82,7 +83,7 @@ def kept(tensor: DTensor) -> DTensor | None:
 
 
 def put_back(tensor: DTensor, sum: DTensor) -> None:
-    """After an operator has written into the sum of `tensor`: the tensor gets its values, and keeps it as its sum."""
+    """Write a modified sum back into `tensor`, which keeps it as its sum."""
     if not view_writeback.put_back(sum):
         assign(tensor, sum)
 
@@ -91,7 +92,7 @@ def _keep(tensor: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
     made = _torch.wrap(local, layout.spec)
     if not _torch.tracing() and copy_notes.mark(made, tensor, _sum_of, lambda full, part: part, False):
         registry.guard_writes()
-        _torch.relocate(tensor, _torch.local_of(tensor), _torch.spec_of(tensor))  # of a collective that is over by now
+        _torch.relocate(tensor, _torch.local_of(tensor), _torch.spec_of(tensor))  # unwraps a finished collective
         _kept[tensor] = made, _torch.version_of(_torch.local_of(tensor))
     return made
 
@@ -110,7 +111,7 @@ def _moved(local: torch.Tensor, layout: Layout, goal: Placements | None) -> tupl
 
 
 def _reduced(tensors: list[DTensor]) -> list[tuple[torch.Tensor, Layout]]:
-    """[this rank's part, where it lies]"""
+    """Return (local tensor, layout) of each reduced tensor."""
     results: list[tuple[torch.Tensor, Layout]] = []
     terms: list[comm.Term] = []
     places: list[int] = []
@@ -121,7 +122,7 @@ def _reduced(tensors: list[DTensor]) -> list[tuple[torch.Tensor, Layout]]:
             if len(mesh_dims) == sum(isinstance(placement, Partial) for placement in spec.placements):
                 terms.append(comm.Term(local, spec.mesh, mesh_dims))
                 places.append(len(results))
-            else:  # an average or an extreme is pending: rare, and torch knows each of them
+            else:  # a Partial average or extreme: rare, and torch reduces each of them
                 local = _torch.redistribute(local, spec, target.spec)
         results.append((local, target))
     for place, local in zip(places, comm.sum_in_buckets(terms), strict=True):

@@ -1,4 +1,4 @@
-"""Plans are made once and looked up afterwards."""
+"""Caches of plans."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LARGEST = 4096
 
 
 class Kept(local):
-    """Something that holds for as long as the process group lives: plans know its groups, and a new one has others.
+    """A value that is valid while the process group exists: plans refer to its groups, and a new one has others.
 
-    Every thread has its own, because threads may be ranks, each with a process group of its own.
+    It is thread-local, because threads may be simulated ranks, each with a process group of its own.
     """
 
     def __init__(self, make: Callable[[], Any]):
@@ -37,7 +37,7 @@ class Kept(local):
 
 
 def planned(make: Callable[..., Plan]) -> Callable[..., Plan]:
-    """Cache `make` for as long as the process group lives."""
+    """Cache the results of `make` while the process group exists."""
     cache = Kept(lambda: lru_cache(maxsize=LARGEST)(make))
 
     @wraps(make)
@@ -48,15 +48,16 @@ def planned(make: Callable[..., Plan]) -> Callable[..., Plan]:
         except TypeError:
             if not _torch.has_symbols(key):
                 raise
-        return make(*key)  # for one graph: what the plan asks of symbols is guarded there
+        return make(*key)  # for this graph only: it has guards for what the plan asks of symbols
 
     return look_up
 
 
 class Table:
-    """Plans by keys of one's own, for where not all that a plan is made from tells it from others.
+    """A cache of plans with explicit keys, for plans whose arguments contain more than needed to distinguish them.
 
-    Who reads `plans` itself sees to it that a plan's mesh is the one at hand; an equal one may be of an older world.
+    Code that reads `plans` directly must check that a plan's mesh is the current one; an equal mesh may be of an older
+    world.
     """
 
     def __init__(self) -> None:

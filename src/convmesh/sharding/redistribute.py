@@ -1,4 +1,4 @@
-"""What every rule begins and ends with: checking the tensors, moving them to where the plan has them, wrapping."""
+"""What every rule begins and ends with: checking the tensors, redistributing them, wrapping the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Named = Sequence[tuple[str, Any]]
 
 
 def specs_of(operator: str, named: Named) -> list[Any]:
-    """The keys of a plan: where each tensor lies, None for one that is not given. A plain tensor is refused."""
+    """Return the specs of the tensors, which are the keys of a plan; None for absent ones. Refuses plain tensors."""
     try:
         return [None if tensor is None else _torch.spec_of(tensor) for _, tensor in named]
     except AttributeError:
@@ -40,7 +40,7 @@ def specs_of(operator: str, named: Named) -> list[Any]:
 
 
 def layouts_of(operator: str, named: Sequence[tuple[str, _torch.Spec | None]]) -> list[Any]:
-    """What a plan is made from: all tensors on one mesh, dimensions sharded in its own order."""
+    """Return the layouts that a plan is made from; refuses several meshes and unusual orders of sharding."""
     layouts = [None if spec is None else Layout.of(spec) for _, spec in named]
     described = [(name, layout) for (name, _), layout in zip(named, layouts, strict=True)]
     given = [(name, spec) for name, spec in named if spec is not None]
@@ -59,7 +59,7 @@ def layouts_of(operator: str, named: Sequence[tuple[str, _torch.Spec | None]]) -
 
 
 def check_one_rank(operation: str, mesh: DeviceMesh) -> None:
-    """A plan is of one rank: of what it owns, sends and receives."""
+    """Refuse torch's LocalTensorMode, which runs all ranks at once: a plan is for one rank."""
     if not _torch.is_one_rank(mesh):
         raise ShardingError(
             f"{operation}: torch's LocalTensorMode plays all ranks at once, and rules of convmesh are of one\n"
@@ -68,9 +68,9 @@ def check_one_rank(operation: str, mesh: DeviceMesh) -> None:
 
 
 def check_placed(operator: str, named: Named) -> list[Any]:
-    """All are DTensors on one mesh, sharded in its own order. A look-up, once the same layouts have been seen.
+    """Check that all tensors are DTensors on one mesh, sharded in the mesh's order, and return their specs.
 
-    Returns where they lie, the keys of a plan.
+    For known layouts this is one look-up.
     """
     specs = specs_of(operator, named)
     _checked(operator, tuple([name for name, _ in named]), *specs)
@@ -84,7 +84,7 @@ def _checked(operator: str, names: tuple[str, ...], *specs: _torch.Spec | None) 
 
 
 def move(tensor: DTensor | None, target: Layout | None) -> Any:
-    """This rank's part of `tensor` where the plan has it."""
+    """Return the local tensor of `tensor` redistributed to the layout `target`."""
     if tensor is None or target is None:
         return None
     local = _torch.local_of(tensor)
@@ -97,7 +97,7 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
 
 
 def relocated(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
-    """This rank's local tensor in the layout `target`, of one in the layout `source`. May have gaps."""
+    """Return a local tensor redistributed from the layout `source` to `target`. The result may have gaps."""
     for step in plan_redistribution(source, target):
         local = step(local)
     return usual(local, target.stride)
@@ -105,7 +105,7 @@ def relocated(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tens
 
 @dataclass(frozen=True)
 class Exchange:
-    """A step of a redistribution: from the box of some dimensions that a rank owns to the one that it needs."""
+    """A redistribution step: an exchange from the box that a rank owns to the one it needs, along `dims`."""
 
     schedule: Schedule
     dims: tuple[int, ...]
@@ -118,7 +118,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ByTorch:
-    """A step that DTensor itself does."""
+    """A redistribution step that DTensor does."""
 
     source: _torch.Spec
     target: _torch.Spec
@@ -129,9 +129,9 @@ class ByTorch:
 
 @dataclass(frozen=True)
 class Term:
-    """A step that makes a Partial(sum) of what every rank has: one rank keeps it, the others contribute zeros.
+    """A redistribution step from Replicate to Partial(sum): one rank keeps the values, the others contribute zeros.
 
-    torch divides it among the ranks, which rounds, and makes floating point numbers of integers.
+    torch divides the values by the number of ranks instead, which rounds, and turns integers into floating point.
     """
 
     keeps: bool
@@ -145,9 +145,12 @@ Step = Exchange | ByTorch | Term
 
 @planned
 def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
-    """DTensor's own redistribution gathers on gloo to shard another dimension, and sends padding: so it only does what
-    is left after exchanges."""
-    # torch makes Partial of what every rank has all of, and of nothing else.
+    """Return the steps that redistribute a tensor.
+
+    On gloo, DTensor all-gathers to change the sharded dimension, and it sends padding. So exchanges do what they can,
+    and DTensor only the rest.
+    """
+    # torch makes Partial from replicated tensors only.
     gathered = source.placed(tuple(
         Replicate() if isinstance(p, Shard) and isinstance(q, Partial) else p
         for p, q in zip(source.placements, target.placements, strict=True)
@@ -172,9 +175,9 @@ def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 
 def _resharded(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None:
-    """Along one mesh dimension, over which another tensor dimension is to be sharded, and can be at once.
+    """Reshard along one mesh dimension, from one tensor dimension to another, if that is possible directly.
 
-    Other mesh dimensions may shard the two further outside, but not further inside.
+    Other mesh dimensions may shard the two tensor dimensions further out, but not further in.
     """
     for mesh_dim, (p, q) in enumerate(zip(source.placements, target.placements, strict=True)):
         if type(p) is not Shard or type(q) is not Shard or p == q:
@@ -193,8 +196,7 @@ def _resharded(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None
 
 
 def _reboxed(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None:
-    """Along all mesh dimensions over which other tensor dimensions are to be sharded, together with those that share a
-    tensor dimension with them."""
+    """Reshard along all mesh dimensions that change, and those that share a tensor dimension, in one exchange."""
     pairs = list(zip(source.placements, target.placements, strict=True))
     moving = {m for m, (p, q) in enumerate(pairs) if type(p) is Shard and type(q) is Shard and p != q}
     if not moving:
@@ -219,8 +221,10 @@ def _grid(layout: Layout, dims: tuple[int, ...], mesh_dims: tuple[int, ...]) -> 
 
 
 def _broadcast(source: Layout, target: Layout) -> tuple[Exchange | None, Layout] | None:
-    """The only index of a sharded dimension to all ranks, where the target is replicated: DTensor's all-gather would
-    send padding."""
+    """Broadcast the only index of a sharded dimension of size 1 where the target is replicated.
+
+    DTensor's all-gather would send padding.
+    """
     for dim, mesh_dims in source.sharded_dims.items():
         if source.shape[dim] == 1 and all(isinstance(target.placements[m], Replicate) for m in mesh_dims):
             placements = tuple(Replicate() if m in mesh_dims else p for m, p in enumerate(source.placements))

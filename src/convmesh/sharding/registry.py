@@ -1,4 +1,4 @@
-"""The rules of the library, and hooking them into DTensor and out again."""
+"""The registry of rules, and installing them into DTensor and removing them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .result_strides import as_on_one_device
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a user can expect of an operator: a row of the operator table in the documentation."""
+    """What users can expect of an operator: a row of the operator table in the documentation."""
 
-    stays: str  # which dimensions may be sharded, and are still sharded in the result
+    stays: str  # which dimensions may be sharded, and stay sharded in the result
     communication: str  # what is sent: nothing, halo, all-reduce of C numbers, ...
     refused: str = "nothing"
-    family: str = ""  # the folder of the rule that has this behaviour
+    family: str = ""  # the folder of the rule
 
 
 _rules: dict[Operator, Handler] = {}
@@ -47,18 +47,17 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., object])
 
 
 def tolerant(handler: Handler) -> Handler:
-    """A rule that takes plain tensors for constants where that is allowed, and settles a compiler's symbols where it
-    has to."""
+    """Wrap a rule: take plain tensors as constants where allowed, and specialise symbolic sizes where needed."""
     return with_constants(_torch.settles_symbols(_torch.keeps_communication(handler)))
 
 
 def rule(
     *operators: Operator, behaviour: Behaviour, knows_strides: bool = False, tolerates: bool = False
 ) -> Callable[[AnyHandler], AnyHandler]:
-    """Declare how `operators` run on DTensors, and what their users can expect.
+    """Declare how `operators` run on DTensors, and what users can expect of them.
 
-    Results get the strides of one device, unless the rule `knows_strides` and gives them itself. It is made `tolerant`,
-    unless it `tolerates` by itself.
+    Results get the strides of one device, unless the rule `knows_strides` and sets them itself. It is wrapped with
+    `tolerant`, unless it `tolerates` already.
     """
 
     def declare(handler: AnyHandler) -> AnyHandler:
@@ -77,7 +76,7 @@ def rule(
 
 
 def unlisted(operator: Operator) -> Callable[[AnyHandler], AnyHandler]:
-    """Declare how something runs on DTensors that no user calls, and that is in no table."""
+    """Declare a rule for an operator that users do not call, and that is in no table."""
 
     def declare(handler: AnyHandler) -> AnyHandler:
         _rules[operator] = handler
@@ -87,12 +86,12 @@ def unlisted(operator: Operator) -> Callable[[AnyHandler], AnyHandler]:
 
 
 def declared() -> dict[Operator, Behaviour]:
-    """All operators that have a rule of their own."""
+    """Return all operators that have a rule of their own."""
     return dict(_behaviour)
 
 
 def made_of_others(*operators: Operator) -> None:
-    """Declare operators that reach DTensor whole only in inference mode: there they are taken apart, as elsewhere."""
+    """Declare operators that reach DTensor undecomposed only in inference mode: there they are decomposed too."""
     for operator in operators:
         _rules[operator] = _take_apart
 
@@ -102,15 +101,19 @@ def _take_apart(operator: Operator, args: tuple[object, ...], kwargs: dict[str, 
 
 
 def keep_whole(*operators: Operator, made_of: Handler | None = None) -> None:
-    """Declare operators that torch's compiler would take apart, into indexing, before their rule is asked, and what
-    they are made of instead, if it is not the rule itself that knows."""
+    """Declare operators that torch's compiler must not decompose into indexing before their rule is asked.
+
+    `made_of` decomposes them instead, unless the rule does that itself.
+    """
     for operator in operators:
         while_installed(partial(_torch.keep_whole, operator, made_of))
 
 
 def composite(name: str, behaviour: Behaviour | None = None) -> Callable[[AnyFunction], AnyFunction]:
-    """Declare of which other operators the differentiable operator `name` is made, above autograd, if any argument is a
-    DTensor. With a `behaviour` also in inference mode, where it reaches DTensor as it is."""
+    """Declare the decomposition of the differentiable operator `name`, above autograd, if any argument is a DTensor.
+
+    With a `behaviour` it also applies in inference mode, where the operator reaches DTensor undecomposed.
+    """
     packet, _, overload = name.partition(".")
     operator: Operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
@@ -135,7 +138,7 @@ def composite(name: str, behaviour: Behaviour | None = None) -> Callable[[AnyFun
 
 
 def guard_writes() -> None:
-    """From the first copy on that torch takes for a view, see every operator that writes, also those without a rule."""
+    """Track every operator that writes, also those without a rule, once there is a copy that torch takes for a view."""
     if _guards or not installed():
         return
     table = _torch.handlers()
@@ -145,7 +148,7 @@ def guard_writes() -> None:
 
 
 def _compiled_copy(local: torch.Tensor) -> None:
-    """Compiled code has returned a copy that torch takes for a view."""
+    """Note that compiled code has returned a copy that torch takes for a view."""
     copy_notes.mark_compiled(local)
     guard_writes()
 
@@ -156,7 +159,7 @@ def _guarded(operator: Operator) -> Handler:
 
 
 def while_installed(start: Callable[[], Callable[[], None]]) -> None:
-    """Declare something else that is in force as long as the rules are: `start` begins it and returns what ends it."""
+    """Declare something else that is in force while the rules are: `start` begins it and returns what ends it."""
     _switches.append(start)
 
 
@@ -165,7 +168,7 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Put every rule in force. Doing it twice does nothing more."""
+    """Install every rule. Does nothing if they are installed."""
     global _library
     if installed():
         return
@@ -194,7 +197,7 @@ def install() -> None:
         handler = in_place if ours else by_torch if known else without_rule
         _rules[operator] = view_writeback.tracked(operator, handler) if operator._schema.is_mutable else handler
     for function in (*_rules.values(), *_composites.values()):
-        _torch.never_alone(function)  # a frame that torch.compile gives up runs them, and it would compile them instead
+        _torch.never_alone(function)  # torch.compile would compile them when it gives up a frame
     _replaced.update({operator: table.get(operator) for operator in _rules})
     table.update(_rules)
     _undo.extend(start() for start in _switches)
@@ -202,7 +205,7 @@ def install() -> None:
 
 
 def observe(observer: Callable[[Operator, tuple[Any, ...], dict[str, Any]], None]) -> Callable[[], None]:
-    """Have `observer` called before each rule that is in force now; returns what ends it."""
+    """Have `observer` called before each rule that is now in force; return a function that stops it."""
 
     def observed(handler: Handler) -> Handler:
         def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,7 +225,7 @@ def observe(observer: Callable[[Operator, tuple[Any, ...], dict[str, Any]], None
 
 
 def uninstall() -> None:
-    """Put back what was there before `install`. An entry that someone else has replaced since is left alone."""
+    """Restore what was there before `install`, except entries that were replaced by others since."""
     global _library
     if _library is None:
         return

@@ -1,9 +1,8 @@
-"""Strides of results as one device would have them.
+"""Strides of results as on one device.
 
-What is a view on one device has to be one here, what is a copy has to be a copy, and random numbers are drawn in the
-order of memory: all of that follows from a tensor's strides. So a result gets those that the operator gives on one
-device for arguments of these sizes and strides, whatever they are. torch's fake tensors know them for nearly every
-operator.
+What is a view on one device must be a view here, a copy must be a copy, and random numbers are drawn in storage order:
+all of that follows from strides. So a result gets the strides that the operator returns on one device for arguments of
+these sizes and strides. torch's fake tensors know them for nearly every operator.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from .plan_cache import Table
 
 aten = torch.ops.aten
 
-# Where torch's fake kernels differ from the real ones: the argument whose memory format the results have, None where
-# they are contiguous whatever is given (`tests/ops/test_strides.py` compares them all).
+# Where torch's fake kernels differ from the real ones: the argument whose memory format the results have, or None if
+# the results are always contiguous (`tests/ops/test_strides.py` compares all of them).
 FORMAT_OF: dict[_torch.Operator, int | None] = {
     aten._log_softmax_backward_data.default: None,
     aten.huber_loss_backward.default: None,
@@ -48,7 +47,7 @@ _table = Table()
 
 
 def as_on_one_device(handler: _torch.Handler) -> _torch.Handler:
-    """A rule whose results get the strides that one device would give them."""
+    """Wrap a rule so that its results get the strides that one device would give them."""
 
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,7 +71,7 @@ def _has(result: Any, stride: Stride | None) -> bool:
 
 
 def restrided(tensor: DTensor, stride: Stride, view: bool = False) -> DTensor:
-    """The same tensor with these strides: a copy, unless its local tensor is in their order, or it is a `view`."""
+    """Return the same tensor with these strides: a copy unless the local tensor has their order, or it is a `view`."""
     layout = replace(Layout.of(_torch.spec_of(tensor)), stride=stride)
     local = _torch.local_of(tensor)
     result = _torch.wrap(local if view else layout.laid(local), layout.spec)
@@ -80,13 +79,13 @@ def restrided(tensor: DTensor, stride: Stride, view: bool = False) -> DTensor:
     return result
 
 
-# Which of them it is does not change a result's strides, and some change from step to step.
+# Their values do not affect a result's strides, and some change from step to step.
 _ANY = (float, complex, torch.Generator)
 _NUMBERS = frozenset((int, bool, type(None)))
 
 
 def _key(operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """What strides depend on."""
+    """Return the key of what strides depend on."""
     key = [value if type(value) in _NUMBERS else _part_of_key(value) for value in args]
     if kwargs:
         key += [(name, _part_of_key(value)) for name, value in kwargs.items()]
@@ -109,7 +108,7 @@ def _part_of_key(value: Any) -> Any:
 def strides_of(
     operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Stride | None, ...]:
-    """Of each result on one device, None for what is no tensor; nothing at all where only values tell."""
+    """Return each result's strides on one device, None for non-tensors; empty if they depend on values."""
     return _table.look_up(_key(operator, args, kwargs), lambda: _find(operator, args, kwargs))
 
 
@@ -119,7 +118,7 @@ def _find(operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 class OneDevice(NamedTuple):
-    """A result of an operator on one device."""
+    """Shape, strides and dtype of an operator's result on one device."""
 
     shape: tuple[int, ...]
     stride: Stride
@@ -130,8 +129,10 @@ def results_of(
     operator: _torch.Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     otherwise: Callable[[], Sequence[Layout]] | None = None,
 ) -> tuple[OneDevice | None, ...]:  # fmt: skip
-    """What one device returns for these arguments, None for what is no tensor. Of arguments that it does not take torch
-    itself complains, unless it is said what they give `otherwise`."""
+    """Return what one device returns for these arguments, None for results that are no tensors.
+
+    For arguments that one device does not take, `otherwise` gives the layouts of the results; without it torch raises.
+    """
     if otherwise is None:
         return _described(operator, args, _torch.checked_on_one_device(operator, args, kwargs))
     made = _described(operator, args, _torch.on_one_device(operator, args, kwargs))

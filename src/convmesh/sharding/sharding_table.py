@@ -1,5 +1,4 @@
-"""Sharding tables: rows of placements along one mesh dimension, and the choice of a row for each, at least
-communication."""
+"""Sharding tables: rows of placements along one mesh dimension, and the choice of rows with the least communication."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from torch.distributed.tensor.placement_types import Shard as Shard
 from .errors import Unfit, refuse
 from .layout import Layout
 
-# What tables are written in, beside Shard.
+# The placements that tables use besides Shard.
 R, P = Replicate(), Partial()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run an operator along one mesh dimension: how its inputs are placed, and so its outputs."""
+    """One way to run an operator along one mesh dimension: the placements of its inputs and outputs."""
 
     name: str
     inputs: tuple[Placement, ...]
@@ -29,8 +28,10 @@ class Row:
 
 
 def elementwise_rows(operands: Sequence[Layout | None], results: int = 1) -> Iterator[Row]:
-    """Of an operator on tensors that are broadcast against each other: along each dimension those that have all of it
-    are sharded, and the results with them."""
+    """Yield the rows of an operator on tensors that are broadcast against each other.
+
+    For each dimension, the operands that have it in full size are sharded along it, and the results with them.
+    """
     given = [layout for layout in operands if layout is not None]
     try:
         full = given[0].new(torch.broadcast_shapes(*(layout.shape for layout in given)))
@@ -43,8 +44,10 @@ def elementwise_rows(operands: Sequence[Layout | None], results: int = 1) -> Ite
 
 
 def counted_from_start(row: Row, inputs: Sequence[int | None], outputs: Sequence[int | None]) -> Row:
-    """The same row of tensors of so many dimensions, without negative ones. A result that does not have the sharded
-    dimension is replicated: a buffer that a kernel leaves empty."""
+    """Return the row with non-negative dimensions, given the numbers of dimensions of inputs and outputs.
+
+    An output that does not have the sharded dimension is replicated: it is a buffer that the kernel leaves empty.
+    """
 
     def counted(placement: Placement, ndim: int | None) -> Placement:
         if not isinstance(placement, Shard) or ndim is None or 0 <= placement.dim < ndim:
@@ -54,12 +57,12 @@ def counted_from_start(row: Row, inputs: Sequence[int | None], outputs: Sequence
     return Row(row.name, tuple(map(counted, row.inputs, inputs)), tuple(map(counted, row.outputs, outputs)))
 
 
-# A move along a mesh dimension of one rank sends nothing, and yet staying is better: the same dimension may be sharded
-# over other mesh dimensions, too, and torch then moves along all of them.
+# Redistributing along a mesh dimension of one rank sends nothing, but no move is still better: the tensor dimension may
+# be sharded over other mesh dimensions too, and torch then redistributes along all of them.
 MOVING = 1e-6
 
 Assignment = tuple[Row, ...]
-"""A row for every mesh dimension."""
+"""A row for each mesh dimension."""
 
 
 def input_placements(assignment: Assignment, number: int) -> tuple[Placement, ...]:
@@ -72,9 +75,9 @@ def output_placements(assignment: Assignment, number: int) -> tuple[Placement, .
 
 @dataclass(frozen=True)
 class Wanted:
-    """An output of `count` elements should be placed `like` this; a replicated one may also stay Partial(sum).
+    """A wish that an output of `count` elements has the placements `like`; a replicated one may stay Partial(sum).
 
-    With `or_sharded` it may stay sharded, too, and is not all-gathered.
+    With `or_sharded` it may stay sharded too, and is not all-gathered.
     """
 
     like: tuple[Placement, ...]
@@ -82,7 +85,7 @@ class Wanted:
     or_sharded: bool = False
 
     def becomes(self, mesh_dim: int, placement: Placement) -> Placement:
-        """The final placement of an output that a row leaves at `placement`."""
+        """Return the final placement of an output that a row leaves with `placement`."""
         wanted = self.like[mesh_dim]
         if isinstance(wanted, Shard):
             return wanted
@@ -97,9 +100,9 @@ def choose(
     fits: Callable[[Assignment], bool] = lambda assignment: True,
     extra: Callable[[Row, int], float] = lambda row, mesh_dim: 0.0,
 ) -> Assignment:
-    """The assignment that moves the fewest elements and that `fits`; the earlier row wins a tie.
+    """Return the assignment that communicates the fewest elements and that `fits`; earlier rows win ties.
 
-    `extra` is what a row costs along a mesh dimension beside that, in elements.
+    `extra(row, mesh_dim)` is an additional cost in elements.
     """
     inputs = [layout for _, layout in named]
     mesh = next(layout.mesh for layout in inputs if layout is not None)
@@ -122,7 +125,7 @@ def _cheapest_first(priced: Sequence[Sequence[tuple[float, int]]]) -> Iterator[t
     first = tuple(entries[0][1] for entries in possible if entries)
     if len(first) < len(priced):
         return
-    yield first  # nearly always fits, which spares the sorting
+    yield first  # the usual case, which needs no sorting
     every = sorted((sum(price for price, _ in entries), tuple(n for _, n in entries)) for entries in product(*possible))
     yield from (numbers for _, numbers in every)
 
@@ -130,7 +133,7 @@ def _cheapest_first(priced: Sequence[Sequence[tuple[float, int]]]) -> Iterator[t
 def _price(
     row: Row, mesh_dim: int, size: int, inputs: Sequence[Layout | None], wanted: Sequence[Wanted | None]
 ) -> float:
-    """Elements that a rank receives along a mesh dimension of `size` ranks if it takes this row."""
+    """Return the number of elements that a rank receives along a mesh dimension of `size` ranks with this row."""
     price = 0.0
     for layout, target in zip(inputs, row.inputs, strict=True):
         if layout is not None:
@@ -146,11 +149,11 @@ def _price(
 
 
 def _moved(source: Placement, target: Placement, count: float, size: int) -> float:
-    """Elements that a rank receives when `count` local ones go from `source` to `target` over `size` ranks."""
+    """Return the number of elements received when `count` local ones go from `source` to `target` over `size` ranks."""
     if source == target or isinstance(source, Replicate):
         return 0 if not isinstance(target, Partial) or source == target else inf
     if isinstance(target, Partial):
-        return inf  # only what is Partial becomes Partial; a replicated operand is better used as it is
+        return inf  # only Partial becomes Partial; a replicated operand is better used directly
     others = (size - 1) / size
     if isinstance(source, Partial):
         return MOVING + count * others * (2 if isinstance(target, Replicate) else 1)

@@ -1,4 +1,4 @@
-"""From the chosen rows of a sharding table to a call: operands to redistribute, a local call, results to wrap."""
+"""From the chosen rows of a sharding table to a `Call`: operands to redistribute, a local call, results to wrap."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .result_strides import OneDevice
 from .sharding_table import Assignment, Wanted, input_placements, output_placements
 
 Local = Callable[..., Callable[..., Any]]
-"""Of a plan and the operator's arguments, with the layouts of tensors where they have to be: makes, once for the plan,
-what is called with the same arguments, with local tensors, in place of the operator."""
+"""Takes (plan, *arguments), with target layouts in place of tensors, and returns the function that runs in place of the
+operator: it takes the same arguments with local tensors. Called once per plan."""
 Prepare = Callable[[Layout, torch.Tensor], torch.Tensor]
-"""Of an operand's layout and its local tensor: the local tensor as a kernel wants it."""
+"""Takes (layout, local tensor) of an operand, and returns the local tensor as a kernel needs it."""
 
 
 def contiguous(layout: Layout, local: torch.Tensor) -> torch.Tensor:
-    """For kernels that take contiguous tensors only, or complain of others."""
+    """Prepare operands for kernels that only take contiguous tensors, or warn about others."""
     return local.contiguous()
 
 
 @dataclass(frozen=True)
 class TablePlan:
-    """Where the tensors of a call have to be, and where the results then are."""
+    """The layouts that the tensors of a call must have, and those of its results."""
 
     operator: _torch.Operator
-    arguments: tuple[Any, ...]  # with the layouts of tensors
-    operands: tuple[tuple[int, Layout], ...]  # those, by the number of the argument
+    arguments: tuple[Any, ...]  # with layouts in place of tensors
+    operands: tuple[tuple[int, Layout], ...]  # the layouts among them, by argument number
     results: tuple[Moved | None, ...]
 
     @staticmethod
@@ -43,7 +43,7 @@ class TablePlan:
         operator: _torch.Operator, given: Sequence[Any], chosen: Assignment, made: Sequence[OneDevice | None],
         wishes: Sequence[Wanted | None],
     ) -> TablePlan:  # fmt: skip
-        """Of the arguments with the layouts of tensors, the chosen rows for these, and what one device returns."""
+        """Make a plan from the arguments (with layouts), the row per mesh dimension, and the results on one device."""
         operands = tuple(
             (number, given[number].placed(input_placements(chosen, place)))
             for place, number in enumerate(_torch.signature(operator).tensors)
@@ -61,7 +61,10 @@ class TablePlan:
         return self.operands[number][1]
 
     def call(self, local: Local | None, prepare: Prepare | None, communicates: bool) -> Call:
-        """On local tensors `local`, or the operator itself; if that `communicates`, on every rank of the mesh."""
+        """Return a call that runs `local` on local tensors, or else the operator.
+
+        If it `communicates`, it runs on every rank of the mesh, else not on ranks with empty operands or results.
+        """
         run: Callable[..., Any] = _by_position(self.operator)
         if self.operand().present:
             if not communicates and self._has_nothing():
@@ -74,8 +77,10 @@ class TablePlan:
         return Call([self.arguments[number] for number in _torch.signature(self.operator).places], results, run)  # type: ignore[arg-type]
 
     def _has_nothing(self) -> bool:
-        """Whether this rank has nothing of an operand of which others have something, or of the results. Some kernels
-        refuse empty tensors."""
+        """Whether this rank has an empty shard of a non-empty operand, or of all results.
+
+        Some kernels refuse empty tensors.
+        """
         return any(prod(layout.shape) and not prod(layout.local_shape) for _, layout in self.operands) or not any(
             one is not None and prod(one.computed.local_shape) for one in self.results
         )
@@ -92,7 +97,7 @@ def _result(computed: Layout, wish: Wanted | None) -> Moved:
 
 
 def _by_position(operator: _torch.Operator) -> Callable[..., Any]:
-    """The operator, to be called with all arguments in the order of its schema."""
+    """Return the operator as a function of all arguments in the order of its schema."""
     known = _torch.signature(operator)
     return operator if known.by_name == len(known.names) else lambda *values: _torch.call(operator, values)
 

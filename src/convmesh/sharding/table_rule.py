@@ -1,7 +1,7 @@
-"""Rules that are a table: rows of placements, and then the operator itself on local tensors.
+"""Rules that are only a sharding table: rows of placements, then the operator itself on local tensors.
 
-The author of such a rule writes its rows, and nothing else. What they mean for the operands, for the results, and for a
-rank that has nothing of them or is outside of the mesh, is the same for all operators: `table_plan`.
+The author of such a rule writes its rows and nothing else. What they mean for the operands and results, and for ranks
+with empty shards or outside of the mesh, is the same for all operators: `table_plan`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ AnyTable = TypeVar("AnyTable", bound=Callable[..., Iterable[Row]])
 
 @dataclass(frozen=True)
 class Like:
-    """A result that should have the placements of an argument. Where that is replicated, the result may stay Partial,
-    and with `or_sharded` also sharded. What it takes to move it there `decides` among rows, or not."""
+    """A result that should have the placements of an argument.
+
+    Where that is replicated, the result may stay Partial, and with `or_sharded` also sharded. `decides` says whether
+    the cost of redistributing the result counts when rows are chosen.
+    """
 
     argument: str
     or_sharded: bool = False
@@ -45,17 +48,17 @@ def table_rule(
     remembers: bool = False,
     one_device: Callable[..., Sequence[Layout]] | None = None,
 ) -> Callable[[AnyTable], AnyTable]:
-    """Declare that `operators` run by a sharding table, and what their users can expect.
+    """Declare that `operators` run by a sharding table, and what users can expect of them.
 
-    The decorated function gets all arguments of a call, a `Layout` for each tensor, and gives the rows: a placement for
-    each tensor among the arguments, and for each result; Shard(-1) counts from the end. What it cannot run it refuses
-    with `Unfit`. Shapes, strides and dtypes of the results are those of one device; where a rule takes more than the
-    operator does on one device, `one_device` says from the same arguments what they would be.
+    The decorated function gets all arguments of a call, with a `Layout` for each tensor, and yields rows: a placement
+    for each tensor among the arguments, and for each result; Shard(-1) counts from the end. It raises `Unfit` for what
+    it cannot run. Shapes, strides and dtypes of the results are those of one device. A rule that supports more than one
+    device does gives `one_device`, which returns them for the same arguments.
 
-    `results` says where results should go, if not where the operator leaves them. `local` makes what is called in place
-    of the operator; if that `communicates`, it is called on every rank of the mesh, else not where a rank has nothing
-    to compute. `prepare` is for kernels that want more of a local tensor's strides than that one device could have had
-    them. With `remembers`, the gradient of the first tensor is written into zeros of its shape, and goes where it was.
+    `results` gives the placements of results if they differ from those that the operator leaves. `local` makes a
+    function that runs in place of the operator; if that `communicates`, it runs on every rank of the mesh, else not on
+    ranks that have nothing to compute. `prepare` is for kernels that need particular strides of a local tensor. With
+    `remembers`, the gradient of the first tensor is written into zeros of its shape, which get its placements.
     """
 
     def declare(table: AnyTable) -> AnyTable:
@@ -74,7 +77,7 @@ def _plan(
     operator: _torch.Operator, args: tuple[Any, ...], given: Sequence[Any], table: Callable[..., Iterable[Row]],
     likes: Sequence[Like | None], one_device: Callable[..., Sequence[Layout]] | None,
 ) -> TablePlan:  # fmt: skip
-    """With a row chosen for each mesh dimension."""
+    """Make a plan: choose a row for each mesh dimension."""
     known = _torch.signature(operator)
     named: dict[str, Layout | None] = {known.names[number]: given[number] for number in known.tensors}
     rows = list(table(*given))

@@ -1,13 +1,12 @@
-"""Copies that torch takes for views: writes into them go back to the tensors that they are copies of, and reading them
-shows what was written there.
+"""Write-back for copies that torch takes for views: keeps them and the tensors they were copied from consistent.
 
-The memory of such a copy knows where it was taken from (`copy_notes`). Every operator that writes passes by here:
-before it the copy is refreshed, if its origin was written in the meantime, and after it the values go back. This holds
-for all views of the copy too, which share its memory.
+The storage of such a copy has notes of its origin (`copy_notes`). Every operator that writes comes through here: before
+it runs, the copy is refreshed if its origin was written in the meantime, and afterwards the values are written back.
+This covers all views of the copy too, as they share its storage.
 
-From the first write on that may leave a copy behind its origin, reads are watched as well (`watching_reads`): every
-rule refreshes its arguments first, and so does whatever else asks for a local tensor. A refresh communicates. Counts of
-writes decide about it, which all ranks count alike, and never whether somebody still refers to a copy.
+After the first write that may leave a copy outdated, reads are watched as well (`watching_reads`): every rule refreshes
+its arguments first, and so does any other access to a local tensor. A refresh communicates. So it is decided by counts
+of writes, which are the same on all ranks, and never by whether a copy is still referenced.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ _stop_watching: list[Callable[[], None]] = []
 
 
 def check_compiled_write(target: DTensor) -> None:
-    """Refuse that compiled code writes into a copy, or into what a copy was taken of: it would reach neither."""
+    """Refuse a write by compiled code into a copy or into a tensor that was copied from: the other would not change."""
     notes = notes_of(target)
     if notes is not None and (notes.copies or notes.compiled or notes.origin is not None):
         raise _changes_one_only(target)
 
 
 def _changes_one_only(target: DTensor) -> Exception:
-    return refuse("a compiled function", "writes in place into a tensor of which a part of a sharded dimension was "
-                  "taken before, or into such a part, and would change one of them only", (("target", target),),
-                  "take the part within the compiled function, or write outside of it")  # fmt: skip
+    return refuse("a compiled function", "writes in place into a slice of a sharded dimension, or into a tensor that "
+                  "was sliced so. The slice is a copy, and the other one would not change", (("target", target),),
+                  "slice within the compiled function, or write outside of it")  # fmt: skip
 
 
 def put_back(part: DTensor) -> bool:
-    """After a write into a copy that no operator was seen to do: its values go back. False if it is no copy."""
+    """Write the values of a copy back after a write into it outside of any operator. Returns False if it is no copy."""
     notes = notes_of(part)
     if notes is None or notes.origin is None:
         return False
@@ -52,7 +51,7 @@ def put_back(part: DTensor) -> bool:
 
 
 def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handler:
-    """The handler of an operator that writes, with what has to be done before and after."""
+    """Wrap the handler of an operator that writes: refresh its targets before, and write copies back afterwards."""
     known = _torch.signature(operator)
     first_only = known.written == {0} and 0 not in known.lists
 
@@ -60,18 +59,18 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         targets = (args[0],) if first_only else tuple(_written(known, args, kwargs))
         if not (any(map(_is_of_others, targets)) if copy_notes.anything_noted else _has_view(targets)):
-            return handler(operator, args, kwargs)  # nearly always
+            return handler(operator, args, kwargs)  # the usual case
         for target in targets:
             _before(target)
         writes = [_writes(target) for target in targets]
         result = handler(operator, args, kwargs)
-        # A handler that has worked on a copy of the target has put it back itself.
+        # A handler that worked on a copy of the target has already written it back.
         written = [
             notes
             for target, before in zip(targets, writes, strict=True)
             if (notes := notes_of(target)) is not None and notes.writes == before
         ]
-        for notes in written:  # all of them, before the first that goes back leaves the others behind their origin
+        for notes in written:  # mark all before the first write-back, which would make the others look outdated
             notes.ahead = True
         for target in targets:
             notes = notes_of(target)
@@ -83,7 +82,7 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
 
 
 def _is_of_others(target: Any) -> bool:
-    """Whether what is written there may be somebody else's, too."""
+    """Whether a write into `target` may concern other tensors: it is a noted copy or origin, or a view."""
     return notes_of(target) is not None or _is_view(target)
 
 
@@ -123,7 +122,7 @@ def _before(target: Any) -> None:
 
 
 def refresh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Before an operator reads its arguments, while reads are watched."""
+    """Refresh outdated copies among the arguments of an operator, while reads are watched."""
     for leaf in tree_iter((args, kwargs)):
         if isinstance(leaf, DTensor):
             refresh_memory(_torch.slot_of(leaf))
@@ -133,7 +132,7 @@ def refresh_memory(local: Any) -> None:
     notes = notes_of_local(local)
     if notes is None or notes.origin is None or not _is_stale(notes.origin):
         return
-    if type(local) is not torch.Tensor or not _torch.in_a_trace():  # compiled code will read it, its compiler does not
+    if type(local) is not torch.Tensor or not _torch.in_a_trace():  # a trace reads when its compiled code runs, not now
         _refresh(local.untyped_storage(), notes.origin)
 
 
@@ -143,7 +142,7 @@ def _is_stale(origin: Origin) -> bool:
 
 
 def _refresh(memory: torch.UntypedStorage, origin: Origin) -> None:
-    """Bring a copy up to date if what it is a copy of was written since."""
+    """Update a copy if its origin was written since the copy was made or last refreshed."""
     if made_notes(memory).ahead:
         return
     above = made_notes(origin.memory)
@@ -157,7 +156,7 @@ def _refresh(memory: torch.UntypedStorage, origin: Origin) -> None:
 
 
 def _after(memory: torch.UntypedStorage, through_a_copy: bool = False) -> None:
-    """What was written into a copy goes back to where it was taken from, and on from there."""
+    """Write the values of a copy back to its origin, and on to the origin of that."""
     notes = made_notes(memory)
     notes.writes += 1
     if notes.copies > through_a_copy and not watching_reads:

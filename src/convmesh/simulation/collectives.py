@@ -1,4 +1,4 @@
-"""What collectives do, once all ranks of a group have come: with the tensors of all of them at hand."""
+"""The collectives, executed once all ranks of a group have joined, on the tensors of all of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(eq=False)
 class Call:
-    """A collective on one rank: `what` is the same on all, and `run` is given the calls of all, in their order.
+    """A collective on one rank: `what` must be the same on all ranks, and `run` gets the calls of all, in rank order.
 
-    `gives` and `takes` are tensors, for each other rank where they go to or come from single ones.
+    `gives` and `takes` are lists of its input and output tensors; how they are nested depends on the collective.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Call:
 
     @property
     def sends(self) -> tuple[int, ...]:
-        """Elements for each rank, where ranks may differ in them."""
+        """Number of elements for each rank, if ranks may differ in them."""
         return tuple(tensor.numel() for tensor in self.gives[0]) if self.by_rank else ()
 
     @property
@@ -49,7 +49,7 @@ class Call:
 
 @contextmanager
 def unseen(calls: Sequence[Call]) -> Iterator[None]:
-    """Autograd, and whoever watches the operators of the rank that came last, has no part in a collective."""
+    """Context manager that hides a collective from autograd, and from modes of the rank that joined last."""
     inference = any(tensor.is_inference() for call in calls for tensors in call.takes for tensor in tensors)
     with _torch.no_modes(), torch.inference_mode() if inference else torch.no_grad():
         yield
@@ -74,7 +74,7 @@ def broadcast(calls: list[Call]) -> None:
 
 
 def all_gather(calls: list[Call]) -> None:
-    """`gives[number][0]` of every rank, to `takes[number]` of all that have one."""
+    """All-gather `gives[number][0]` of every rank into `takes[number]` of all ranks that have one."""
     for call in calls:
         for number, taken in enumerate(call.takes):
             for target, source in zip(taken, calls, strict=True):
@@ -87,7 +87,7 @@ def scatter(calls: list[Call]) -> None:
 
 
 def reduce_scatter(calls: list[Call]) -> None:
-    """`gives[number]` is for all ranks, and `takes[number][0]` is this one's."""
+    """Reduce `gives[number]` over all ranks, and scatter the result into `takes[number][0]`."""
     for rank, call in enumerate(calls):
         for number, taken in enumerate(call.takes):
             put(taken[0], combined([other.gives[number][rank] for other in calls], call.op))
@@ -100,11 +100,11 @@ def all_to_all(calls: list[Call]) -> None:
 
 
 def nothing(calls: list[Call]) -> None:
-    """A barrier."""
+    """Do nothing: a barrier."""
 
 
 def combined(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
-    """One after the other, in the order of ranks."""
+    """Reduce tensors in rank order."""
     if op not in _COMBINE:
         raise NotImplementedError(f"a simulated process group does not reduce by {op}")
     total = reduce(_COMBINE[op], tensors)

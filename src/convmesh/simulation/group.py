@@ -1,4 +1,4 @@
-"""The process group of simulated ranks: a collective is done by the rank that comes to it last."""
+"""The process group of simulated ranks: the rank that joins a collective last executes it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .collectives import Call, Lists
 from .world import Meeting, Message, World
 
 Tensors = list[torch.Tensor]
-# Whose methods have other names for their arguments from release to release; torch gives them by position.
+# Their methods' argument names differ between releases; torch passes them by position.
 _ProcessGroup: Any = dist.ProcessGroup
 _Work: Any = dist.Work
 
 
 class Work(_Work):  # type: ignore[misc]
-    """A communication under way. Who waits for it lets the other ranks go on."""
+    """A started communication. Waiting for it lets the other ranks run."""
 
     def __init__(self, world: World, meeting: Meeting | Message, results: Any):
         super().__init__()
@@ -34,7 +34,7 @@ class Work(_Work):  # type: ignore[misc]
         return True
 
     def abandon(self) -> list[torch.Tensor]:
-        """Nobody will wait for it; returns its results."""
+        """Mark it as never to be awaited, and return its results."""
         self._abandoned = True
         return list(self._results)
 
@@ -65,7 +65,7 @@ class Work(_Work):  # type: ignore[misc]
 
 
 class Group(_ProcessGroup):  # type: ignore[misc]
-    """A process group of one simulated rank. The methods are those that torch calls, by all names that it has had."""
+    """The process group of one simulated rank. Its methods are those that torch calls, by all names they have had."""
 
     supports_coalescing = supports_splitting = False
 
@@ -103,7 +103,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self
 
     def messages_between(self, ranks: tuple[int, ...], purpose: str) -> Group:
-        """A group of these ranks of the world, which need no other one to make it."""
+        """Return a group of these ranks of the world, created without the others."""
         return Group(self._world, purpose, ranks, ranks.index(self._rank))
 
     def _meet(self, call: Call) -> Work:
@@ -221,7 +221,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _counts(lists: Lists) -> str:
-    """Of elements, of each rank; those of all ranks are mostly the same."""
+    """Return element counts as text, per list: a single number if all ranks have the same."""
     counts = [[tensor.numel() for tensor in tensors] for tensors in lists]
     return ", ".join(str(one[0] if len(set(one)) == 1 else one) for one in counts)
 

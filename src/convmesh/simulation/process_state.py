@@ -1,4 +1,4 @@
-"""What a process has once and every rank must have for itself: random state, warnings, what this library keeps."""
+"""Process-wide state that every simulated rank needs for itself: random state, warnings, globals of this library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..ops.shape import merged_dims
 from ..training import idle_optimizers
 from ..training.checkpoint import pending
 
-# (where, the attribute). Ranks begin with copies of what the caller has.
+# (owner, attribute). Ranks begin with copies of the caller's values.
 OWN: tuple[tuple[Any, str], ...] = (
     *_torch.OF_A_PROCESS,
     (warnings, "filters"),
@@ -42,16 +42,16 @@ OWN: tuple[tuple[Any, str], ...] = (
 
 
 class ProcessState:
-    """The values of a rank while it does not run."""
+    """The values of a rank while it is suspended."""
 
     def __init__(self) -> None:
-        """As they are now."""
+        """Copy the current values."""
         self._values = [getattr(owner, name) for owner, name in OWN]
         self._random = torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=False)
         self._dtype = torch.get_default_dtype()
 
     def fresh(self) -> ProcessState:
-        """As a new process would have them that is forked now."""
+        """Return the values that a process forked now would have."""
         other = copy(self)
         other._values = [copy(value) if isinstance(value, list | dict) else value for value in self._values]
         return other

@@ -1,4 +1,4 @@
-"""`convmesh.simulate`: a function on every rank of a mesh, in this process."""
+"""`convmesh.simulate`: runs a function on every rank of a mesh, in this process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def simulate(
 
     Ranks are threads that take turns: a rank runs until it waits for another. Each rank has its own process group,
     random state (at first the caller's) and warning filters, and computes with one thread, as under torchrun. They
-    share everything else of the process, on CPUs. A process group that this process has itself is as before afterwards.
+    share everything else of the process, on CPUs. A process group of the process itself is restored afterwards.
 
     Args:
-        function: It is called on each rank, with the mesh. An error that it raises on a rank ends all ranks and is
-            raised here, with a note that says which ranks raised it.
+        function: It is called on each rank with the mesh. An error on any rank ends all ranks and is raised here, with
+            a note that says which ranks raised it.
         mesh: The shape of the mesh.
         names: The names of its dimensions.
 
@@ -41,7 +41,7 @@ def simulate(
         What the function returns on each rank, in ascending rank.
 
     Raises:
-        MismatchError: Ranks do not do the same: they call different collectives, or with other sizes, or a rank has
+        MismatchError: The ranks diverge: they call different collectives, or with different sizes, or a rank has
             returned while others wait for it. The message says what each rank does, and where.
 
     Examples:

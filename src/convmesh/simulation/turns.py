@@ -1,6 +1,6 @@
-"""Ranks that take turns: one runs until it waits for another, and so nothing changes under its hands.
+"""Ranks that take turns: each runs until it waits for another, so that nothing else runs meanwhile.
 
-That is why it is known at once when ranks wait for each other, and why every run is the same as the last.
+So a deadlock is noticed at once, and every run is the same as the last.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from .process_state import ProcessState
 
 
 class Stopped(BaseException):
-    """Ends a rank that has done nothing wrong: another one has failed, and would keep it waiting."""
+    """Ends a rank without an error of its own: another one has failed, and it would wait for that forever."""
 
 
 @dataclass(eq=False)
 class Rank:
-    """A thread, and whether it can go on."""
+    """The thread of a rank, and whether it can continue."""
 
     number: int
     state: ProcessState
     turn: threading.Lock = field(default_factory=threading.Lock)
     thread: threading.Thread | None = None
-    ready: Callable[[], bool] | None = None  # None: it can go on
+    ready: Callable[[], bool] | None = None  # None: it can continue
     waits_for: Callable[[], str] = lambda: ""
     ended: str | None = None
-    works: WeakSet[Any] = field(default_factory=WeakSet)  # communications that it has begun, in whatever state
+    works: WeakSet[Any] = field(default_factory=WeakSet)  # communications that it has started, in whatever state
 
 
 class Turns:
-    """Whose turn it is, of ranks that are threads."""
+    """Schedules the ranks, which are threads; only one of them runs at a time."""
 
     def __init__(self, size: int, stuck: Callable[[], Exception]):
-        """`stuck` is asked for the error when all ranks wait."""
+        """`stuck` returns the error for a deadlock of all ranks."""
         before = ProcessState()
         self.ranks = [Rank(number, before.fresh()) for number in range(size)]
         for rank in self.ranks:
@@ -59,9 +59,9 @@ class Turns:
             rank.thread.start()
         self.ranks[0].turn.release()
         try:
-            while not self._all_ended.wait(0.2):  # a wait without an end could not be interrupted everywhere
+            while not self._all_ended.wait(0.2):  # a wait without timeout cannot be interrupted on every system
                 pass
-        except BaseException:  # of the person at the keyboard
+        except BaseException:  # KeyboardInterrupt
             self._interrupt()
             raise
         finally:
@@ -72,19 +72,19 @@ class Turns:
 
     @property
     def current(self) -> Rank:
-        """The rank that calls this."""
+        """The rank whose thread calls this."""
         found: Rank | None = getattr(self._here, "rank", None)
         if found is None:
             raise RuntimeError("a simulated rank communicates from the thread that its function was called in only")
         return found
 
     def check(self) -> None:
-        """End this rank if another has failed."""
+        """Stop this rank if another has failed."""
         if self.errors or self._over:
             raise Stopped
 
     def wait(self, ready: Callable[[], bool], waits_for: Callable[[], str]) -> None:
-        """Let others go on until `ready()`; `waits_for` says what this is, for the error if it never comes."""
+        """Let other ranks run until `ready()`; `waits_for` describes the condition, for the error if it never holds."""
         if ready():
             return
         rank = self.current
@@ -95,12 +95,12 @@ class Turns:
             raise Stopped
 
     def offer(self) -> None:
-        """Let others go on, if any can: this rank only asks whether something is there, and may ask again."""
+        """Let another rank run, if any can: this one is polling, and may ask again."""
         self.check()
         self._pass_on(self.current)
 
     def fail(self, error: BaseException, rank: int | None) -> None:
-        """Others go on to their next communication, where they end."""
+        """Record an error; the other ranks stop at their next communication."""
         self.errors.setdefault(rank, error)
 
     def _run(self, rank: Rank, work: Callable[[int], None]) -> None:
@@ -136,7 +136,7 @@ class Turns:
         rank.state.put_back()
 
     def _following(self, rank: Rank) -> Rank | None:
-        """The next one that can go on; when none can, the next that is to end. None when all have ended."""
+        """Return the next rank that can continue, or, if none can, the next to be stopped. None if all have ended."""
         order = [*self.ranks[rank.number + 1 :], *self.ranks[: rank.number + 1]]
         left = [other for other in order if other.ended is None]
         found = next((other for other in left if self._over or other.ready is None or other.ready()), None)
@@ -148,7 +148,7 @@ class Turns:
         return found
 
     def _interrupt(self) -> None:
-        """End the rank that runs wherever it is, and so the others."""
+        """Stop the running rank wherever it is, and thereby the others."""
         self._over = True
         thread = self._running.thread if self._running is not None else None
         if thread is not None and thread.ident is not None:

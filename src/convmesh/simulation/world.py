@@ -1,4 +1,4 @@
-"""What simulated ranks share: the store, and for each group of them the communications that are under way."""
+"""State shared by simulated ranks: the store, and the pending communications of each group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REMEDY = (
 
 
 class World:
-    """All ranks of a simulation."""
+    """All ranks of a simulation, with their turns, store and groups."""
 
     def __init__(self, shape: tuple[int, ...], names: tuple[str, ...] | None):
         self.size = torch.Size(shape).numel()
@@ -31,20 +31,23 @@ class World:
         self._groups: dict[tuple[str, tuple[int, ...]], Meetings] = {}
 
     def meetings_of(self, name: str, ranks: tuple[int, ...]) -> Meetings:
-        """Of a group, which all of its ranks call by the same name; groups that share a name share no rank."""
+        """Return the pending communications of a group.
+
+        All its ranks use one name; groups that share a name share no rank.
+        """
         return self._groups.setdefault((name, ranks), Meetings(self, ranks))
 
     def coordinate(self, rank: int) -> str:
-        """Which rank it is, in the words of the mesh."""
+        """Return a rank as text, with its coordinates in the mesh."""
         places = [int(place) for place in torch.unravel_index(torch.tensor(rank), self._shape)]
         named = self._names or [f"dim {number}" for number in range(len(places))]
         return f"rank {rank} ({', '.join(f'{name}={place}' for name, place in zip(named, places, strict=True))})"
 
     def where(self, rank: int) -> str:
-        """Where in the user's code a rank is."""
+        """Return the place in the user's code where a rank is."""
         thread = self.turns.ranks[rank].thread
         frame = None if thread is None or thread.ident is None else sys._current_frames().get(thread.ident)
-        return (comm.caller(frame) if frame is not None else None) or "a place unknown"
+        return (comm.caller(frame) if frame is not None else None) or "an unknown location"
 
     def _stuck(self) -> Exception:
         lines: dict[str, list[int]] = {}
@@ -52,11 +55,11 @@ class World:
             does = rank.ended or f"waits for {rank.waits_for()}, at {self.where(rank.number)}"
             lines.setdefault(does, []).append(rank.number)
         each = "\n".join(f"  {ranks_named(ranks)}: {does}" for does, ranks in lines.items())
-        return MismatchError(f"ranks wait for what never comes\n{each}\n  remedy: {_REMEDY}")
+        return MismatchError(f"deadlock: all ranks wait\n{each}\n  remedy: {_REMEDY}")
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """'rank 3', or 'ranks 0-2, 5'."""
+    """Return ranks as text: 'rank 3', or 'ranks 0-2, 5'."""
     found = sorted(ranks)
     spans: list[list[int]] = []
     for rank in found:
@@ -70,7 +73,7 @@ def ranks_named(ranks: Iterable[int]) -> str:
 
 @dataclass(eq=False)
 class Meeting:
-    """One collective of a group: who has come to it, with what."""
+    """One collective of a group, with the calls of the ranks that have reached it."""
 
     group: Meetings
     calls: dict[int, Call] = field(default_factory=dict)
@@ -84,11 +87,11 @@ class Meeting:
 
 @dataclass(eq=False)
 class Message:
-    """A tensor from one rank of a group to another, half of which is there."""
+    """A point-to-point message that only one side, sender or receiver, has reached."""
 
     group: Meetings
     tensor: torch.Tensor
-    source: int | None  # None: from anyone
+    source: int | None  # None: from any rank
     to: int
     tag: int
     sends: bool
@@ -107,7 +110,7 @@ class Message:
 
 @dataclass(eq=False)
 class Meetings:
-    """The communications of one group that not all of its ranks have come to."""
+    """The communications of one group that not all of its ranks have reached."""
 
     world: World
     ranks: tuple[int, ...]
@@ -115,7 +118,7 @@ class Meetings:
     messages: list[Message] = field(default_factory=list)
 
     def join(self, place: int, number: int, call: Call) -> Meeting:
-        """Come to the collective of this number; the last one to come does it."""
+        """Join the collective number `number` of the group; the last rank to join executes it."""
         self.world.turns.check()
         assert self.world.turns.current.number == self.ranks[place], "a rank communicates through groups of its own"
         meeting = self.under_way.setdefault(number, Meeting(self))
@@ -134,7 +137,7 @@ class Meetings:
         return meeting
 
     def exchange(self, tensor: torch.Tensor, source: int | None, to: int, tag: int, sends: bool) -> Message:
-        """Send to a rank, or receive from one: done when the other comes, too."""
+        """Send a message, or receive one; it is transferred when the other side comes too."""
         self.world.turns.check()
         mine = Message(self, tensor, source, to, tag, sends)
         other = next((message for message in self.messages if mine.fits(message)), None)
@@ -168,12 +171,12 @@ class Meetings:
         each = "\n".join(f"  {ranks_named(ranks)}: {does}" for does, ranks in lines.items())
         why = disagreement(prints)
         error = MismatchError(f"{ranks_named(self.ranks)} are not doing the same: {why}\n{each}\n  remedy: {_REMEDY}")
-        self.world.turns.fail(error, None)  # also if this rank's function catches it
+        self.world.turns.fail(error, None)  # effective also if this rank's function catches it
         raise error
 
 
 class Store(_torch.Store):
-    """Where ranks leave each other messages without a collective. The methods have the names that torch calls."""
+    """The store of the simulated ranks. Its methods have the names that torch calls."""
 
     def __init__(self, turns: Turns):
         super().__init__()

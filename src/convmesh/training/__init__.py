@@ -1,4 +1,4 @@
-"""The way of a training script: a model on a mesh, its data in regions, its gradients summed."""
+"""For training scripts: distributed models and their gradients, sharded data, checkpoints and export."""
 
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import PendingCheckpoint as PendingCheckpoint

@@ -1,4 +1,4 @@
-"""Arrays of which a rank reads a part: tensors, numpy arrays, memory maps, and files that can be sliced."""
+"""Arrays that a rank reads in part: tensors, numpy arrays, memory maps, and files that can be sliced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 Region = tuple[slice, ...]
-_SAMPLED = 2**22  # of so many elements of an array that is no tensor yet ranks compare the values
+_SAMPLED = 2**22  # number of elements of a large array, other than a tensor, whose values ranks compare
 
 
 class ArrayLike(Protocol):
@@ -21,16 +21,16 @@ class ArrayLike(Protocol):
 
 
 def read(array: ArrayLike, where: Region) -> torch.Tensor:
-    """A part of any array as a tensor. Only that part is read from a file."""
+    """Read a region of any array as a tensor. Only that region is read from a file."""
     if isinstance(array, torch.Tensor):
         return _plain(array.detach())[where]
     part = array[where]
-    # Files are mapped read-only, and numpy hands on such memory, which a tensor must not write to.
+    # Files are mapped read-only, and numpy returns such memory, which a tensor must not write to.
     return _plain(part.detach()).clone() if isinstance(part, torch.Tensor) else _copied(part)
 
 
 def as_tensor(part: Any) -> torch.Tensor:
-    """A part that was read already. It shares the memory, if a tensor can."""
+    """Convert a part that was already read to a tensor, sharing its memory if possible."""
     if isinstance(part, torch.Tensor):
         return _plain(part)
     array = np.asarray(part)
@@ -39,25 +39,25 @@ def as_tensor(part: Any) -> torch.Tensor:
 
 
 def _copied(part: Any) -> torch.Tensor:
-    """Tensors know neither negative strides nor the byte order of another machine."""
+    """Convert to a tensor by a copy: tensors support neither negative strides nor foreign byte orders."""
     array = np.asarray(part)
     return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Without what another package has put around it (MONAI's MetaTensor): a DTensor takes plain local tensors."""
+    """Return a plain tensor in place of another package's subclass (MONAI's MetaTensor), as DTensor requires."""
     ours = type(tensor).__module__.startswith("torch.") or type(tensor) is torch.Tensor
     return tensor if ours else tensor.as_subclass(torch.Tensor)
 
 
 def kind_of(array: ArrayLike) -> str:
-    """A file is all that is neither a tensor nor a numpy array in memory: a rank reads its own region of it only."""
+    """Return "tensor", "array" (numpy, in memory) or "file": anything else; a rank reads only its region of those."""
     in_memory = (type(array).__module__, type(array).__name__) == ("numpy", "ndarray")  # a memory map is another type
     return "tensor" if isinstance(array, torch.Tensor) else "array" if in_memory else "file"
 
 
 def sample(array: ArrayLike) -> torch.Tensor:
-    """All of an array in memory; of a large one that is no tensor yet, every so many indices of each dimension."""
+    """Return all of an array in memory, or strided samples of it if it is large and not a tensor."""
     step = ceil((prod(array.shape) / _SAMPLED) ** (1 / max(1, len(array.shape))))
     every = slice(None, None, 1 if isinstance(array, torch.Tensor) else max(1, step))
     return read(array, (every,) * len(array.shape))

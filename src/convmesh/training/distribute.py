@@ -1,4 +1,4 @@
-"""A model on a mesh: the same parameters on all ranks, gradients summed while backward runs."""
+"""`distribute`: replicates a model on a mesh and sums its gradients while backward runs."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
 
     Create the optimizer after this call: the module has new parameters.
 
-    Every way into the model works: its call, other methods (`vae.decode(z)`, `model.generate(...)`), a submodule called
-    by itself, `torch.func.functional_call`. Tensors that the model creates there are taken as equal on all ranks. The
-    same goes for methods of a returned object (`vae.encode(x).latent_dist.sample()`). If your loss creates tensors (a
-    one-hot target, a window), make it an `nn.Module` and call `distribute` on it as well. So with the metrics of
-    torchmetrics and MONAI, which then neither sum over processes nor gather from them: see
+    You can call the model in any way: directly, by other methods (`vae.decode(z)`, `model.generate(...)`), a submodule
+    by itself, or with `torch.func.functional_call`. Tensors that the model creates there are taken as equal on all
+    ranks. The same holds for methods of a returned object (`vae.encode(x).latent_dist.sample()`). If your loss creates
+    tensors (a one-hot target, a window), make it an `nn.Module` and call `distribute` on it as well. Do the same with
+    metrics of torchmetrics and MONAI, which then neither sum over processes nor gather from them: see
     [Around training](ecosystem.md).
 
     Args:
@@ -134,7 +134,7 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Once for each tensor: where modules share one, they go on sharing it."""
+    """Replicate each tensor once: modules that share one keep sharing it."""
     done: dict[int, torch.Tensor] = {}
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,10 +153,10 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 def _placed(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor
-    # This broadcasts the first rank's values, so that ranks with another start cannot slip in.
+    # This broadcasts the first rank's values, so ranks cannot start from different ones.
     moved = distribute_tensor(tensor.detach(), mesh, [Replicate()] * mesh.ndim)
     if not isinstance(tensor, nn.Parameter):
         return moved
     parameter = nn.Parameter(moved, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)  # marks that a training script has put on it, such as "no weight decay"
+    parameter.__dict__.update(tensor.__dict__)  # attributes that a training script has set, such as "no weight decay"
     return parameter

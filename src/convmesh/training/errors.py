@@ -1,10 +1,10 @@
-"""What can go wrong beside a sharding that cannot be had."""
+"""Errors other than `ShardingError`."""
 
 from __future__ import annotations
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read. The message says which one, why, and what to do.
+    """A checkpoint cannot be written or read. The message names it, the reason, and a remedy.
 
-    It is raised on every rank, whichever rank the cause is on. A load that raises has changed nothing.
+    All ranks raise it, whichever rank the cause is on. A load that raises has changed nothing.
     """

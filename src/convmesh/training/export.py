@@ -1,4 +1,4 @@
-"""A distributed model as plain tensors: in memory, or in a file that loads without convmesh."""
+"""The state of a distributed model as plain tensors: in memory, or in a file that loads without convmesh."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def full_state_dict(
         all_ranks: Whether all ranks get the result. By default the first rank of the model's mesh does.
 
     Returns:
-        What a model that was never distributed takes in `load_state_dict`; with an optimizer, the pair of both states.
-        On ranks other than the first, empty dicts, unless `all_ranks`.
+        The state dict of the model as if it was never distributed; with an optimizer, the pair of both states. On ranks
+        other than the first, empty dicts, unless `all_ranks`.
 
     Examples:
         >>> model = convmesh.distribute(nn.Conv2d(1, 2, 3), mesh)
@@ -69,23 +69,23 @@ def full_state_dict(
 def export(model: nn.Module, path: str | Path) -> Path:
     """Write the parameters and buffers of a model as one safetensors file. All ranks must call this.
 
-    Nothing in the file knows of convmesh: load it with `safetensors.torch.load_file`. The first rank of the model's
-    mesh writes it, and only that rank needs to see the folder. Sharded tensors (FSDP) are gathered one at a time, so
-    that no rank ever has all of them. A tensor that has two names (tied weights) is written under both. The file
-    appears when all of it is on disk.
+    The file does not need convmesh: load it with `safetensors.torch.load_file`. The first rank of the model's mesh
+    writes it, and only that rank needs to see the folder. Sharded tensors (FSDP) are gathered one at a time, so that no
+    rank ever holds all of them. A tensor with two names (tied weights) is written under both. The file appears only
+    when it is complete.
 
-    To go on training later, use `save_checkpoint`, which saves optimizers and more.
+    To continue training later, use `save_checkpoint`, which saves optimizers and more.
 
     Args:
         model: The module, distributed or not.
-        path: The file, such as `"model.safetensors"`. One that exists is replaced.
+        path: The file, such as `"model.safetensors"`. An existing file is replaced.
 
     Returns:
         The path.
 
     Raises:
-        CheckpointError: On all ranks: the file cannot be written, or something in the state is no tensor, or has a
-            dtype that safetensors does not know.
+        CheckpointError: On all ranks: the file cannot be written, or an entry of the state is no tensor, or has a dtype
+            that safetensors does not support.
 
     Examples:
         >>> model = convmesh.distribute(nn.Conv2d(1, 2, 3), mesh)
@@ -114,7 +114,7 @@ def export(model: nn.Module, path: str | Path) -> Path:
                 write()
         finally:
             unfinished.unlink(missing_ok=True)
-            for _ in arriving:  # others wait for what they gather together, also when nothing more can be written
+            for _ in arriving:  # the other ranks' all-gathers need this one, even after a failed write
                 pass
 
     ranks.agree(take_part)
@@ -122,7 +122,7 @@ def export(model: nn.Module, path: str | Path) -> Path:
 
 
 def _state(model: nn.Module) -> State:
-    """By the names that it had before it was compiled; what has two names, such as tied weights, is one object."""
+    """Return the model's state dict under the names from before compilation; tied weights are one object."""
     state: State = dict(get_model_state_dict(model))
     first: dict[int, str] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
@@ -133,7 +133,10 @@ def _state(model: nn.Module) -> State:
 
 
 def _full(state: Tree, cpu: bool, kept: bool) -> Tree:
-    """With plain tensors, each made once; nothing where it is not kept, but every rank gathers."""
+    """Replace DTensors by full tensors, each made once.
+
+    Every rank takes part in the all-gathers; where the result is not `kept`, an empty one is returned.
+    """
     tensors = {id(leaf): leaf for leaf in tree_iter(state) if isinstance(leaf, torch.Tensor)}
     made: dict[int, torch.Tensor] = {}
     for key, full in zip(tensors, _gathered(tensors.values()), strict=True):
@@ -147,21 +150,21 @@ def _full(state: Tree, cpu: bool, kept: bool) -> Tree:
 
 
 def _gathered(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """All of each tensor, one after the other, on every rank of its mesh."""
+    """Yield the full tensor of each tensor, on every rank of its mesh."""
     for tensor in tensors:
         full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         yield full.detach()
 
 
 def _is_first(state: Mapping[str, Any]) -> bool:
-    """Whether this is the first of the ranks that have something of it. FSDP's mesh has the ranks of ours, and more."""
+    """Whether this is the first of the ranks that hold any of the state. FSDP's mesh may have more than the model's."""
     meshes = {tensor.device_mesh for tensor in state.values() if isinstance(tensor, DTensor)}
     ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
     return not dist.is_initialized() or dist.get_rank() == min(ranks, default=0)
 
 
 def _pieces(state: Mapping[str, Any]) -> list[Piece]:
-    """What is to be written, without values. Wide numbers come first, so that all are aligned."""
+    """Return what is to be written, without values. Wide dtypes come first, so that all are aligned."""
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(f"export: {name} is a {type(value).__name__}, and safetensors has tensors only\n"

@@ -1,7 +1,8 @@
-"""Optimizers, before their first step with a distributed model: state that was loaded for them goes to the mesh, and
-those that train nothing are told: made before `distribute`, which replaces parameters, or for another model.
+"""Checks of optimizers before their first step with a distributed model.
 
-Parameters cannot stay the objects that they were: torch swaps no plain tensor for a DTensor.
+Loaded state is placed on the mesh. Optimizers that train nothing get a warning: those made before `distribute`, which
+replaces parameters, or for another model. Parameters cannot be replaced in place, as torch swaps no plain tensor for a
+DTensor.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from .loaded_state import place_optimizer_state
 
 _models: WeakSet[nn.Module] = WeakSet()
 _replaced: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
-_distributed = 0  # how many models so far
-# At how many models, and with which state: loading gives it another.
+_distributed = 0  # number of models distributed so far
+# The number of models and the state at the last check; loading replaces the state.
 _looked_at: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Any]] = WeakKeyDictionary()
 
 
 def remember(model: nn.Module, replaced: Iterable[torch.Tensor]) -> None:
-    """That a model was distributed, and which parameters it had before."""
+    """Register a distributed model, and the parameters that were replaced."""
     global _distributed
     _distributed += 1
     _models.add(model)
@@ -35,7 +36,7 @@ def remember(model: nn.Module, replaced: Iterable[torch.Tensor]) -> None:
 
 
 def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before its first step, and before the first one after a model was distributed, or a state was loaded."""
+    """Check an optimizer before its first step, and again after a model was distributed or a state was loaded."""
     if torch.compiler.is_compiling():
         return
     models, state = _looked_at.get(optimizer, (-1, None))
@@ -47,7 +48,7 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     left = sum(_replaced.get(key) is parameter for key, parameter in held.items())
-    # During a `functional_call` a model has tensors that are no leaves, of whose gradients torch warns.
+    # In a `functional_call` a model has tensors that are no leaves; torch warns when their gradients are read.
     found = [parameter for model in _models for parameter in model.parameters() if parameter.is_leaf]
     trained = [parameter for parameter in found if parameter.grad is not None]
     name = type(optimizer).__name__

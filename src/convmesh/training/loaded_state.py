@@ -1,4 +1,4 @@
-"""Plain state that is loaded into a distributed model or its optimizer, from a file that the first rank has."""
+"""Loading plain state, which only the first rank needs to have, into a distributed model or its optimizer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .random_state import of_first_rank
 
 
 def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Plain tensors that are about to be loaded become what the module has, with the first rank's values.
+    """Convert plain tensors that are about to be loaded to the module's layouts, with the first rank's values.
 
-    Only the first rank has to have them: a rank that gives an empty dict gets the first one's. What others have and the
-    first one does not is left out, so that all ranks find the same keys missing, unexpected or of another shape.
+    Only the first rank must have them: a rank that passes an empty dict gets the first rank's. Keys that only other
+    ranks have are removed, so that all ranks find the same keys missing, unexpected or of another shape.
     """
     found = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     own = {prefix + name: tensor for name, tensor in found}
     placed = {key: tensor for key, tensor in own.items() if isinstance(tensor, DTensor)}
     given = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
     plain = [key for key, value in given.items() if _is_plain(value) and (key in placed or key not in own)]
-    if not placed or (given and not plain):  # DTensors are loaded by each rank for itself
+    if not placed or (given and not plain):  # each rank loads DTensors by itself
         return
     mesh = max((tensor.device_mesh for tensor in placed.values()), key=lambda mesh: mesh.size())
     for key in _as_on_first_rank(state_dict, plain, prefix, mesh):
@@ -39,9 +39,9 @@ def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
 
 
 def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Plain state beside DTensors, such as another optimizer's that was loaded, becomes what the parameters are.
+    """Convert plain optimizer state of DTensor parameters, such as a loaded one, to the parameters' layouts.
 
-    Not single numbers: a count of steps is plain in every optimizer.
+    Single numbers stay plain: so does the step count in every optimizer.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
@@ -50,7 +50,7 @@ def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def distributed_like(tensor: torch.Tensor, like: DTensor) -> DTensor:
-    """On its device and mesh, sharded like it if it has the same shape, with the first rank's values."""
+    """Return the first rank's values on the device and mesh of `like`, sharded like it if the shapes are equal."""
     mesh = like.device_mesh
     placements = like.placements if tensor.shape == like.shape else [Replicate()] * mesh.ndim
     return distribute_tensor(tensor.detach().to(like.device), mesh, placements)
@@ -61,7 +61,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _as_on_first_rank(state: dict[str, Any], plain: Iterable[str], prefix: str, mesh: DeviceMesh) -> list[str]:
-    """Let this rank have a tensor wherever the first one has one, of that shape and dtype; their keys, in its order."""
+    """Give this rank plain tensors with the first rank's keys, shapes and dtypes; return the keys in its order."""
     if mesh.get_coordinate() is None or not _torch.has_values(mesh):
         return list(plain)
     mine = [(key.removeprefix(prefix), list(state[key].shape), dtype_name(state[key].dtype)) for key in plain]

@@ -1,4 +1,4 @@
-"""Batches of which every rank reads only its own region."""
+"""Batches as DTensors; each rank reads only its own region."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Loader:
 
     def __init__(self, samples: Samples, mesh: DeviceMesh, batch_size: int, dims: Any, shuffle: bool, seed: int,
                  drop_last: bool, options: dict[str, Any]):  # fmt: skip
-        with seeded(seed % 2**32):  # it may draw random numbers, and those of the program are the model's
+        with seeded(seed % 2**32):  # it may draw random numbers, and those of the program belong to the model
             first = samples[0]
         self.mesh, self.dims = mesh, dims_of_fields(dims, first)
         self._names, values = fields_of(first)
@@ -35,8 +35,8 @@ class Loader:
         place = next((place[0] for place in each if 0 in place), (0, (1,)))
         self._order = Order(len(samples), batch_size, place, shuffle, seed, drop_last)
         self._done, self._finished, self._resumed = 0, False, False
-        self._counted = False  # whether the program says which epoch a pass is of
-        options = {"generator": torch.Generator().manual_seed(seed), **options}  # the global one is the model's
+        self._counted = False  # whether the program calls `set_epoch`
+        options = {"generator": torch.Generator().manual_seed(seed), **options}  # the global generator is the model's
         self._parts = DataLoader(
             Regions(samples, self._names, self.shapes, any_shape, tuple(each)),
             batch_sampler=self._order, collate_fn=together, **options,
@@ -44,14 +44,14 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next pass is of: set by `set_epoch`, or loaded."""
+        """The epoch of the next pass: set by `set_epoch`, or loaded."""
         return self._order.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass is of. Call it on all ranks, before each epoch.
+        """Set the epoch of the next pass. Call it on all ranks, before each epoch.
 
-        The order of samples, if `shuffle` is on, and the seed that each sample is read with depend on it. In an epoch
-        that was loaded the next pass goes on where it had stopped.
+        The order of samples, if `shuffle` is on, and the seed that each sample is read with depend on the epoch. In an
+        epoch that was loaded, the next pass continues where the saved one stopped.
 
         Args:
             epoch: The number of the epoch.
@@ -62,24 +62,24 @@ class Loader:
             self._done, self._finished, self._resumed = 0, False, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this loader is: the epoch, and how many of its batches were taken.
+        """Return the position of this loader: the epoch, and the number of batches taken.
 
-        After a pass that is the beginning of the next epoch, if `set_epoch` is used; without it all passes are of one
-        epoch, and so is the one after a restart. As `torchdata.StatefulDataLoader` does. Give the loader to
-        `save_checkpoint` by a name, or save this yourself.
-        The state is the same on all ranks, and loads on any number of them.
+        After a complete pass the position is the beginning of the next epoch, if `set_epoch` is used; without it all
+        passes are of one epoch, also the one after a restart. `torchdata.StatefulDataLoader` does the same. Give the
+        loader to `save_checkpoint` by a name, or save this state yourself. It is the same on all ranks, and loads on
+        any number of them.
         """
         epoch, done = (self.epoch + self._counted, 0) if self._finished else (self.epoch, self._done)
         return {"epoch": epoch, "batches": done, **self._kind()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass begin where another loader of the same data had stopped. Nothing before it is read.
+        """Let the next pass begin where another loader of the same data stopped. Earlier batches are not read.
 
         Args:
             state: What `state_dict` returned.
 
         Raises:
-            CheckpointError: It is the state of a loader of other data, or with other arguments.
+            CheckpointError: The state is that of a loader of other data, or with other arguments.
         """
         kind = {name: state.get(name) for name in self._kind()}
         if kind != self._kind():
@@ -107,18 +107,20 @@ class Loader:
         return {name: getattr(order, name) for name in names}
 
     def _next(self, found: Iterator[Any]) -> tuple[Sequence[Any], Sequence[Any], str | None]:
-        """The parts of the next batch and the shapes of a sample, or why there are none: other ranks, which read other
-        samples, have to know."""
+        """Return the slices of the next batch and the shapes of a sample, or an error message, for the other ranks.
+
+        They read other samples, and have to know of the error.
+        """
         try:
             return *next(found), None
         except ShardingError as error:
-            # A worker's error has its traceback before it, and where in that process it was behind it.
+            # A worker's error message has a traceback before it, and the place in that process after it.
             said = error.args[0].rpartition("ShardingError: ")[2].partition("\n  at ")[0]
             parts = [torch.empty(0)] * len(self.shapes)
             return parts, self.shapes, "; ".join(map(str.strip, said.splitlines()))
 
     def _assembled(self, size: int, parts: Sequence[Any], shapes: Sequence[Any], problem: str | None) -> Any:
-        """Like a sample, with DTensors in place of arrays."""
+        """Return a batch: like a sample, with DTensors in place of arrays."""
         fields = [
             part if names is None else assembled("loader", part, (size, *shape), self.mesh, names, problem)
             for part, shape, names in zip(parts, shapes, self.dims, strict=True)
@@ -144,10 +146,10 @@ def loader(
     Ranks along the mesh dimension that shards the batch read different samples. Ranks that differ only in spatial mesh
     dimensions read different slices of the same samples.
 
-    While `samples[index]` runs, and while what it returns is sliced, the random numbers of torch (on the CPU), numpy
-    and Python are seeded by `seed`, the epoch and the index. So an augmentation draws the same numbers on all ranks
-    that read a sample, on any number of ranks and workers, and others in the next epoch. Generators of a package's own
-    can be seeded with `torch.initial_seed()`. See [Augmentation](training.md#augmentation).
+    While `samples[index]` runs, and while its result is sliced, the random numbers of torch (on the CPU), numpy and
+    Python are seeded by `seed`, the epoch and the index. So an augmentation draws the same numbers on all ranks that
+    read a sample, for any number of ranks and workers, and different ones in the next epoch. Other generators can be
+    seeded with `torch.initial_seed()`. See [Augmentation](training.md#augmentation).
 
     Args:
         samples: A map-style data set (`__getitem__`, `__len__`), the same on every rank. A sample is an array that can
@@ -155,15 +157,15 @@ def loader(
             have the fields of the first one, and with a batch size above 1 its shapes.
         mesh: A mesh whose dimensions have names.
         batch_size: The size of the global batch, over all ranks.
-        dims: How a batch is sharded, in the terms of `shard`: `{"data": 0, "h": 2}`, where dimension 0 is the batch. If
-            a sample is a tuple, a sequence with one dict for each field; if it is a dict, such dicts by name. Numbers
-            and arrays that are left out (None in a sequence) are sharded along the batch as the others are. Strings and
-            other values are collected in a list: of the samples that this rank reads.
+        dims: How a batch is sharded, as in `shard`: `{"data": 0, "h": 2}`, where dimension 0 is the batch. If a sample
+            is a tuple, a sequence with one such dict for each field; if it is a dict, such dicts by name. Numbers and
+            arrays that are left out (None in a sequence) are sharded along the batch like the others. Strings and other
+            values of the samples that this rank reads are collected in a list.
         shuffle: Draw a new order in each epoch; see `Loader.set_epoch`.
         seed: The seed of that order and of the samples. It must be the same on all ranks.
         drop_last: Leave out the last batch if it is smaller than the others.
-        **options: Passed to `torch.utils.data.DataLoader`: `num_workers`, `pin_memory`, and so on. From pinned memory
-            parts are copied to the device while the program goes on.
+        **options: Passed to `torch.utils.data.DataLoader`: `num_workers`, `pin_memory`, and so on. Copies from pinned
+            memory to the device are asynchronous.
 
     Returns:
         An iterable of batches, with a length. A batch is like a sample, with DTensors in place of arrays and numbers.

@@ -1,5 +1,4 @@
-"""Metrics of torchmetrics and MONAI: what they collect of global tensors is global, and is not to be summed over ranks,
-or gathered from them, again."""
+"""Metrics of torchmetrics and MONAI on global tensors: their values are global already, so ranks must not sync them."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from ..sharding.errors import ShardingError
 
 
 def make_global(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let the metrics in a distributed module do without other processes, and have their methods entered."""
+    """Turn off syncing in the metrics of a distributed module, and let their methods be entered as those of a model."""
     for part in module.modules():
         if not (hasattr(part, "distributed_available_fn") and hasattr(part, "sync_on_compute")):
             continue
@@ -29,7 +28,7 @@ def make_global(module: nn.Module, mesh: DeviceMesh) -> None:
                 "  remedy: make it with sync_on_compute=False, and combine the values of several meshes yourself"
             )
         metric.distributed_available_fn = _never
-        # Its wrappers of `update` and `compute` are around methods that do not enter the model; a copy makes new ones.
+        # The wrappers of `update` and `compute` call methods that do not enter the model; a copy recreates them.
         for name in ("update", "compute"):
             vars(metric).pop(name, None)
         metric.__setstate__(metric.__getstate__())
@@ -40,7 +39,7 @@ def _never() -> bool:
 
 
 class Collecting(Protocol):
-    """What MONAI's metrics are: they collect values of each batch, and `aggregate` is of all of them."""
+    """The interface of MONAI's metrics: they collect values of each batch, and `aggregate` reduces all of them."""
 
     def extend(self, *data: Any) -> None: ...
     def append(self, *data: Any) -> None: ...
@@ -50,7 +49,7 @@ class Collecting(Protocol):
 
 
 def collect_global(metric: Any, mesh: DeviceMesh) -> None:
-    """Let a metric of MONAI's keep values of global tensors, and gather none from other processes."""
+    """Let a MONAI metric keep values of global tensors, without gathering from other processes."""
     kind = type(metric)
     if isinstance(metric, _Global) or not all(hasattr(metric, name) for name in ("extend", "append", "get_buffer")):
         state = "distributed already" if isinstance(metric, _Global) else "neither a module nor a metric"
@@ -66,26 +65,26 @@ def collect_global(metric: Any, mesh: DeviceMesh) -> None:
 
 
 class _Global:
-    """The methods of such a metric by which values come and go."""
+    """Overrides the methods of a MONAI metric by which values are added and read."""
 
     mesh_of_values: DeviceMesh
     values: list[list[torch.Tensor]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with implicit_replication(self.mesh_of_values):  # it creates tensors of its own
+        with implicit_replication(self.mesh_of_values):  # the metric creates tensors
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def reset(self) -> None:
         self.values = []
 
     def extend(self, *data: Any) -> None:
-        """Batches of values, each a tensor or a list of tensors."""
+        """Add batches of values, each a tensor or a list of tensors."""
         self.values = self.values or [[] for _ in data]
         for kept, batch in zip(self.values, data, strict=False):
             kept.append(_full(batch if isinstance(batch, torch.Tensor) else torch.stack(list(map(_full, batch)))))
 
     def append(self, *data: Any) -> None:
-        """One value for each buffer."""
+        """Add one value for each buffer."""
         self.extend(*(_full(torch.as_tensor(value)).unsqueeze(0) for value in data))
 
     def get_buffer(self) -> Any:

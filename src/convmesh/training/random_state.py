@@ -1,4 +1,4 @@
-"""The same random numbers on all ranks."""
+"""Sharing the random state of the first rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .. import _torch
 
 
 def share_random_state(mesh: DeviceMesh) -> None:
-    """Give all ranks of the mesh the first one's random state, of the CPU and of the mesh's device.
+    """Give all ranks of the mesh the first rank's random state, of the CPU and of the mesh's device.
 
-    Random operators draw the numbers of one device, and each rank keeps its part: so all have to draw alike.
+    Random operators draw the numbers of one device, and each rank keeps its shard: so all ranks must draw the same.
     """
     if mesh.get_coordinate() is None or not _torch.has_values(mesh):
         return
@@ -23,7 +23,7 @@ def share_random_state(mesh: DeviceMesh) -> None:
 
 
 def of_first_rank(state: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A tensor of the CPU, of the same shape and dtype on all ranks of the mesh, with the first one's values."""
+    """Return the first rank's values of a CPU tensor, which has the same shape and dtype on all ranks of the mesh."""
     state = state.to(mesh.device_type, copy=True)
     for mesh_dim in range(mesh.ndim):
         group = mesh.get_group(mesh_dim)

@@ -1,4 +1,4 @@
-"""Which part of a global array a rank has, and making sharded tensors from these parts."""
+"""The region of a global array that a rank owns, and sharded tensors made from such regions."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def shard(array: ArrayLike, mesh: DeviceMesh, **dims: int) -> DTensor:
         values=lambda: sample(array) if in_memory else part,
         copies_along=range(mesh.ndim) if in_memory else _copies_along(layout),
     )  # fmt: skip
-    # A tensor's part is a view, and would keep all of the tensor alive.
+    # A part of a tensor is a view, which would keep the full tensor alive.
     placed = _wrap(part if tensor is None else part.clone(), layout)
     placed.requires_grad_(requires_grad)
     return placed
 
 
 def replicate(values: Values, mesh: DeviceMesh) -> Values:
-    """Make replicated DTensors of plain tensors: the full tensor on every rank of the mesh.
+    """Make replicated DTensors from plain tensors: the full tensor on every rank of the mesh.
 
     Use it to call a distributed model with an input that is not sharded, for example a small image in evaluation. Every
-    rank then computes all of the result, which `output.to_local()` gives as a plain tensor. Nothing is sent, except
+    rank then computes the full result, which `output.to_local()` returns as a plain tensor. Nothing is sent, except
     small checks that all ranks gave the same values.
 
     Args:
@@ -107,7 +107,7 @@ def region(shape: tuple[int, ...] | DTensor, mesh: DeviceMesh | None = None, **d
     """Return the slices of a global array that this rank owns.
 
     Args:
-        shape: The shape of the global array. Or a DTensor: then the result says where its local tensor belongs, for
+        shape: The shape of the global array. Or a DTensor: then the result is the region of its local tensor, for
             example in a file that all ranks write.
         mesh: The mesh, if `shape` is a shape.
         **dims: `mesh dimension = tensor dimension`, as in `shard`.
@@ -116,8 +116,8 @@ def region(shape: tuple[int, ...] | DTensor, mesh: DeviceMesh | None = None, **d
         One slice for each dimension.
 
     Raises:
-        ShardingError: A shape comes without a mesh, a name or dimension is wrong (see `shard`), or the DTensor has
-            `Partial` placements, or mesh dimensions that shard one tensor dimension in another than their own order.
+        ShardingError: A shape is given without a mesh, a name or dimension is wrong (see `shard`), or the DTensor has
+            `Partial` placements, or several mesh dimensions shard one tensor dimension in an order other than theirs.
 
     Examples:
         >>> volume = torch.arange(64.0).reshape(8, 8)  # or a memory map, zarr, HDF5
@@ -143,7 +143,7 @@ def from_region(local: Any, shape: tuple[int, ...], mesh: DeviceMesh, **dims: in
     """Make a sharded DTensor from the slice that this rank has read.
 
     Args:
-        local: This rank's part of the array: `array[region(shape, mesh, **dims)]`.
+        local: This rank's slice of the array: `array[region(shape, mesh, **dims)]`.
         shape: The shape of the global array.
         mesh: A mesh whose dimensions have names.
         **dims: `mesh dimension = tensor dimension`, as in `shard`.
@@ -152,8 +152,8 @@ def from_region(local: Any, shape: tuple[int, ...], mesh: DeviceMesh, **dims: in
         A DTensor of the global shape.
 
     Raises:
-        ShardingError: On all ranks, if the part of any rank has the wrong shape or another dtype, or if ranks that own
-            the same part give different values (compared in the first calls).
+        ShardingError: On all ranks, if the slice of any rank has the wrong shape or another dtype, or if ranks that own
+            the same slice give different values (compared in the first calls).
 
     Examples:
         >>> array = torch.arange(48.0).reshape(1, 1, 8, 6)
@@ -169,7 +169,7 @@ def assembled(
     operation: str, part: torch.Tensor, shape: tuple[int, ...], mesh: DeviceMesh, dims: Mapping[str, int],
     problem: str | None = None,
 ) -> DTensor:  # fmt: skip
-    """`from_region`, or the error of all ranks if one has found a problem by itself."""
+    """Do `from_region`; if any rank has a `problem`, all ranks raise an error."""
     layout = _layout(shape, mesh, dims)
     if problem is None and mesh.get_coordinate() is not None and tuple(part.shape) != layout.local_shape:
         problem = f"this rank's local tensor of {shape} has shape {layout.local_shape}, not {tuple(part.shape)}"
@@ -182,7 +182,7 @@ def assembled(
 
 
 def placements(ndim: int, mesh: DeviceMesh, dims: Mapping[str, int]) -> tuple[Placement, ...]:
-    """What `dims` says of a tensor with `ndim` dimensions."""
+    """Return the placements that `dims` gives a tensor with `ndim` dimensions."""
     names = mesh.mesh_dim_names
     allowed = f"mesh dimension = tensor dimension, e.g. {_example(names, ndim)}"
     if names is None and dims:
@@ -219,7 +219,7 @@ def _copies_along(layout: Layout) -> list[int]:
 
 
 def _region(layout: Layout) -> Region:
-    if layout.mesh.get_coordinate() is None:  # a rank outside of the mesh has nothing
+    if layout.mesh.get_coordinate() is None:  # a rank outside of the mesh owns nothing
         return tuple(slice(0, 0) for _ in layout.shape)
     return tuple(slice(own.start, own.stop) for own in map(layout.own, range(len(layout.shape))))
 
@@ -228,8 +228,8 @@ def _wrap(part: torch.Tensor, layout: Layout) -> DTensor:
     pinned = False
     if not torch.compiler.is_compiling():
         enable_unless_told()
-        pinned = part.is_pinned()  # from there the copy need not be waited for
-    # Views of a DTensor are made by its global strides, so the local ones must agree with them.
+        pinned = part.is_pinned()  # a copy from pinned memory can be asynchronous
+    # Views of a DTensor follow its global strides, so the local ones must agree with them.
     part = part.to(layout.mesh.device_type, non_blocking=pinned).contiguous(memory_format=layout.memory_format)
     return DTensor.from_local(
         part, layout.mesh, layout.placements, run_check=False, shape=torch.Size(layout.shape), stride=layout.stride

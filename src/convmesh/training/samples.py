@@ -1,4 +1,4 @@
-"""Samples of a data set: their fields, the order in which they come, and what a rank reads of each."""
+"""Samples of a data set: their fields, their order, and the part of each that a rank reads."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from .region import placements
 
 Dims = Mapping[str, int]
 Shape = tuple[int, ...]
-Place = tuple[int, tuple[int, ...]]  # which part, of how many along each mesh dimension
-OUTSIDE: Place = -1, ()  # a rank outside of the mesh has none
+Place = tuple[int, tuple[int, ...]]  # (shard index, mesh sizes) of a tensor dimension
+OUTSIDE: Place = -1, ()  # for a rank outside of the mesh
 
 
 class Samples(Protocol):
-    """A map-style data set. A sample is an array that can be read in part (see `shard`), a number, a string or another
-    value, or a tuple or dict of them."""
+    """A map-style data set.
+
+    A sample is an array that can be sliced (see `shard`), a number, a string or another value, or a tuple or dict of
+    those.
+    """
 
     def __getitem__(self, index: int, /) -> Any: ...
     def __len__(self) -> int: ...
 
 
 def fields_of(sample: Any) -> tuple[Sequence[Any] | None, list[Any]]:
-    """The names of a sample's fields (None where it is one value), and their values. Numbers are arrays of no
-    dimension."""
+    """Return the names of a sample's fields (None for a single value), and their values; numbers become 0-d arrays."""
     named = isinstance(sample, Mapping)
     many = named or isinstance(sample, tuple | list)
     values = list(sample.values() if named else sample) if many else [sample]
@@ -46,13 +48,15 @@ def fields_of(sample: Any) -> tuple[Sequence[Any] | None, list[Any]]:
 
 
 def shape_of(value: Any) -> Shape | None:
-    """Of an array; None of what is collected in a list, such as a string."""
+    """Return the shape of an array; None for other values, such as strings, which are collected in a list."""
     return tuple(value.shape) if hasattr(value, "shape") and hasattr(value, "__getitem__") else None
 
 
 def dims_of_fields(dims: Any, sample: Any) -> list[Dims | None]:
-    """For each field of a sample how batches of it are sharded, as `dims` says it; None for what is no array. What it
-    does not mention goes with the samples."""
+    """Return how batches of each field are sharded, according to `dims`; None for fields that are no arrays.
+
+    Fields that `dims` does not mention are sharded along the batch dimension like the others.
+    """
     names, values = fields_of(sample)
     by_name = isinstance(dims, Mapping) and any(isinstance(each, Mapping) for each in dims.values())
     given: dict[Any, Any] = dict(dims) if by_name else {0: dims} if isinstance(dims, Mapping) else dict(enumerate(dims))
@@ -84,7 +88,7 @@ def dims_of_fields(dims: Any, sample: Any) -> list[Dims | None]:
 
 
 def places(mesh: DeviceMesh, dims: Dims, ndim: int) -> dict[int, Place]:
-    """Which part of which dimensions of a batch this rank has."""
+    """Return this rank's shard of each sharded dimension of a batch."""
     found: dict[int, Place] = {}
     sharded, here = placements(ndim, mesh, dims), mesh.get_coordinate()
     if here is None:
@@ -97,16 +101,16 @@ def places(mesh: DeviceMesh, dims: Dims, ndim: int) -> dict[int, Place]:
 
 
 class Key(NamedTuple):
-    """What the order asks a data set for."""
+    """The request for one sample to a data set."""
 
     number: int
     seed: int
-    read: bool  # or nothing of the sample, but its shapes and types
+    read: bool  # if False, only its shapes and dtypes are needed
 
 
 @dataclass
 class Order:
-    """The samples of this rank in each batch: as torch.chunk splits a batch, so that it is a DTensor's part."""
+    """The samples of this rank in each batch, divided as by torch.chunk, so that they are a DTensor's local tensor."""
 
     count: int
     batch_size: int
@@ -115,7 +119,7 @@ class Order:
     seed: int
     drop_last: bool
     epoch: int = 0
-    first_batch: int = 0  # the ones before it were seen before an interruption
+    first_batch: int = 0  # earlier ones were seen before an interruption
 
     def sizes(self) -> list[int]:
         whole, rest = divmod(self.count, self.batch_size)
@@ -133,7 +137,7 @@ class Order:
         for number, size in sizes[self.first_batch :]:
             own = _own(size, self.place)
             first = number * self.batch_size
-            # The last batch may have nothing for this rank; one sample tells the shapes and types all the same.
+            # The last batch may be empty on this rank; then one sample is needed for its shapes and dtypes.
             mine = order[first + own.start : first + own.stop]
             yield [self._key(index, epoch, True) for index in mine] or [self._key(order[first], epoch, False)]
 
@@ -144,9 +148,9 @@ class Order:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers of torch (on the CPU), numpy and Python begin with this seed; afterwards they go on as before."""
+    """Context manager that seeds the random numbers of torch (on the CPU), numpy and Python, then restores them."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would do it on all devices
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices
     np.random.seed(seed)
     random.seed(seed)
     try:
@@ -159,7 +163,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Regions(Dataset[Any]):
-    """What this rank has of each sample, with a batch dimension of one or nothing; and the shapes of its arrays."""
+    """A data set of this rank's slices of each sample, with a batch dimension of 1 or 0, and the samples' shapes."""
 
     samples: Samples
     names: Sequence[Any] | None
@@ -174,7 +178,7 @@ class Regions(Dataset[Any]):
         with seeded(key.seed):
             sample = self.samples[key.number]
             if isinstance(sample, Mapping) and isinstance(self.names, list) and sample.keys() >= set(self.names):
-                sample = {name: sample[name] for name in self.names}  # in the first one's order
+                sample = {name: sample[name] for name in self.names}  # in the order of the first sample
             names, values = fields_of(sample)
             shapes = tuple(map(shape_of, values))
             if names != self.names or not self._fits(shapes):
@@ -211,7 +215,7 @@ def _named(names: Sequence[Any] | None, shapes: tuple[Shape | None, ...]) -> Any
 
 
 def together(found: list[tuple[tuple[Any, ...], tuple[Shape | None, ...]]]) -> tuple[list[Any], Any]:
-    """The parts of several samples as those of a batch, and the shapes of one."""
+    """Collate the slices of several samples into a batch; also returns the shapes of one sample."""
     fields = zip(*(parts for parts, _ in found), strict=True)
     joined = [torch.cat(parts) if isinstance(parts[0], torch.Tensor) else list(chain(*parts)) for parts in fields]
     return joined, found[0][1]

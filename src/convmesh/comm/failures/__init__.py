@@ -1,1 +1,1 @@
-"""Communications that fail: every one is intercepted, and the error says between whom and where."""
+"""Failing communication: every collective is intercepted, and the error names its ranks and the place in the code."""

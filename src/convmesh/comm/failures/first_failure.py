@@ -1,4 +1,4 @@
-"""The first failure of a run, left where the other ranks find it: most of them only see what follows from it."""
+"""The first failure of a run, posted in the store for the other ranks, most of which only see its consequences."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ import torch.distributed as dist
 from ... import _torch
 
 _KEY = "convmesh/first failure"
-_FAILED = "convmesh/failed/{}"  # by every rank that has
-# The store may be gone, or its host may hang, and then a message must not keep this rank from ending.
+_FAILED = "convmesh/failed/{}"  # written by every rank that has failed
+# The store may be gone, or its host may hang; then posting must not keep this rank from ending.
 _SECONDS = 2.0
 _NAP = 0.05
-_BEGAN = time()  # of this process, and of the world that it is part of
+_BEGAN = time()  # start of this process, and of the world that it is part of
 
 
-_mine: str | None = None  # what this rank has said there, if nobody had before
+_mine: str | None = None  # what this rank has posted under _KEY, if it was the first
 
 
 def post(text: str, among: Sequence[int] = ()) -> tuple[str | None, tuple[int, ...]]:
-    """Say that this rank has failed; returns what another rank had said before, if any had, and which ranks `among`
-    some have said nothing until now: they have ended, stopped, or work on something else."""
+    """Post that this rank has failed.
+
+    Returns what another rank had posted before, or None, and the ranks of `among` that have posted nothing until now:
+    they have ended, have stopped, or are busy with something else.
+    """
     global _mine
     rank = dist.get_rank()
     found: list[str] = []
     silent: list[int] = []
     mine = f"{time()} rank {rank}: {text}"
-    store = _torch.store()  # of this thread, which may be a rank by itself
+    store = _torch.store()  # of this thread, which may be a simulated rank
 
     def write() -> None:
         try:
@@ -41,7 +44,7 @@ def post(text: str, among: Sequence[int] = ()) -> tuple[str | None, tuple[int, .
                 silent[:] = [other for other in silent if not _read(store, _FAILED.format(other))]
                 sleep(_NAP)
         except RuntimeError:
-            return  # nobody can be told any more, and this rank is about to end with an error of its own
+            return  # the store cannot be reached any more, and this rank is about to end with an error of its own
 
     thread = Thread(target=write, daemon=True)
     thread.start()
@@ -51,13 +54,15 @@ def post(text: str, among: Sequence[int] = ()) -> tuple[str | None, tuple[int, .
 
 
 def posted() -> str | None:
-    """What the first rank that failed has said, and has not taken back."""
+    """Return what the first rank that failed has posted and not taken back, or None."""
     return _read(_torch.store(), _KEY) or None
 
 
 def _read(store: _torch.Store, key: str) -> str:
-    """What is said there, if it was said since this process began: torchrun's store outlives the processes that it
-    ends, and has what they said before those of today."""
+    """Return what was posted under `key` since this process began.
+
+    torchrun's store outlives the processes that it restarts, and still has what they posted before.
+    """
     said = _raw(store, key)
     return _text(said) if said and float(said.partition(" ")[0]) >= _BEGAN else ""
 
@@ -71,7 +76,7 @@ def _text(said: str) -> str:
 
 
 def take_back() -> None:
-    """This rank goes on after all: its failure was an error that all ranks have caught."""
+    """Remove what this rank has posted: it continues, as the failure was an error that all ranks have caught."""
     global _mine
     if _mine is not None:
         _torch.store().compare_set(_KEY, _mine, "")

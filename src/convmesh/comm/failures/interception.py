@@ -1,6 +1,6 @@
-"""Every communication comes by here: where one fails, the error says between whom, and what can be done.
+"""Interception of every collective: if one fails, the error names the ranks, the place in the code, and a remedy.
 
-That holds for the exchanges of this library, for what DTensor itself sends, and for both in compiled code.
+This covers the exchanges of this library, DTensor's own collectives, and both in compiled code.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..shared_memory.mailbox import collect, collect_all, mailbox_of
 from ..traffic import note_wait
 from .first_failure import post
 
-# (the collective, its arguments, its group): called before each communication of this rank.
+# Takes (collective, its arguments, its group), and is called before each collective of this rank.
 Observer = Callable[[Operator, tuple[Any, ...], dist.ProcessGroup], None]
 
 _observers: list[Observer] = []
 _known: WeakSet[dist.ProcessGroup] = WeakSet()
-# The last communications: the memory of the result, the collective, and its group or the name of that.
+# The last collectives: storage address of the result, the collective, and its group or the name of it.
 _started: deque[tuple[int, Operator, dist.ProcessGroup | str]] = deque(maxlen=1024)
 # Files whose frames are not the user's own code; `functools` stands between those of this library.
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), functools.__file__, "<")
@@ -45,13 +45,13 @@ class CommunicationError(RuntimeError):
 
 
 def keep_watch() -> Callable[[], None]:
-    """Begin; returns what ends it."""
+    """Start to intercept collectives; return a function that stops it."""
     _torch.workers_rest_before_exit()
     end_watch = _torch.intercept_collectives(_start, _await)
 
     def end() -> None:
         try:
-            collect_all()  # without the watch nobody would look for it
+            collect_all()  # without interception, nothing would collect these messages
         finally:
             end_watch()
 
@@ -59,7 +59,7 @@ def keep_watch() -> Callable[[], None]:
 
 
 def observe(observer: Observer) -> Callable[[], None]:
-    """Have `observer` called before each communication; returns what ends it."""
+    """Have `observer` called before each collective; return a function that stops it."""
     _observers.append(observer)
     return lambda: _observers.remove(observer)
 
@@ -83,7 +83,7 @@ def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) ->
 
 
 def _first(args: tuple[Any, ...]) -> torch.Tensor:
-    """The tensor that a collective was given, or the first of them."""
+    """Return the tensor that a collective was given, or the first of them."""
     found: torch.Tensor = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
     return found
 
@@ -107,12 +107,12 @@ def _failure(collective: str, group: dist.ProcessGroup | None, error: RuntimeErr
     operator = running_operator()
     what = f"{collective} among {among}{f' in {operator}' if operator else ''}"
     first, silent = post(what, () if group is None else dist.get_process_group_ranks(group))
-    # Where all have noticed, it is one of another group that they were waiting for.
+    # Where all ranks of the group have posted, they were waiting for a rank of another group.
     missing = f"  no word from: rank {', '.join(map(str, silent))}\n" if silent else ""
     return CommunicationError(
         f"{what} failed: a rank of this group, or one that a rank of it was waiting for, has ended, stopped or taken "
         f"longer than the time-out\n"
-        f"  on rank {dist.get_rank()}, at {caller() or 'a place unknown'}\n"
+        f"  on rank {dist.get_rank()}, at {caller() or 'an unknown location'}\n"
         f"{f'  the first failure was that of {first}{chr(10)}' if first else ''}"
         f"{missing}"
         f"  reason: {error}\n"
@@ -122,7 +122,7 @@ def _failure(collective: str, group: dist.ProcessGroup | None, error: RuntimeErr
 
 
 def describe(group: dist.ProcessGroup) -> str:
-    """Which ranks a group has, and which mesh dimension it lies along."""
+    """Return a group's ranks, and its mesh dimension, as text."""
     ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
     desc = str(group.group_desc)
     named = f" (mesh dimension {desc.removeprefix('mesh_')!r})" if desc.startswith("mesh_") else ""
@@ -130,8 +130,10 @@ def describe(group: dist.ProcessGroup) -> str:
 
 
 def caller(innermost: FrameType | None = None) -> str | None:
-    """Where in the user's own code this is, or what runs in another frame: the innermost one outside of torch and of
-    this library. None in threads that have no such frame, as autograd's own."""
+    """Return where in the user's code this is, or where `innermost` is: "file:line" of the innermost user frame.
+
+    A user frame is one outside of torch and this library. None in threads that have none, such as autograd's own.
+    """
     for frame in _frames(innermost):
         if not is_library(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -139,12 +141,12 @@ def caller(innermost: FrameType | None = None) -> str | None:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is torch's or this library's, or one that compiled code is written to."""
+    """Whether a file is part of torch or of this library, or was generated by the compiler."""
     return file.startswith(_LIBRARIES) or "torchinductor" in file
 
 
 def running_operator() -> str | None:
-    """The operator of torch that a rule of this library, or DTensor itself, is working on; None in compiled code."""
+    """Return the aten operator that a rule of this library, or DTensor itself, is running; None in compiled code."""
     for frame in _frames():
         for value in frame.f_locals.values():
             if isinstance(value, Operator) and value.namespace == "aten":

@@ -1,1 +1,1 @@
-"""The transport between CPU ranks of one machine: all-to-all through shared memory."""
+"""All-to-all between CPU ranks of one machine through shared memory."""

@@ -1,7 +1,8 @@
-"""Messages between ranks on CPUs of one machine, through memory that they share.
+"""Messages between CPU ranks of one machine through shared memory.
 
-gloo gives a message to a thread of its own, that to the kernel, and so back on the other side: half a millisecond for
-numbers by channel, and more where all cores compute. Here a message is there some microseconds after it was written.
+gloo hands each message to a thread, which hands it to the kernel, and the same again on the other side: half a
+millisecond for values per channel, and more where all cores compute. Here a message arrives some microseconds after it
+was written.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Letter:
-    """What this rank has to read of the messages with one number: so many bytes of every rank."""
+    """A message round that this rank has to receive: `sizes[r]` bytes from each rank `r`."""
 
     mailbox: Mailbox
     number: int
@@ -36,22 +37,22 @@ class Letter:
     sizes: Sequence[int]
 
 
-# What was posted and not yet read, by the memory of the result.
+# Letters that were posted and not yet read, by the storage address of the result.
 _letters: dict[int, Letter] = {}
 
 
 class Mailbox:
-    """A group's messages. Every rank numbers them alike, because all communicate in the same order."""
+    """The messages of a group. All ranks number them alike, because all communicate in the same order."""
 
     def __init__(self, here: int, own: OwnOutbox, others: Mapping[int, Neighbour]) -> None:
-        """`here` is this rank's number in the group; `others` by theirs."""
+        """`here` is this rank's number in the group; `others` maps the numbers of the other ranks."""
         self._here, self._own, self._others = here, own, others
         self._posted = 0
         self._awaited: deque[Letter] = deque()
         self._one_at_a_time = RLock()
 
     def post(self, buffer: torch.Tensor, receive: Sequence[int], send: Sequence[int]) -> torch.Tensor:
-        """Leave so many rows of `buffer` for every rank; what they have left for this one is there after `collect`."""
+        """Post `send[r]` rows of `buffer` for each rank `r`; return the result, which is filled by `collect`."""
         if sum(send) != len(buffer) or send[self._here] != receive[self._here]:
             raise RuntimeError(f"{len(buffer)} rows cannot be sent as {list(send)} and received as {list(receive)}")
         buffer = buffer.contiguous()
@@ -74,7 +75,7 @@ class Mailbox:
         return result
 
     def _tidy(self) -> None:
-        """Read what has come, which perhaps nobody waits for, and make room for another message."""
+        """Read the messages that have arrived, as they may never be awaited, and make room for another one."""
         others = self._others.values()
         while self._awaited and all(other.box.words[POSTED] >= self._awaited[0].number for other in others):
             self._read_next()
@@ -83,7 +84,7 @@ class Mailbox:
         self._own.forget(min((other.box.words[READ] for other in others), default=self._posted))
 
     def read(self, number: int) -> None:
-        """Wait for the messages up to this one."""
+        """Wait for the messages up to `number`, and read them."""
         with self._one_at_a_time:
             while self._awaited and self._awaited[0].number <= number:
                 self._read_next()
@@ -97,11 +98,11 @@ class Mailbox:
             target += size
         self._awaited.popleft()
         del _letters[_torch.memory_of(letter.result)]
-        self._own.words[READ] = letter.number  # who has posted it may write something else there
+        self._own.words[READ] = letter.number  # now the sender may reuse the space
 
 
 def collect(tensor: torch.Tensor) -> None:
-    """Wait for a tensor that comes by mail, or a view of it. Does nothing with others."""
+    """Wait for a tensor that is received by mail, or a view of one. Does nothing for other tensors."""
     letter = _letters.get(_torch.memory_of(tensor))
     if letter is not None:
         letter.mailbox.read(letter.number)
@@ -116,14 +117,17 @@ _mailboxes: WeakKeyDictionary[dist.ProcessGroup, Mailbox | None] = WeakKeyDictio
 
 
 def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
-    """None where ranks do not share a machine. All ranks of a group call this as their next communication."""
+    """Return the mailbox of a group, or None if its ranks are not all on one machine.
+
+    The first call communicates: all ranks of the group must make it at the same point.
+    """
     if group not in _mailboxes:
         _mailboxes[group] = _open(group)
     return _mailboxes[group]
 
 
 def _open(group: dist.ProcessGroup) -> Mailbox | None:
-    """Every rank tells the others where its messages are, and then whether it has found theirs."""
+    """Open a group's mailbox: exchange the addresses of all outboxes, and agree on whether all could be opened."""
     own = others = None
     try:
         own = OwnOutbox() if ORDERED and _torch.is_gloo(group) else None
@@ -149,7 +153,7 @@ def _visit(addresses: Sequence[Address | None], group: dist.ProcessGroup) -> dic
 
 
 def _told(value: T, group: dist.ProcessGroup) -> list[T]:
-    """What every rank says."""
+    """Return the values of all ranks."""
     answers: list[T] = [value] * group.size()
     dist.all_gather_object(answers, value, group=group)
     return answers

@@ -1,4 +1,4 @@
-"""Another rank on the same machine: finding its messages, waiting for them, and seeing when it ends."""
+"""Another rank on the same machine: opening its outbox, waiting for its messages, and noticing when it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAP_MILLISECONDS = 1
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank's messages are: in a file of its process, which only processes of the same machine can open."""
+    """The location of a rank's outbox: a file of its process, which only processes of the same machine can open."""
 
     machine: tuple[str, str]
     process: int
@@ -31,15 +31,15 @@ class Address:
 
 
 def _machine() -> tuple[str, str]:
-    """The same for processes that know each other by the same numbers."""
+    """Return an id that is the same for processes that share a kernel and a PID namespace."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
 
 
 class Neighbour:
-    """`rank` is its number in the world, `here` this rank's in the group of both."""
+    """Another rank: `rank` is its number in the world, `here` this rank's number in their group."""
 
     def __init__(self, address: Address, rank: int, here: int, seconds: float) -> None:
-        """OSError if there is no way to it."""
+        """Open the other rank's outbox; raises OSError if that is not possible."""
         if address.machine != _machine():
             raise OSError("it is on another machine")
         file = os.open(f"/proc/{address.process}/fd/{address.file}", os.O_RDWR)
@@ -52,7 +52,7 @@ class Neighbour:
         self._end.register(process, select.POLLIN)
 
     def wait_for(self, word: int, number: int) -> None:
-        """Until a count of the other's has come so far."""
+        """Wait until a counter of the other rank has reached `number`."""
         if self.box.words[word] >= number:
             return
         start = perf_counter()
@@ -62,12 +62,12 @@ class Neighbour:
                 os.sched_yield()
             elif waited > self._seconds:
                 raise RuntimeError(f"rank {self._rank} has not answered for {self._seconds:.0f} seconds")
-            # A nap, from which the other's end wakes; it may have answered before.
+            # Sleep until the other process ends, or for a millisecond; it may have answered before it ended.
             elif self._end.poll(NAP_MILLISECONDS) and self.box.words[word] < number:
                 raise RuntimeError(f"the process of rank {self._rank} has ended")
 
     def read(self, number: int, target: int, size: int) -> None:
-        """Copy what message `number` has for this rank to an address, as soon as it is there."""
+        """Wait for message `number`, and copy its part for this rank to the address `target`."""
         self.wait_for(POSTED, number)
         address, found = self.box.find(number, self._here)
         if found != size:

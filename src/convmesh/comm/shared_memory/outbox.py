@@ -1,8 +1,8 @@
-"""Memory in which one rank of a machine leaves messages, and in which the others read them.
+"""Outboxes: shared memory that one rank writes its messages into and the others read them from.
 
-Only its owner writes to it. In front are numbers that say how far the owner has come: how many messages it has posted,
-how many of the others' it has read, and where the last of its own begin. A message is there once it is counted, because
-the processors that this is for (`ORDERED`) let others see what one writes in the order in which it is written.
+Only its owner writes to it. It begins with counters: the number of messages posted, the number of the others' messages
+that the owner has read, and where its last messages begin. A message exists once it is counted: the processors that
+this is for (`ORDERED`) make writes visible to others in the order in which they are made.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from weakref import finalize
 ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 
 WORD = 8
-# Which word is which. Those that others look at again and again have a cache line of their own.
+# Word indices of the counters. Those that other ranks poll have a cache line of their own.
 POSTED, READ, STARTS = 0, 8, 16
-SLOTS = 512  # of so many messages it is known where they begin: so many can be on their way
+SLOTS = 512  # the number of messages whose start is known, and so that can be under way
 FIRST = -(-(STARTS + SLOTS) * WORD // 4096) * 4096
-# What stays when nothing is left to be read; a larger message has its memory made for it.
+# The size that is kept when no message is left to be read; larger messages extend the file temporarily.
 KEPT = FIRST + 2**24
 
 
 class Outbox:
-    """One rank's memory, as its owner or as another rank sees it."""
+    """The outbox of one rank, as seen by its owner or by another rank."""
 
     def __init__(self, file: int) -> None:
         self.file = file
@@ -40,13 +40,13 @@ class Outbox:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
     def address(self, start: int, size: int) -> int:
-        """Of bytes in it, which the owner may have added since somebody looked at it first."""
+        """Return the address of `size` bytes at `start`, mapping the file again if its owner has extended it."""
         if start + size > self.words.nbytes:
             self._map()
         return self._address + start
 
     def find(self, number: int, rank: int) -> tuple[int, int]:
-        """Address and size of what message `number` has for a rank."""
+        """Return address and size of the part of message `number` for a rank."""
         place = self.words[STARTS + number % SLOTS] // WORD + rank
         self.address(place * WORD, 2 * WORD)
         start, stop = self.words[place : place + 2]
@@ -54,7 +54,7 @@ class Outbox:
 
 
 class OwnOutbox(Outbox):
-    """With what only its owner does: finding room for messages, and writing them."""
+    """The owner's side: finds room for messages and writes them."""
 
     def __init__(self) -> None:
         file = os.memfd_create("convmesh", os.MFD_CLOEXEC)
@@ -65,7 +65,7 @@ class OwnOutbox(Outbox):
         self._unread: deque[tuple[int, int, int]] = deque()  # number, start, stop
 
     def write(self, number: int, parts: Sequence[tuple[int, int]]) -> None:
-        """Message `number`: address and size of what it has for every rank. In front is where each part begins."""
+        """Write message `number`: `parts` has (address, size) for every rank. A header says where each part begins."""
         header, size = (len(parts) + 1) * WORD, sum(size for _, size in parts)
         start = self._room(header + size)
         target = self.address(start, header + size) + header
@@ -76,11 +76,11 @@ class OwnOutbox(Outbox):
             ctypes.memmove(target, address, size)
             target += size
         self.words[STARTS + number % SLOTS] = start
-        self.words[POSTED] = number  # the last, and so whoever sees it sees the message
+        self.words[POSTED] = number  # written last: a rank that sees the count sees the message
         self._unread.append((number, start, self.words[start // WORD + len(parts)]))
 
     def forget(self, number: int) -> None:
-        """Everybody has read the messages up to this one."""
+        """Free the messages up to `number`, which all ranks have read."""
         while self._unread and self._unread[0][0] <= number:
             self._unread.popleft()
         if not self._unread and self._size > KEPT:
@@ -88,7 +88,7 @@ class OwnOutbox(Outbox):
             self._size = KEPT
 
     def _room(self, size: int) -> int:
-        """The first place for so many bytes, before, between or after what has still to be read."""
+        """Return the first place for `size` bytes: before, between or after the messages still to be read."""
         taken = [(start, stop) for _, start, stop in self._unread]
         places = sorted([FIRST, *(-(-stop // WORD) * WORD for _, stop in taken)])
         place = next(p for p in places if all(p + size <= start or stop <= p for start, stop in taken))

@@ -1,1 +1,1 @@
-"""`enable(check=True)`: ranks compare what they are about to do before each communication."""
+"""`enable(check=True)`: before each collective, ranks compare what they are about to do."""

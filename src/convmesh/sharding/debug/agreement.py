@@ -1,8 +1,8 @@
-"""`enable(check=True)`: before each communication, its ranks compare what they are about to do.
+"""The fingerprint of each collective, which its ranks compare before they start it (`enable(check=True)`).
 
-Ranks that take different paths through the code would wait for each other for ever, or add up what does not belong
-together. Here each of them writes a fingerprint into the store of the process group and reads those of the others, so
-that all see the same difference and raise alike, and a rank that does not come is missed by name.
+Ranks that take different paths through the code would wait for each other forever, or reduce unrelated values. Here
+each rank writes a fingerprint into the store of the process group and reads those of the others. So all of them see the
+same difference and raise alike, and a missing rank is named.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _REMEMBERED = 100
 
 @dataclass
 class _Path:
-    """What this rank has done along one group: communications so far, and operators since the last of them."""
+    """This rank's history in one group: the number of collectives so far, and the operators since the last one."""
 
     communications: int = 0
     operators: list[str] = field(default_factory=list)
 
     def note(self, operator: str) -> None:
         self.operators.append(operator)
-        if len(self.operators) > 2 * _REMEMBERED:  # there may be no communication along this group for long
+        if len(self.operators) > 2 * _REMEMBERED:  # this group may have no collective for a long time
             earlier = blake2b("\n".join(self.operators[:_REMEMBERED]).encode(), digest_size=8).hexdigest()
             self.operators[:_REMEMBERED] = [f"earlier ones ({earlier})"]
 
@@ -50,9 +50,9 @@ def checking() -> bool:
 
 
 def begin(timeout: float | None) -> None:
-    """Compare from now on; a rank is missed after `timeout` seconds, by default after the time-out of its group.
+    """Start comparing; a rank is reported missing after `timeout` seconds, by default after the timeout of its group.
 
-    Simulated ranks are compared by their process group, and each would switch this on and off for all of them.
+    Does nothing on simulated ranks: their process group compares them, and each would switch this on and off for all.
     """
     global _timeout
     if _torch.ranks_are_threads():
@@ -65,7 +65,7 @@ def begin(timeout: float | None) -> None:
 def end() -> None:
     while _undo:
         _undo.pop()()
-    for path in _paths.values():  # they go on counting: what they wrote last is still in the store
+    for path in _paths.values():  # the counts go on: the last fingerprints are still in the store
         path.operators.clear()
 
 
@@ -74,7 +74,7 @@ def _path(group: dist.ProcessGroup) -> _Path:
 
 
 def _note(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Remember an operator on distributed data. What only has whole copies a rank may well do for itself alone."""
+    """Record an operator on sharded or Partial tensors. On replicated ones, a rank may run operators by itself."""
     if _torch.tracing():
         return
     values = (*args, *kwargs.values())
@@ -97,7 +97,7 @@ def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 
 def _describe(value: object) -> str:
-    """In words that are the same on all ranks, so no local sizes and no numbers that are computed."""
+    """Describe a value in text that is the same on all ranks, so without local sizes and computed values."""
     if isinstance(value, DTensor):
         placements = "".join(str(placement) for placement in value.placements)
         return f"{tuple(value.shape)} {value.dtype} {placements}"
@@ -111,13 +111,15 @@ def _compare(operator: Operator, args: tuple[Any, ...], group: dist.ProcessGroup
     name, tensors = _torch.name_of(operator), args[0] if isinstance(args[0], list) else [args[0]]
     sends: list[int] = []
     receives: list[int] = []
-    if name == "all_to_all_single":  # what each rank sends is its own affair, as long as the other one expects it
+    if name == "all_to_all_single":  # sizes may differ between ranks, as long as sender and receiver agree
         receives, sends = list(args[1]), list(args[2])
         what = f"{name} of {tensors[0].dtype}"
     else:
         shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
         what = f"{name} of {shapes}{''.join(f', {value}' for value in args[1:-1])}"
-    mine = Fingerprint(what, tuple(path.operators), tuple(sends), tuple(receives), comm.caller() or "a place unknown")
+    mine = Fingerprint(
+        what, tuple(path.operators), tuple(sends), tuple(receives), comm.caller() or "an unknown location"
+    )
     number, path.communications, path.operators = path.communications, path.communications + 1, []
     timeout = _torch.timeout_of(group, tensors[0].device.type).total_seconds() if _timeout is None else _timeout
     try:

@@ -1,6 +1,7 @@
 """Ranks that are about to communicate tell each other, through a store, what they are about to do.
 
-The store and not the group itself: a rank that never comes must not block the others, and they should say who it is.
+The store is used and not the group itself, so that a rank that never comes does not block the others, which can then
+report it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import torch.distributed as dist
 from ... import _torch, comm
 from ..errors import ShardingError
 
-# What is waited for is mostly there at once; later a rank need not ask so often.
+# Mostly the others are there at once; after that there is no need to poll as often.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
-# Who waits for longer than this says where it is, and looks where the others are: in seconds.
+# Seconds after which a waiting rank posts where it is, and checks where the others are.
 _PATIENCE = 1.0
 _SHOWN = 5
 
-Keys = dict[int, str]  # by rank, what it writes when it comes
+Keys = dict[int, str]  # by rank, the key that it writes when it arrives
 
 
 class MismatchError(ShardingError):
@@ -35,10 +36,10 @@ class MismatchError(ShardingError):
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """One communication of one rank: `what` and `operators` must be the same on all ranks of the group.
+    """One collective of one rank: `what` and `operators` must be the same on all ranks of the group.
 
-    `operators` are those on distributed data since the last communication; `sends` and `receives` are numbers of
-    elements by rank, for a communication in which these differ; `where` is the place in the user's code.
+    `operators` are those on sharded or Partial tensors since the last collective. `sends` and `receives` are numbers of
+    elements by rank, for an all-to-all, in which they differ between ranks. `where` is the place in the user's code.
     """
 
     what: str
@@ -64,15 +65,15 @@ class Fingerprint:
 
 
 def agree(mine: Fingerprint, group: dist.ProcessGroup, number: int, timeout: float) -> None:
-    """Return when all ranks of the group have come to their communication `number`, and all mean the same one."""
+    """Wait until all ranks of the group have reached their collective `number`; raise if they mean different ones."""
     store, here, ranks = _torch.store(), dist.get_rank(), dist.get_process_group_ranks(group)
-    # Groups that are split off together may share a name, but no rank.
+    # Groups that are split off together may share a name, but have no rank in common.
     prefix = f"convmesh/check/{group.group_name}/{ranks[0]}"
     keys = [f"{prefix}/{number}/{rank}" for rank in ranks]
     store.set(f"{prefix}/{number}/{here}", mine.pack())
     _await(store, dict(zip(ranks, keys, strict=True)), mine, group, timeout)
     prints = {rank: Fingerprint.unpack(store.get(key)) for rank, key in zip(ranks, keys, strict=True)}
-    if number:  # all are here, so all have read what was written for the communication before
+    if number:  # all are here, so all have read the fingerprints of the collective before
         store.delete_key(f"{prefix}/{number - 1}/{here}")
     difference = disagreement(list(prints.values()))
     if difference is not None:
@@ -81,7 +82,7 @@ def agree(mine: Fingerprint, group: dist.ProcessGroup, number: int, timeout: flo
 
 
 def disagreement(prints: Sequence[Fingerprint]) -> str | None:
-    """How the ranks differ, None if they do not: the same on every rank, since every rank looks at all of them."""
+    """Return how the ranks differ, or None: the same on every rank, since every rank compares all fingerprints."""
     if len({one.operators for one in prints}) > 1:
         return "they have run different operators since their last communication"
     if len({one.what for one in prints}) > 1:
@@ -112,14 +113,17 @@ def _await(store: _torch.Store, keys: Keys, mine: Fingerprint, group: dist.Proce
 
 
 def _problem(store: _torch.Store, keys: Keys, group: str) -> str | None:
-    """Why there is no point in waiting any longer."""
+    """Return why waiting longer is pointless, or None."""
     if (failure := comm.posted()) is not None:
         return f"another rank has stopped: {failure}"
     return f"{group} wait for each other: {_absent(store, keys)}" if _in_a_circle(store, keys) else None
 
 
 def _say(store: _torch.Store, note: object) -> None:
-    """Where this rank waits, or None. It is overwritten and never deleted: to get what is gone is to wait for it."""
+    """Post where this rank waits, or None.
+
+    The key is overwritten and never deleted: getting a deleted key would block.
+    """
     store.set(_waiting(dist.get_rank()), json.dumps(note))
 
 
@@ -128,7 +132,7 @@ def _waiting(rank: int) -> str:
 
 
 def _note(store: _torch.Store, rank: int) -> Any:
-    """Where another rank has been waiting for a while, None if it has not."""
+    """Return what another rank has posted about where it waits, or None."""
     return json.loads(store.get(_waiting(rank))) if store.check([_waiting(rank)]) else None
 
 
@@ -137,9 +141,9 @@ def _missing(store: _torch.Store, keys: Keys) -> list[int]:
 
 
 def _in_a_circle(store: _torch.Store, keys: Keys) -> bool:
-    """Whether someone that this rank waits for waits for this rank, or for one that does.
+    """Whether a rank that this rank waits for is itself waiting for this rank, directly or through others.
 
-    Who waits for a key that is not there goes on waiting until it is, so what is found here will not change.
+    A rank that waits for a missing key keeps waiting until the key is there, so a cycle found here is permanent.
     """
     seen: set[int] = set()
     ahead = _missing(store, keys)
@@ -149,7 +153,7 @@ def _in_a_circle(store: _torch.Store, keys: Keys) -> bool:
             return True
         if rank not in seen and (note := _note(store, rank)) is not None:
             missing = _missing(store, note["keys"])
-            # If it has moved on in between, a key may be gone because all have read it.
+            # If it has moved on in between, a key may be missing because all ranks have read it.
             ahead += missing if _note(store, rank) == note else []
         seen.add(rank)
     return False
@@ -158,13 +162,13 @@ def _in_a_circle(store: _torch.Store, keys: Keys) -> bool:
 def _absent(store: _torch.Store, keys: Keys) -> str:
     notes = {rank: _note(store, rank) for rank in _missing(store, keys)}
     return "; ".join(
-        f"rank {rank} is not heard of" if note is None else f"rank {rank} waits in {note['text']}"
+        f"rank {rank} has not arrived" if note is None else f"rank {rank} waits in {note['text']}"
         for rank, note in notes.items()
     )
 
 
 def _stop(reason: str, prints: dict[int, Fingerprint]) -> MismatchError:
-    """The error, which other ranks are told of, too: those that are in no group with this rank's would only wait."""
+    """Return the error, and post it for other ranks: those in no group with this rank would only wait."""
     here = dist.get_rank()
     lines = [f"rank {rank}{' (this one)' if rank == here else ''}: {one}" for rank, one in prints.items()]
     if len({one.operators for one in prints.values()}) > 1:

@@ -1,8 +1,8 @@
-"""Checkpoints of a distributed training, which go on in any number of processes, and are whole or not there.
+"""Checkpoints of a distributed training that load on any number of processes, and are either complete or absent.
 
-A checkpoint is a folder: a safetensors file for each rank that had something to write, and `manifest.json`, which says
-what is where, how long every file is, and the checksums. Nothing in it can be executed. It is written under another
-name, and gets its own when everything is on disk: a crash in the middle leaves the last one as it was.
+A checkpoint is a folder: a safetensors file for each rank that had something to write, and `manifest.json` with the
+location of each tensor, and the length and checksums of every file. Nothing in it can be executed. It is written under
+a temporary name, and renamed when everything is on disk: a crash in the middle leaves the previous one intact.
 """
 
 from .folder import latest_checkpoint as latest_checkpoint

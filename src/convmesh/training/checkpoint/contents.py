@@ -1,4 +1,4 @@
-"""What is in a checkpoint: the objects that were given, each with its state, and the random state."""
+"""The contents of a checkpoint: the objects passed to it, each with its state, and the random state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Undo = list[Callable[[], object]]
 
 
 class Contents:
-    """The objects of a checkpoint by kind: modules and optimizers have tensors, others a state or just a value."""
+    """The objects of a checkpoint by kind: modules and optimizers with tensors, others with a state or plain value."""
 
     def __init__(self, objects: Mapping[str, Any]):
         self.modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
@@ -31,7 +31,7 @@ class Contents:
         self.names = optimizer_state.parameter_names(self.modules)
 
     def collect(self, step: int) -> dict[str, Any]:
-        """Everything to be saved, in sections."""
+        """Return everything to be saved, in sections."""
         stateful = {name: value for name, value in self.others.items() if hasattr(value, "state_dict")}
         return {
             "step": step,
@@ -45,7 +45,7 @@ class Contents:
         }
 
     def targets(self, saved: Mapping[str, Any], random_state: bool, path: Path) -> list[Target]:
-        """Where to load each tensor to. Raises if the checkpoint is not one of these objects."""
+        """Return where to load each tensor. Raises if the checkpoint does not match these objects."""
         self._check_present(saved, path)
         found: list[Target] = []
         for name, module in self.modules.items():
@@ -60,7 +60,7 @@ class Contents:
         return [*found, *tensors_in(saved["values"]), *tensors_in(saved["random"] if random_state else {})]
 
     def apply(self, loaded: Mapping[str, Any], random_state: bool, undo: Undo) -> None:
-        """Give all objects what was loaded for them. `undo` gets what takes it back, for when something fails."""
+        """Load all objects. Functions that revert it are added to `undo`, for the case of a failure."""
         for name, module in self.modules.items():
             _set_module(module, loaded["modules"][name], undo)
         for name, optimizer in self.optimizers.items():
@@ -94,7 +94,7 @@ class Contents:
                                       "  remedy: leave it out, or load another checkpoint")  # fmt: skip
 
     def _generators(self) -> dict[str, Any]:
-        """What draws random numbers: on the CPU, and on the devices of the modules."""
+        """Return torch's modules that draw random numbers: for the CPU, and for the devices of the models."""
         parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
         devices = {parameter.device.type for parameter in parameters} - {"cpu", "meta"}
         return {"cpu": torch, **{device: torch.get_device_module(device) for device in sorted(devices)}}
@@ -104,7 +104,7 @@ def _set_module(module: nn.Module, loaded: Mapping[str, Any], undo: Undo) -> Non
     own: Mapping[str, Any] = get_model_state_dict(module)
     tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
     others = {key: value for key, value in own.items() if key not in tensors}
-    if others:  # nothing to load would be taken for a file that the first rank has
+    if others:  # an empty dict would be taken for a file that only the first rank has
         undo.append(_call(set_model_state_dict, module, others, options=StateDictOptions(strict=False)))
     undo.extend(_call(copy_local, value, local_of(value).to("cpu", copy=True)) for value in tensors.values())
     set_model_state_dict(module, dict(loaded))
@@ -126,8 +126,8 @@ def _compare(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], path: 
     pairs = [(key, mine, its) for key, mine, its in both if isinstance(mine, torch.Tensor) and isinstance(its, Saved)]
     shapes = [f"{key} {its.shape} for {tuple(mine.shape)}" for key, mine, its in pairs if its.shape != mine.shape]
     dtypes = [f"{key} {its.dtype} for {mine.dtype}" for key, mine, its in pairs if its.dtype != mine.dtype]
-    found = {"it lacks": missing, "it has besides": unknown, "it has in another shape": shapes,
-             "it has in another dtype": dtypes, "only one of both is a tensor:": kinds}  # fmt: skip
+    found = {"missing:": missing, "unexpected:": unknown, "of another shape:": shapes,
+             "of another dtype:": dtypes, "a tensor on one side only:": kinds}  # fmt: skip
     problems = [f"{title} {some(keys)}" for title, keys in found.items() if keys]
     if problems:
         raise CheckpointError(

@@ -1,8 +1,8 @@
 """The files of a checkpoint: safetensors, written with checksums of all bytes, and read in parts that are verified.
 
-safetensors: eight bytes say how long the header is, the header is JSON and says where which tensor is, the rest are
-the tensors' numbers. Checksums are of blocks, so that a rank that needs a part of a tensor reads and verifies no more
-than the blocks that have it. They are in the manifest.
+A safetensors file is: eight bytes with the length of the header; the header, JSON with the location of each tensor; the
+tensors' data. Checksums are per block, so that a rank that needs a part of a tensor reads and verifies only the blocks
+that contain it. They are stored in the manifest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from .shards import Chunk, Piece, Saved
 
 BLOCK_BYTES = 1 << 20
-# No more than this is read at once, however large the tensor.
+# At most this much is read at once, however large the tensor.
 _READ_BYTES = 16 << 20
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -35,14 +35,14 @@ Bytes = bytearray | memoryview
 
 @dataclass(frozen=True)
 class File:
-    """What the manifest says of a file: so long, beginning with a header of so many bytes and this checksum."""
+    """A file's entry in the manifest: its size, and the length and checksum of its header."""
 
     size: int
     header_size: int
     header_crc32: int
 
     def check(self, path: Path) -> None:
-        """Of all but the tensors' numbers, which are verified when they are read."""
+        """Verify all but the tensors' data, which are verified when they are read."""
         said = path.stat()
         if not stat.S_ISREG(said.st_mode):
             raise damaged(path, "is not a file")
@@ -53,7 +53,7 @@ class File:
 
 
 def is_known(dtype: torch.dtype) -> bool:
-    """Whether safetensors has a word for it."""
+    """Whether safetensors supports a dtype."""
     return str(dtype).removeprefix("torch.") in _DTYPES
 
 
@@ -62,7 +62,7 @@ def damaged(path: Path, how: str) -> CheckpointError:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytearray:
-    """A copy of a tensor's numbers, row by row, in memory that can be written to a file."""
+    """Return a copy of a tensor's elements, row by row, as bytes that can be written to a file."""
     copy = bytearray(tensor.nbytes)
     torch.frombuffer(copy, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
     return copy
@@ -71,7 +71,7 @@ def bytes_of(tensor: torch.Tensor) -> bytearray:
 def write(
     path: Path, pieces: Sequence[Piece], contents: Callable[[Piece], Bytes], block: int
 ) -> tuple[File, list[Chunk]]:
-    """Write a file of these pieces, the numbers of which `contents` gives one after the other, and flush it to disk."""
+    """Write a file of these pieces, with `contents(piece)` as their data, and flush it to disk."""
     header, offsets = _header(pieces)
     chunks: list[Chunk] = []
     with path.open("xb") as file:
@@ -88,7 +88,7 @@ def write(
 
 
 def read(folder: Path, saved: Saved, box: Box, block: int) -> torch.Tensor:
-    """A box of a saved tensor, of which no more is read than the blocks that have it, and every block is verified."""
+    """Read a box of a saved tensor: only the blocks that contain it, each of which is verified."""
     result = torch.empty([len(side) for side in box], dtype=saved.dtype)
     filled = 0
     for chunk in saved.chunks:
@@ -106,7 +106,7 @@ def read(folder: Path, saved: Saved, box: Box, block: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Source:
-    """The numbers of a chunk, one after the other."""
+    """The elements of a chunk, in order."""
 
     folder: Path
     chunk: Chunk
@@ -130,7 +130,7 @@ class _Source:
 def _read_into(
     target: torch.Tensor, source: _Source, begin: int, shape: Sequence[int], box: Sequence[Interval]
 ) -> None:
-    """Copy a box of the array of this shape that begins at number `begin`: some rows at a time, or parts of a row."""
+    """Copy a box of the array of this shape that begins at element `begin`: some rows at a time, or parts of a row."""
     if not shape:
         target.copy_(source.numbers(begin, begin + 1).view(()))
         return
@@ -160,9 +160,9 @@ def read_bytes(path: Path, begin: int, size: int) -> bytearray:
 
 
 def _header(pieces: Sequence[Piece]) -> tuple[bytes, list[int]]:
-    """Of a safetensors file, and where in the rest each piece begins.
+    """Return the header of a safetensors file, and the offset of each piece in the data.
 
-    What box of its tensor a piece is, is said in the words of torch.distributed.checkpoint, which can read it, too.
+    The box of each piece is also stored in the format of torch.distributed.checkpoint, which can read the file too.
     """
     boxes = {piece.name: {"saved_offsets": [side.start for side in piece.box]} for piece in pieces}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(boxes)}}
@@ -171,7 +171,7 @@ def _header(pieces: Sequence[Piece]) -> tuple[bytes, list[int]]:
         offsets.append(end)
         end += piece.data.nbytes
         dtype, shape = _DTYPES.get(str(piece.data.dtype).removeprefix("torch.")), [len(side) for side in piece.box]
-        if dtype is None:  # safetensors has no word for it, and gets its bytes
+        if dtype is None:  # safetensors does not support it: store its bytes
             dtype, shape = "U8", [*shape, piece.data.itemsize]
         entries[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offsets[-1], end]}
     text = json.dumps(entries).encode()

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: which there are, where a new one is written, and how it gets its name."""
+"""The folder of checkpoints: listing them, and writing, naming and removing one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import pending
 
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 _UNFINISHED = ".unfinished-"
-# What nobody has written to for so long was left by a process that was killed.
+# A folder that was not written to for this long was left by a process that was killed.
 _ABANDONED_SECONDS = 24 * 3600
 log = logging.getLogger("convmesh.checkpoint")
 
@@ -23,7 +23,7 @@ log = logging.getLogger("convmesh.checkpoint")
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """Return the path of the checkpoint with the greatest step, or None if there is none.
 
-    It waits for a save of this process that is still being written.
+    If a save of this process is still being written, this waits for it.
 
     Args:
         folder: The folder that was given to `save_checkpoint`. It need not exist.
@@ -38,7 +38,7 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def find(folder: Path, step: int | None) -> Path:
-    """The last checkpoint, or the last of this step."""
+    """Return the last checkpoint, or the last one of this step."""
     found = [path for path in _checkpoints(folder) if step is None or f"{path.name}-".startswith(f"{_named(step)}-")]
     if found:
         return found[-1]
@@ -49,10 +49,10 @@ def find(folder: Path, step: int | None) -> Path:
 
 
 def make_unfinished(folder: Path, step: int) -> Path:
-    """A new folder of this save alone: others may be saving here, too."""
+    """Create a folder for this save only: other jobs may be saving here, too."""
     new = folder / f"{_UNFINISHED}{step}-{secrets.token_hex(8)}"
     new.mkdir(parents=True)
-    now = new.stat().st_mtime  # by the clock of the disk, which need not be ours
+    now = new.stat().st_mtime  # the clock of the file system may differ from ours
     for left in folder.glob(f"{_UNFINISHED}*"):
         if now - _last_written(left) > _ABANDONED_SECONDS:
             shutil.rmtree(left, ignore_errors=True)
@@ -60,7 +60,7 @@ def make_unfinished(folder: Path, step: int) -> Path:
 
 
 def check_shared(path: Path) -> None:
-    """This rank sees the folder that the first rank has made or found."""
+    """Check that this rank sees the folder that the first rank has created or found."""
     if not path.is_dir():
         raise CheckpointError(
             f"checkpoint: {gethostname()} does not see the folder {path}, which the first rank sees\n"
@@ -69,7 +69,7 @@ def check_shared(path: Path) -> None:
 
 
 def publish(unfinished: Path, step: int) -> Path:
-    """Give a whole checkpoint its name. One that is there under this name already is not touched."""
+    """Rename a complete checkpoint to its final name. An existing one with that name is not touched."""
     folder = unfinished.parent
     flush(unfinished)
     target, number = folder / _named(step), 1
@@ -88,11 +88,11 @@ def publish(unfinished: Path, step: int) -> Path:
 
 
 def remove_old(new: Path, keep: int) -> None:
-    """All but the last `keep` checkpoints beside `new`, which is one of them."""
+    """Remove all but the last `keep` checkpoints; `new` is one of those that stay."""
     others = [path for path in _checkpoints(new.parent) if path != new]
     for old in others[: max(0, len(others) - keep + 1)]:
         try:
-            # Under another name first, so that one that is half removed does not count.
+            # Rename it first, so that a partly removed one does not count.
             shutil.rmtree(old.rename(new.parent / f"{_UNFINISHED}{old.name}-{secrets.token_hex(8)}"))
         except OSError as error:
             log.warning("the old checkpoint %s could not be removed: %s", old, error)
@@ -107,7 +107,7 @@ def flush(folder: Path) -> None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """From the first step to the last; of one step, as they were written."""
+    """Return the checkpoints by step, and of one step in the order of writing."""
     named = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(((int(m[1]), int(m[2] or 0)), path) for m, path in named)]
 

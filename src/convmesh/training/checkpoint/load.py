@@ -1,4 +1,4 @@
-"""Reading a checkpoint: all of it is read and verified, on all ranks, before anything is changed."""
+"""Reading a checkpoint: everything is read and verified, on all ranks, before anything is changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .values import decode
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load_checkpoint` has read.
+    """The result of `load_checkpoint`.
 
     Attributes:
         path: The folder of the checkpoint.
@@ -57,17 +57,17 @@ def load_checkpoint(
         folder: The folder that was given to `save_checkpoint`.
         model: The module to load into, distributed or not.
         optimizer: Its optimizer.
-        step: Which checkpoint. By default the latest.
-        random_state: Whether to restore the random state, on all ranks that of the first rank.
+        step: The step of the checkpoint. By default the latest.
+        random_state: Whether to restore the random state: all ranks get that of the first rank.
         process_group: The ranks that take part. By default, those of the model's mesh.
-        **extra: The modules, optimizers and objects with `load_state_dict()` that were saved by these names.
+        **extra: The modules, optimizers and objects with `load_state_dict()` that were saved under these names.
 
     Returns:
         The path, the step and the plain values that were saved.
 
     Raises:
         CheckpointError: On all ranks, before anything is changed: there is no such checkpoint, it is damaged or not
-            visible to all hosts, or it is of another model, optimizer, scheduler or dtype.
+            visible to all hosts, or it belongs to another model, optimizer, scheduler or dtype.
 
     Examples:
         >>> model = convmesh.distribute(nn.Conv2d(1, 1, 3), mesh)
@@ -91,14 +91,14 @@ def load_checkpoint(
         ranks.agree(lambda: contents.apply(loaded, random_state, undo))
     except BaseException:
         for take_back in reversed(undo):
-            with suppress(Exception):  # the first error is the one to be seen, and the rest has to be taken back, too
+            with suppress(Exception):  # the first error is reported, and the rest must be undone, too
                 take_back()
         raise
     return found
 
 
 def _found(place: Path, step: int | None) -> tuple[str, str]:
-    """Which checkpoint it is, and the checksum of its manifest. All of its files are looked at."""
+    """Return the path of the checkpoint and the checksum of its manifest, after checking that all files are there."""
     path = find(place, step)
     manifest, checksum = read_manifest(path)
     manifest.check(path)
@@ -106,7 +106,7 @@ def _found(place: Path, step: int | None) -> tuple[str, str]:
 
 
 def _stage(path: Path, checksum: str, contents: Contents, random_state: bool) -> tuple[Checkpoint, dict[str, Any]]:
-    """Everything that was saved, with this rank's local tensor of all tensors in memory of its own."""
+    """Return everything that was saved, with newly allocated local tensors of this rank."""
     check_shared(path)
     manifest, own = read_manifest(path)
     if own != checksum:
@@ -125,6 +125,6 @@ def _read(path: Path, target: Target, block: int) -> torch.Tensor:
 
 
 def _decoded(manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The sections of a checkpoint. Tensors that were not staged stay what the manifest says of them."""
+    """Return the sections of a checkpoint. Tensors that were not staged stay `Saved` entries of the manifest."""
     tensors = {**manifest.tensors, **staged}
     return {section: decode(value, tensors) for section, value in manifest.tree.items()}

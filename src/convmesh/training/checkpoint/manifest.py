@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: `manifest.json`, which says what every other file has to be."""
+"""The manifest of a checkpoint, `manifest.json`, which describes all other files."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .values import dtype_called, dtype_name
 NAME = "manifest.json"
 _FORMAT = "convmesh checkpoint 2"
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
-# The first line, which has the checksum of the others. All of it together is JSON.
+# The first line, with the checksum of the others. All lines together are JSON.
 _HEAD = '{{"format": "{}", "crc32": "{:08x}",\n'
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a checkpoint, its tensors and the blocks that checksums are of, and all else as a tree."""
+    """The files of a checkpoint, its tensors, the block size of the checksums, and all other values as a tree."""
 
     files: Mapping[str, File]
     tensors: Mapping[str, Saved]
@@ -47,7 +47,7 @@ class Manifest:
         return _HEAD.format(_FORMAT, zlib.crc32(rest)).encode() + rest
 
     def check(self, folder: Path) -> None:
-        """Every file is there as it was written, but for the tensors' numbers, and no other is."""
+        """Check that every file is there as written, except the tensors' data, and that there is no other file."""
         there = {path.name for path in folder.iterdir()}
         for name in sorted(self.files.keys() | there):
             if name not in there:
@@ -56,12 +56,12 @@ class Manifest:
                 self.files[name].check(folder / name)
             elif name != NAME:
                 raise CheckpointError(
-                    f"checkpoint: {folder / name} is no part of this checkpoint\n  remedy: take it away"
+                    f"checkpoint: {folder / name} does not belong to this checkpoint\n  remedy: remove it"
                 )
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
-    """With its checksum. Everything that it says has been checked against itself."""
+    """Return the manifest and its checksum. Its entries have been checked for consistency."""
     path = folder / NAME
     if not path.exists() and (folder / ".metadata").exists():
         raise CheckpointError(
@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
 
 
 def pack(chunk: Chunk) -> list[Any]:
-    """As JSON, for the manifest and on the way to the rank that writes it."""
+    """Return a chunk as JSON, for the manifest and for the rank that writes that."""
     return [chunk.file, chunk.begin, [[side.start, side.stop] for side in chunk.box], list(chunk.crc32)]
 
 

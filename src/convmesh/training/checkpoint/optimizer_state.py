@@ -1,8 +1,8 @@
-"""The state of an optimizer by the names of its parameters.
+"""The state of an optimizer by parameter names.
 
-An optimizer numbers its parameters. Here their state goes by name, and only what is there is saved and loaded: a
-parameter that never had a gradient has no state, before as after. (torch's own helper for this makes optimizers take a
-step before loading, which leaves such parameters with a state that the saved training did not have.)
+An optimizer numbers its parameters. Here their state has names, and only existing state is saved and loaded: a
+parameter that never had a gradient has none, before and after. (torch's own helper lets optimizers take a step before
+loading, which gives such parameters a state that the saved training did not have.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Names = Mapping[int, str]
 
 
 def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """By id. Those of the first module that has a parameter; a compiled module's are those of the module itself."""
+    """Return parameter names by id, those of the first module that has each.
+
+    `_orig_mod` of compiled modules is removed.
+    """
     names: dict[int, str] = {}
     for module_name, module in modules.items():
         for name, parameter in module.named_parameters():
@@ -32,7 +35,7 @@ def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
 
 
 def collect(optimizer: Optimizer, names: Names) -> dict[str, Any]:
-    """Its class, the settings of its groups of parameters, and the state of each parameter."""
+    """Return an optimizer's class, the settings of its parameter groups, and the state of each parameter."""
     return {
         "class": type(optimizer).__qualname__,
         "groups": [group | {"params": [_name(p, names) for p in group["params"]]} for group in optimizer.param_groups],
@@ -41,7 +44,7 @@ def collect(optimizer: Optimizer, names: Names) -> dict[str, Any]:
 
 
 def check(name: str, optimizer: Optimizer, names: Names, saved: Mapping[str, Any], path: Path) -> None:
-    """Raises unless the optimizer is of the class that was saved, and has the same parameters in the same groups."""
+    """Raise unless the optimizer has the saved class, and the same parameters in the same groups."""
     if type(optimizer).__qualname__ != saved["class"]:
         raise CheckpointError(
             f"load_checkpoint: {name!r} in {path} is the state of a {saved['class']}, not of a "
@@ -56,12 +59,12 @@ def check(name: str, optimizer: Optimizer, names: Names, saved: Mapping[str, Any
 
 
 def targets(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> Iterator[Target]:
-    """A place for each tensor that was saved, beside its parameter."""
+    """Yield where to load each saved tensor: like its parameter, or plain."""
     parameters = {_name(p, names): p for group in optimizer.param_groups for p in group["params"]}
     for owner, state in saved["state"].items():
         for what, value in state.items():
-            # A count of steps may have the shape of its parameter by chance, and is never a part of it.
-            # Single numbers are not either, but all else lives on the parameter's mesh.
+            # A step count may have the shape of its parameter by chance, but is never a part of it. Scalars are not
+            # either, but everything else is on the parameter's mesh.
             shape, own = value.shape if isinstance(value, Saved) else (), parameters[owner].shape
             beside = what != "step" and (shape == own or shape != ())
             yield from tensors_in(value, parameters[owner] if beside else None)
@@ -69,7 +72,7 @@ def targets(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> Ite
 
 
 def restore(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give the optimizer its state and settings back."""
+    """Restore the optimizer's state and settings."""
     owners = [owner for group in saved["groups"] for owner in group["params"]]
     numbers = {owner: number for number, owner in enumerate(owners)}
     settings = [group | {"params": [numbers[owner] for owner in group["params"]]} for group in saved["groups"]]

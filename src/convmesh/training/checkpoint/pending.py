@@ -1,4 +1,4 @@
-"""The save that is still being written in the background, if there is one."""
+"""The save that is being written in the background, if any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("convmesh.checkpoint")
 class PendingCheckpoint:
     """A checkpoint that is written in the background: the result of `save_checkpoint(..., wait=False)`.
 
-    The end of the process waits for it. If the save fails, the error is logged, too.
+    The process waits for it before it exits. If the save fails, the error is also logged.
 
     Examples:
         >>> model = convmesh.distribute(nn.Conv2d(1, 1, 3), mesh)
@@ -30,9 +30,9 @@ class PendingCheckpoint:
         self._write = write
         self._path: Path | None = None
         self._error: Exception | None = None
-        # Not a daemon: the end of the process waits for it.
+        # Not a daemon: the process waits for it at exit.
         self._thread = threading.Thread(target=self._run, name="convmesh-checkpoint", daemon=False)
-        if _torch.ranks_are_threads():  # which take turns: this one would wait for others that cannot begin
+        if _torch.ranks_are_threads():  # they take turns: a thread would wait for ranks that cannot begin
             self._run()
         else:
             self._thread.start()
@@ -53,18 +53,18 @@ class PendingCheckpoint:
         return self._path
 
     def done(self) -> bool:
-        """Whether it is written or has failed, so that `wait` returns or raises at once."""
+        """Whether the checkpoint is written or has failed, so that `wait` returns or raises at once."""
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             self._path = self._write()
         except Exception as error:
-            # Nobody may ask any more.
+            # `wait` may never be called.
             log.error("%s", error)
             self._error = error
         finally:
-            del self._write  # with the copies of everything
+            del self._write  # it holds the copies of everything
 
     def _finish(self) -> None:
         if not self.done():
@@ -75,7 +75,7 @@ _last: PendingCheckpoint | None = None
 
 
 def start(write: Callable[[], Path]) -> PendingCheckpoint:
-    """Begin to write in a thread. There is one at a time."""
+    """Start to write in a thread, after the previous save has finished."""
     global _last
     finish()
     _last = PendingCheckpoint(write)
@@ -83,6 +83,6 @@ def start(write: Callable[[], Path]) -> PendingCheckpoint:
 
 
 def finish() -> None:
-    """Wait for the last one, whatever becomes of it."""
+    """Wait for the last save, whether it succeeds or fails."""
     if _last is not None:
         _last._finish()

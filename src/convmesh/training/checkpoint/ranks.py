@@ -1,6 +1,6 @@
-"""The ranks that write or read a checkpoint together: what goes wrong on one of them goes wrong on all.
+"""The ranks that write or read a checkpoint together: an error on one of them is raised on all.
 
-They talk over a gloo group of their own. So a thread can do it while others of the process train.
+They communicate over a gloo group of their own, so that a thread can do it while other threads train.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ... import _torch
 from ..errors import CheckpointError
 
 Result = TypeVar("Result")
-# Ranks that have come may take so long at least to write or read: one may have much more to do than another.
+# Minimum timeout once all ranks have come, for writing or reading: one may have much more to do than another.
 _DISK = timedelta(hours=1)
 _SHOWN = 4
-# By the world that they are part of, and the ranks in it.
+# By world, and the ranks in it.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 class Ranks:
-    """Those of the model's mesh, or of the given group, which do `what` (a sentence that is the same on all)."""
+    """The ranks of the model's mesh, or of the given group, which do `what` (the same sentence on all ranks)."""
 
     def __init__(self, model: nn.Module, given: dist.ProcessGroup | None, what: str, remedy: str):
         self.what, self._remedy = what, remedy
@@ -46,21 +46,27 @@ class Ranks:
         return self.number == 0
 
     def agree(self, work: Callable[[], Result]) -> Result:
-        """This rank's result, once all have one."""
+        """Return this rank's result, once all ranks have one."""
         own: list[Result] = []
         self._round(lambda: own.append(work()))
         return own[0]
 
     def gather(self, work: Callable[[], Any]) -> list[Any]:
-        """The results of all ranks, in order, on the first rank; nothing elsewhere. They are sent as JSON."""
+        """Return the results of all ranks, in order, on the first rank, and nothing elsewhere.
+
+        They are sent as JSON.
+        """
         return self._round(work)[0]
 
     def on_first(self, work: Callable[[], Any]) -> Any:
-        """The first rank's result, on all ranks. It is sent as JSON."""
+        """Return the first rank's result on all ranks. It is sent as JSON."""
         return self._round(lambda: work() if self.first else None)[1]
 
     def _round(self, work: Callable[[], Any]) -> tuple[list[Any], Any]:
-        """All do their work and tell the first rank, which tells all. An error of any rank is raised on all."""
+        """Let all ranks do their work and report to the first rank, which answers all.
+
+        Errors of any rank are raised on all.
+        """
         result, failure = None, None
         try:
             result = work()
@@ -98,11 +104,11 @@ class Ranks:
         try:
             self._channel.send(verdict, number)
         except RuntimeError as error:
-            if verdict["error"] is None:  # it was there a moment ago, and others have been told that all is well
+            if verdict["error"] is None:  # it was there a moment ago, and others have been told of success
                 raise self._absent(f"rank {self.ranks[number]}", error) from error
 
     def _verdict(self, everyone: list[dict[str, Any]]) -> str | None:
-        """The one error that all ranks raise."""
+        """Return the one error message that all ranks raise, or None."""
         if any(said["what"] != self.what for said in everyone):
             each = "\n".join(f"  rank {rank}: {said['what']}" for rank, said in zip(self.ranks, everyone, strict=True))
             return f"checkpoint: ranks do different things\n{each}\n  remedy: the same call on all ranks"
@@ -138,7 +144,7 @@ def _is_known(error: Exception | None) -> bool:
 
 
 def _members(model: nn.Module, given: dist.ProcessGroup | None) -> list[int]:
-    """The ranks of the given group; or of the mesh of the model, if it is one; or all."""
+    """Return the ranks of the given group; or of the model's mesh, if it has exactly one; or all."""
     if not dist.is_initialized():
         return [0]
     meshes = {tensor.device_mesh for tensor in model.state_dict().values() if isinstance(tensor, DTensor)}
@@ -156,7 +162,7 @@ def _members(model: nn.Module, given: dist.ProcessGroup | None) -> list[int]:
 
 
 class _Channel:
-    """Messages between the ranks of a checkpoint. At first they are waited for as long as the world's time-out says."""
+    """Messages between the ranks of a checkpoint, at first with the timeout of the world."""
 
     def __init__(self, ranks: tuple[int, ...]):
         world = dist.group.WORLD
@@ -170,8 +176,8 @@ class _Channel:
     def send(self, message: dict[str, Any], to: int) -> None:
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         for tensor in (torch.tensor([len(data)]), data):
-            # By the group's own methods, which still work when a script ends, and takes the world down, while a
-            # thread saves.
+            # Through the group's own methods: they still work when a script ends and destroys the world while a thread
+            # saves.
             self._group.send([tensor], to, 0).wait(self.timeout)
 
     def receive(self, sender: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its part, the first rank the manifest, when all parts are there."""
+"""Writing a checkpoint: every rank its file, then the first rank the manifest."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def save_checkpoint(
     A checkpoint appears in the folder only when all of it is on disk. See [Checkpoints and failures](reliability.md).
 
     Args:
-        folder: A folder that all ranks see. The checkpoint is a sub-folder of it, such as `step-000000120`.
+        folder: A folder that is visible to all ranks. The checkpoint is a sub-folder, such as `step-000000120`.
         model: The module, distributed or not.
         optimizer: Its optimizer.
-        step: The number of steps that are done. It names the checkpoint.
+        step: The number of completed steps. The checkpoint is named after it.
         keep: Remove all but this many of the latest checkpoints in the folder. By default nothing is removed.
         wait: If False, copy the state now and write it in the background. The next save, a load and the end of the
             process wait for it.
         process_group: The ranks that take part. By default, those of the model's mesh.
-        **extra: By name: further modules (an averaged copy) and optimizers, objects with a `state_dict()` (schedulers,
-            `GradScaler`), and plain values (numbers, strings, lists, dicts, tensors), of which the first rank's are
-            saved.
+        **extra: Further objects, by name: modules (an averaged copy), optimizers, objects with a `state_dict()`
+            (schedulers, `GradScaler`), and plain values (numbers, strings, lists, dicts, tensors). Of plain values, the
+            first rank's are saved.
 
     Returns:
         The path of the checkpoint; with `wait=False`, a `PendingCheckpoint`.
@@ -93,7 +93,7 @@ def save_checkpoint(
 
 @dataclass
 class _Job:
-    """What this rank has to write, and what the first rank says of it in the manifest."""
+    """This rank's part of a save: what it has to write, and the manifest entries for it."""
 
     ranks: Ranks
     place: Path
@@ -101,7 +101,7 @@ class _Job:
     keep: int | None
     pieces: list[Piece]
     copies: Mapping[str, bytearray]
-    tensors: dict[str, Saved]  # without chunks: these come from the ranks
+    tensors: dict[str, Saved]  # without chunks, which the ranks report
     tree: Any
 
     def run(self) -> Path:
@@ -116,7 +116,7 @@ class _Job:
             raise
 
     def _write(self, unfinished: Path) -> dict[str, Any]:
-        """This rank's file, and what the manifest has to say of it."""
+        """Write this rank's file; return its manifest entries."""
         said: dict[str, Any] = {"host": gethostname(), "file": None, "chunks": {}}
         folder.check_shared(unfinished)
         if self.pieces:
@@ -130,7 +130,7 @@ class _Job:
         return self.copies[piece.name] if piece.name in self.copies else files.bytes_of(piece.data)
 
     def _publish(self, unfinished: Path, parts: list[dict[str, Any]]) -> Path:
-        """The manifest, when the first rank has seen everybody's files; then the name; then old ones may go."""
+        """Write the manifest once the first rank sees all files, rename the folder, then remove old checkpoints."""
         written = {part["file"][0]: File(*part["file"][1:]) for part in parts if part["file"]}
         for part in parts:
             if part["file"] and not (file := unfinished / part["file"][0]).exists():
@@ -160,7 +160,7 @@ class _Job:
 
 
 def _chunks(name: str, parts: list[dict[str, Any]]) -> tuple[Chunk, ...]:
-    """Of all ranks. What ranks of several meshes have each written (buffers beside FSDP's parameters) counts once."""
+    """Return the chunks of all ranks; a box written on several meshes (buffers besides FSDP's) counts once."""
     by_box: dict[Box, Chunk] = {}
     for part in parts:
         if name in part["chunks"]:
@@ -170,7 +170,7 @@ def _chunks(name: str, parts: list[dict[str, Any]]) -> tuple[Chunk, ...]:
 
 
 def _prepare(place: Path, objects: Mapping[str, Any], step: int, keep: int | None, copy: bool, ranks: Ranks) -> _Job:
-    """Look at everything that is to be saved. With `copy`, it may change from now on."""
+    """Collect everything that is to be saved. With `copy`, the objects may change afterwards."""
     if keep is not None and keep < 1:
         raise CheckpointError(f"save_checkpoint: keep={keep} would remove the new checkpoint\n"
                               "  remedy: 1 or more, or None")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank writes, and which it reads: the number of ranks and the mesh may change in between."""
+"""The part of a tensor that a rank writes or reads; ranks and mesh may change between saving and loading."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ...geometry import Box, Interval, shards, volume
 from ..errors import CheckpointError
 from ..region import region
 
-# Ranks that all have a tensor share the work of writing it, in parts of this size at least.
+# Ranks that hold the same values share the work of writing them, in parts of at least this size.
 _SHARED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a saved tensor: the file that has it, where its bytes begin, and the checksum of each of its blocks."""
+    """A box of a saved tensor: its file, the offset of its first byte, and the checksum of each of its blocks."""
 
     file: str
     begin: int
@@ -41,7 +41,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank writes of a tensor: a box of it."""
+    """The box of a tensor that a rank writes, and its data."""
 
     name: str
     box: Box
@@ -49,7 +49,7 @@ class Piece:
 
 
 def piece_of(name: str, tensor: torch.Tensor, first: bool) -> Piece | None:
-    """What this rank writes: of a DTensor what it has and nobody else writes, of a plain tensor all, on the first."""
+    """Return what this rank writes: a share of a DTensor's local tensor, or on the first rank all of a plain tensor."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, DTensor) or tensor.layout is not torch.strided:
         raise _unfit(name, f"is a {type(tensor).__name__} of layout {tensor.layout}",
                      "a plain dense one: tensor.to_dense(), tensor.as_subclass(torch.Tensor)")  # fmt: skip
@@ -66,13 +66,13 @@ def piece_of(name: str, tensor: torch.Tensor, first: bool) -> Piece | None:
     parts = min(copies, local.nbytes // _SHARED_BYTES) if local.ndim else 0
     if parts < 2:
         return Piece(name, box, local) if copy == 0 else None
-    turn = (copy + zlib.crc32(name.encode())) % copies  # not always the same ranks
+    turn = (copy + zlib.crc32(name.encode())) % copies  # rotates the ranks that write
     rows = shards(len(box[0]), (parts,))[turn] if turn < parts else None
     return Piece(name, (rows.shift(box[0].start), *box[1:]), local[rows.start : rows.stop]) if rows else None
 
 
 def own_box(tensor: torch.Tensor) -> Box:
-    """What this rank has of it."""
+    """Return the box of a tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return full_box(tensor.shape)
     return tuple(Interval(side.start, side.stop) for side in region(tensor))
@@ -84,20 +84,20 @@ def full_box(shape: tuple[int, ...]) -> Box:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor that is to be loaded, like one that is there; without one, as a plain tensor."""
+    """A tensor to be loaded, in the layout of an existing one, or plain without one."""
 
     saved: Saved
     like: torch.Tensor | None = None
 
     @property
     def box(self) -> Box:
-        """What this rank reads: what it has of a tensor of the same shape, of another all."""
+        """The box that this rank reads: its own if the shapes are equal, else all."""
         if self.like is None or self.like.shape != self.saved.shape:
             return full_box(self.saved.shape)
         return own_box(self.like)
 
     def build(self, local: torch.Tensor) -> torch.Tensor:
-        """What was read, as a new tensor on the device and mesh, and with the strides, of the one that it is like."""
+        """Return what was read as a new tensor with the device, mesh and strides of `like`."""
         like = self.like
         if like is None:
             return local
@@ -116,14 +116,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Write to what this rank has of a tensor, which is nothing outside of its mesh."""
+    """Write into this rank's local tensor, which is empty outside of the mesh."""
     target = local_of(tensor)
     if target.numel():
         target.copy_(local)
 
 
 def tensors_in(saved: Any, like: Any = None) -> Iterator[Target]:
-    """A place for each tensor in a tree of values: like the one at its place in the tree `like`, if there is one."""
+    """Yield a target for each tensor in a tree of values, like the tensor at its place in the tree `like`, if any."""
     if isinstance(saved, Saved):
         yield Target(saved, like if isinstance(like, torch.Tensor) else None)
     elif isinstance(saved, Mapping):
@@ -136,7 +136,7 @@ def tensors_in(saved: Any, like: Any = None) -> Iterator[Target]:
 
 
 def _copies(tensor: DTensor) -> tuple[int, int]:
-    """On how many ranks is what this one has, and the how manyth of them is it?"""
+    """Return how many ranks hold this rank's values, and this rank's index among them."""
     copies, copy = 1, 0
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "asked of ranks of the mesh only"
@@ -147,7 +147,7 @@ def _copies(tensor: DTensor) -> tuple[int, int]:
 
 
 def check_covered(saved: Saved) -> None:
-    """The boxes of a saved tensor are parts of it, and together as large as it is."""
+    """Check that the boxes of a saved tensor are inside of it, and together as large as it is."""
     inside = all(0 <= side.start <= side.stop <= size
                  for chunk in saved.chunks for side, size in zip(chunk.box, saved.shape, strict=True))  # fmt: skip
     if not inside or sum(volume(chunk.box) for chunk in saved.chunks) != math.prod(saved.shape):

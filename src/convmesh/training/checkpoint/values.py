@@ -1,4 +1,4 @@
-"""Plain values as JSON, and back exactly as they were. Tensors are put aside, and referred to by name."""
+"""Plain values as JSON, restored exactly. Tensors are stored separately and referred to by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..errors import CheckpointError
 
 _DIRECT = (type(None), bool, int, str)
-# What JSON has no word for: its type, what is written for it, and how that is read again.
+# Types that JSON lacks: the type, its encoder, its decoder.
 _TAGGED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "float": (float, repr, float),  # those that are not finite
     "complex": (complex, repr, complex),
@@ -28,7 +28,7 @@ _DICTS: dict[str, Callable[[dict[Any, Any]], Any]] = {"dict": dict, "OrderedDict
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """What JSON can write. The tensors in it are added to `tensors`, under names that begin with `name`."""
+    """Encode a value for JSON. Its tensors are added to `tensors`, under names that begin with `name`."""
     kind = type(value)
     if kind in _DIRECT or (kind is float and math.isfinite(value)):
         return value
@@ -51,7 +51,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def decode(data: Any, tensors: Mapping[str, Any]) -> Any:
-    """The value of which `encode` has made `data`, with `tensors` by name in their places."""
+    """Restore a value that `encode` has encoded, with `tensors` by name."""
     if isinstance(data, list):
         return [decode(item, tensors) for item in data]
     if not isinstance(data, dict):
@@ -80,7 +80,7 @@ def _below(name: str, key: Any) -> str:
 
 
 def _put_aside(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> str:
-    """Under a name that is not taken: `a/b` may be the key `b` of `a`, or the key `a/b`."""
+    """Store a tensor under a unique name: `a/b` may be the key `b` of `a`, or the key `a/b`."""
     unique, number = name, 1
     while unique in tensors:
         unique, number = f"{name}#{number}", number + 1
