@@ -25,7 +25,7 @@ class Behaviour:
 
     stays: str  # which dimensions may be sharded, and stay sharded in the result
     communication: str  # what is sent: nothing, halo, all-reduce of C numbers, ...
-    refused: str = "nothing"
+    refused: str = "-"
     family: str = ""  # the folder of the rule
 
 

@@ -19,8 +19,8 @@ from ...sharding.registry import Behaviour, rule
 aten = torch.ops.aten
 
 EXPAND = Behaviour(
-    "all dimensions but those that are repeated; in backward as the tensor was whose gradient it becomes",
-    "all-reduce of Partial, before it grows; the one index of a sharded dimension that is repeated, to all",
+    "all dimensions but the expanded ones; in backward, a gradient is placed like its tensor",
+    "nothing; all-reduce of a Partial input before it is expanded; an expanded dimension that is sharded is gathered",
 )  # fmt: skip
 
 

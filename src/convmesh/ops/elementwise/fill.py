@@ -18,9 +18,12 @@ from ...strides import Stride
 
 aten = torch.ops.aten
 
-FILL = Behaviour("all dimensions, Partial", "what is written into a part of a sharded dimension, to its owners")
-
-LIKE = Behaviour("all dimensions", "nothing: like a Partial tensor they are replicated, empty ones Partial")
+FILL = Behaviour(
+    "all dimensions, Partial", "nothing; values written into a slice of a sharded dimension, to their owners"
+)
+LIKE = Behaviour(
+    "all dimensions; for a Partial tensor the result is replicated, and Partial from empty_like", "nothing"
+)
 
 
 @rule(aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, behaviour=FILL)

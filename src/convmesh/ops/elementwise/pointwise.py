@@ -51,13 +51,14 @@ DIVISIONS = _torch.overloads("div")
 # These have their own rule, `scale`.
 OWN_RULE = (aten.div.Scalar, aten.mul.Scalar, aten.neg.default)
 
+STAYS = "all dimensions; Partial(sum) and Partial(avg) where the operator is linear"
 POINTWISE = Behaviour(
-    "all dimensions; Partial sums and averages where the operator is linear in them",
-    "nothing; operands with other layouts; elsewhere what is Partial",
+    STAYS, "nothing; operands that are sharded differently; Partial operands are reduced where it is not linear",
 )  # fmt: skip
 IN_PLACE = Behaviour(
-    "all dimensions; Partial sums and averages where the operator is linear in them",
-    "operands with other layouts; a part of a sharded dimension, back to its owners",
+    STAYS,
+    "nothing; operands that are sharded differently; values written into a slice of a sharded dimension, to their "
+    "owners",
 )  # fmt: skip
 COPIED = ("clone", "_to_copy")
 OPERATORS = [

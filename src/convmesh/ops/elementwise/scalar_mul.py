@@ -19,7 +19,9 @@ from ...sharding.registry import Behaviour, rule
 
 aten = torch.ops.aten
 
-BEHAVIOUR = Behaviour("all dimensions, Partial sums and averages; for neg also extremes", "nothing")
+BEHAVIOUR = Behaviour(
+    "all dimensions, Partial(sum), Partial(avg); for neg also Partial(max) and Partial(min)", "nothing"
+)
 NEGATIVE: dict[Placement, Placement] = {Partial("max"): Partial("min"), Partial("min"): Partial("max")}
 
 

@@ -17,8 +17,8 @@ from ...sharding.registry import Behaviour
 
 aten = torch.ops.aten
 
-DIAGONAL = Behaviour("all other dimensions", "nothing: of a sharded matrix Partial(sum)")
-SCATTER = Behaviour("all dimensions", "operands of other placements")
+DIAGONAL = Behaviour("all dimensions; the result is Partial(sum) where the matrix was sharded", "nothing")
+SCATTER = Behaviour("all dimensions", "operands with other placements")
 
 
 @plan_rule(aten.diagonal.default, behaviour=DIAGONAL)

@@ -37,10 +37,10 @@ from .index_select import owned
 aten = torch.ops.aten
 
 GATHER = Behaviour(
-    "all dimensions; the indexed one of the input if the indices are replicated (then Partial) or sharded",
-    "nothing, where the indexed dimension is not sharded; else an all-to-all of the input or of indices and "
-    "results, whichever is less; compiled code gathers the input if no other dimension has an index for every rank",
-    "tensors with different numbers of dimensions, but for 0-d beside 1-d",
+    "all dimensions; with a replicated index, the result is Partial(sum) where the indexed dimension was sharded",
+    "nothing if the indexed dimension is not sharded; else an all-to-all of the input, or of indices and results, "
+    "whichever sends less; compiled code gathers the input if no other dimension has an index for every rank",
+    "tensors with different numbers of dimensions, except 0-d with 1-d",
 )
 
 

@@ -18,6 +18,11 @@ from .index_select import local_index
 
 aten = torch.ops.aten
 
+FILL = Behaviour(
+    "all dimensions", "nothing; Partial inputs are reduced; all-gather of sharded indices",
+    "a dimension that the input does not have",
+)  # fmt: skip
+
 
 def _constants(input: Any, dim: int, index: Any, value: Any) -> tuple[Any, ...]:
     """Make a plain index and a plain 0-d value replicated DTensors."""
@@ -28,7 +33,7 @@ def _constants(input: Any, dim: int, index: Any, value: Any) -> tuple[Any, ...]:
 
 @plan_rule(
     aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor,
-    behaviour=Behaviour("all dimensions", "nothing; Partial is reduced", "a wrong dimension"), completes=_constants,
+    behaviour=FILL, completes=_constants,
 )  # fmt: skip
 def index_fill(operator: _torch.Operator, input: Layout, dim: int, index: Layout, value: Any) -> Made:
     rank = max(1, input.ndim)

@@ -28,8 +28,11 @@ from .common import leaves_ranks_empty, replication_price, with_index
 
 aten = torch.ops.aten
 
-INDEX = Behaviour("all dimensions, Partial(sum)", "nothing: along the indexed dimension Partial(sum)")
-ADD = Behaviour("all dimensions, Partial(sum)", "operands of other placements")
+INDEX = Behaviour(
+    "all dimensions, Partial(sum); the result is Partial(sum) where an indexed dimension was sharded",
+    "nothing; all-gather of sharded indices",
+)
+ADD = Behaviour("all dimensions, Partial(sum)", "operands with other placements; all-gather of sharded indices")
 
 
 def local_index(index: Any) -> torch.Tensor:

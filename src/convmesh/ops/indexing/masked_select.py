@@ -35,8 +35,8 @@ aten = torch.ops.aten
 R = Replicate()
 
 SELECTED = Behaviour(
-    "all dimensions; what is selected is sharded evenly",
-    "counts, and what changes its owner in the order of what is selected", "compiled code",
+    "all dimensions; the selected elements are sharded evenly",
+    "all-gather of the ranks' counts, and selected elements that change owner", "compiled code",
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def plan_mask(operator: str, spec: _torch.Spec, mask_spec: _torch.Spec) -> MaskP
     """Check the mask's shape, and plan by specs (cached)."""
     input, mask = layouts_of(operator, [("input", spec), ("mask", mask_spec)])
     if mask.shape != input.shape[: mask.ndim] or not mask.ndim:
-        raise refuse(operator, "the mask has not the shape of the input's first dimensions",
+        raise refuse(operator, "the mask does not have the shape of the input's first dimensions",
                      (("input", input), ("mask", mask)), "give a mask of that shape")  # fmt: skip
     return _plan_mask(input, mask)
 
@@ -171,7 +171,7 @@ def put_masked(full: DTensor, mask: DTensor, values: DTensor, adds: bool) -> tup
     rows = x.view(local_mask.numel(), *x.shape[mask.dim() :])
     wanted = selected_layout(plan, (selection.count, *full.shape[mask.dim() :]), full.dtype)
     if tuple(values.shape) != wanted.shape:
-        raise refuse("index_put with a mask", f"it selects {wanted.shape}", (("values", values),),
+        raise refuse("index_put with a mask", f"the mask selects {wanted.shape}", (("values", values),),
                      "give as many values as are selected")  # fmt: skip
     rows.index_put_((selection.local_index,), scatter_selected(move(values, wanted), selection, plan), accumulate=adds)
     return x, plan.source

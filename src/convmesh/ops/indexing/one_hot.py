@@ -9,7 +9,7 @@ from ... import _torch
 from ...sharding.implicit_replication import the_same_everywhere
 from ...sharding.registry import Behaviour, composite
 
-ONE_HOT = Behaviour("all dimensions", "all-reduce of one number, for bad labels")
+ONE_HOT = Behaviour("all dimensions", "all-reduce of one value, which says whether any label is bad")
 
 
 @composite("one_hot", ONE_HOT)

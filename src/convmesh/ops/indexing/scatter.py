@@ -36,11 +36,11 @@ aten = torch.ops.aten
 
 SCATTER = Behaviour(
     "all dimensions",
-    "nothing, where the indexed dimension is not sharded; else indices and values, to the owners of their places; on "
-    "CPUs one number, for bad indices, where these are sharded",
-    "an input and an index with different numbers of dimensions, but for 0-d beside 1-d",
+    "nothing if the indexed dimension is not sharded; else indices and values, to the owners of their positions; on "
+    "CPUs also an all-reduce of one value, which says whether any of the sharded indices is bad",
+    "an input and an index with different numbers of dimensions, except 0-d with 1-d",
 )  # fmt: skip
-ZEROS = Behaviour("in backward sharded as the tensor was whose gradient it becomes", "nothing")
+ZEROS = Behaviour("all dimensions; in backward, zeros for a gradient are placed like its tensor", "nothing")
 
 
 def _runtime_facts(full: _torch.Spec, *_: Any) -> tuple[bool, Placements | None]:

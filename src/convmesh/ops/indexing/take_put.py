@@ -21,7 +21,7 @@ def _indices_by_dim(shape: tuple[int, ...], index: Any) -> list[torch.Tensor]:
     flat = local_index(index)
     count = torch.Size(shape).numel()
     if not _torch.tracing() and bool(((flat < -count) | (flat >= count)).any()):
-        raise IndexError(f"a tensor of shape {shape} does not have all of the places that are asked for")
+        raise IndexError(f"index out of range for a tensor of shape {shape}, which has {count} elements")
     return list(torch.unravel_index(torch.where(flat < 0, flat + count, flat), shape))
 
 
@@ -36,7 +36,10 @@ def _with_index(input: Any, index: Any, *rest: Any) -> tuple[Any, ...]:
 
 
 @plan_rule(
-    aten.take.default, behaviour=Behaviour("nothing", "nothing: along sharded dimensions Partial(sum)"),
+    aten.take.default, behaviour=Behaviour(
+        "all dimensions; the result is Partial(sum) where the input was sharded",
+        "nothing; all-gather of sharded indices",
+    ),
     completes=_with_index,
 )  # fmt: skip
 def take(operator: _torch.Operator, *_: Any) -> Made:
@@ -49,7 +52,7 @@ def _take(input: DTensor, index: DTensor) -> Any:
 
 
 @plan_rule(
-    aten.put.default, behaviour=Behaviour("all dimensions", "values that are sharded are replicated"),
+    aten.put.default, behaviour=Behaviour("all dimensions", "all-gather of sharded indices and values"),
     completes=_with_index,
 )  # fmt: skip
 def put(operator: _torch.Operator, *_: Any) -> Made:

@@ -21,9 +21,8 @@ from ..indexing.index_select import owned
 aten = torch.ops.aten
 
 EMBEDDING = Behaviour(
-    "all dimensions of the indices, both of the weight",
-    "nothing: Partial(sum) where the weight's rows are sharded; on CPUs one number, for bad indices, where these are "
-    "sharded",
+    "all dimensions of indices and weight; the result is Partial(sum) where rows of the weight are sharded",
+    "nothing; on CPUs an all-reduce of one value, which says whether any of the sharded indices is bad",
     "sparse gradients",
 )  # fmt: skip
 

@@ -28,8 +28,9 @@ from ..indexing.common import leaves_ranks_empty, replication_price
 aten = torch.ops.aten
 
 PRODUCT = Behaviour(
-    "batch, rows, columns; Partial(sum) where what is summed over is sharded; Partial(sum)",
-    "nothing; where rows and columns are sharded over the same ranks an all-to-all to the batch, or the smaller one",
+    "batch, rows, columns, Partial(sum); the product is Partial(sum) where the summed dimension is sharded",
+    "nothing; where rows and columns are sharded over the same ranks, an all-to-all to the batch, or the smaller "
+    "operand is replicated",
     "shapes that do not fit",
 )  # fmt: skip
 

@@ -19,8 +19,9 @@ from ...sharding.buffers import Buffer
 from ...sharding.registry import Behaviour, composite
 
 RECURRENT = Behaviour(
-    "batch; time and features, if there is more than one sample",
-    "nothing for batch; time and features are exchanged for the batch before, and back after; of one sample each step",
+    "batch, time, features",
+    "nothing if the batch is sharded; an all-to-all from time or features to the batch before the first step, and one "
+    "back after the last; with a single sample, communication in every step",
 )
 
 

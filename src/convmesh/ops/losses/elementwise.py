@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 NONE, MEAN, SUM = 0, 1, 2
 
-FORWARD = Behaviour("all dimensions", "nothing; all-reduce of one number for mean and sum")
+FORWARD = Behaviour("all dimensions", "nothing; all-reduce of one value for mean and sum")
 BACKWARD = Behaviour("all dimensions", "nothing")
 
 made_of_others(

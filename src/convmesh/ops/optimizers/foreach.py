@@ -34,16 +34,16 @@ OPTIMIZERS = ("adam", "adamw", "sgd", "adagrad")
 
 
 FOREACH = Behaviour(
-    "all; Partial sums where the operator is linear",
-    "Partial elsewhere: one all-reduce for all tensors of a call, once for all uses",
+    "all dimensions; Partial(sum) where the operator is linear",
+    "nothing; elsewhere one all-reduce for all Partial tensors of a call, whose sums are kept for later calls",
     "lists with plain tensors beside DTensors, shapes that differ",
 )  # fmt: skip
 FUSED = Behaviour(
-    "all", "Partial gradients: one all-reduce for all of them",
+    "all dimensions", "nothing; one all-reduce for all Partial gradients",
     "parameters, gradients or states that are plain tensors beside DTensors",
 )  # fmt: skip
-NORM = Behaviour("all", "one all-reduce of a number for each tensor; Partial sums before", "nothing")
-UNSCALE = Behaviour("all", "one all-reduce of one number; Partial sums before", "nothing")
+NORM = Behaviour("all dimensions", "one all-reduce of a value for each tensor, after one for all Partial tensors")
+UNSCALE = Behaviour("all dimensions", "one all-reduce of one value, after one for all Partial tensors")
 
 
 def _moved(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +89,7 @@ def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
 
 
-@rule(aten._foreach_zero_.default, behaviour=Behaviour("all, Partial sums", "nothing"))
+@rule(aten._foreach_zero_.default, behaviour=Behaviour("all dimensions, Partial(sum)", "nothing"))
 def zero(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Zero all tensors; a sum of zeros is zero, so nothing has to be reduced."""
     _torch.call(operator, Lists(operator, args, kwargs, reduce=False).local())

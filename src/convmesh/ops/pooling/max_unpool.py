@@ -47,9 +47,9 @@ class OutputPart:
     aten.max_unpool2d.default, aten.max_unpool3d.default, asks=can_route,
     behaviour=Behaviour(
         "batch, channels, space",
-        "where space is sharded an all-to-all of values, indices and output, because an index may point anywhere: "
-        "batch or channels are sharded meanwhile; each value to the owner of its position where both are fewer than "
-        "the ranks",
+        "nothing; if space is sharded, an all-to-all of values and indices to batch or channels, and of the output "
+        "back, because an index may point anywhere; if both are too small for the ranks, each value to the owner of "
+        "its position",
     ),
 )  # fmt: skip
 def max_unpool(operator: _torch.Operator, input: Layout, indices: Layout, sizes: tuple[int, ...], *rest: Any) -> Call:

@@ -29,9 +29,10 @@ made_of_others(
 )
 
 STAYS = "batch, channels, space"
-HALO = "halo of the input, where windows overlap or shards do not align with them"
-GRADIENTS = "the gradient's halo, likewise"
-PARTS = "for each window that spans several ranks, one number a channel and rank"
+WHERE = "where windows overlap or shards do not align with them"
+HALO = f"halo of the input, {WHERE}"
+GRADIENTS = f"halo of the gradient, {WHERE}"
+PARTS = "for each window that spans several ranks, one value per channel from each of them"
 
 
 def name_of(operator: _torch.Operator) -> str:

@@ -141,7 +141,9 @@ def _normal(mean: Any, std: Any, generator: torch.Generator | None) -> Any:
     return aten.add.Tensor(scaled, mean) if isinstance(mean, torch.Tensor) else aten.add.Scalar(scaled, mean)
 
 
-RRELU = Behaviour("all; numbers that do not depend on the sharding, but are not those of one device", "nothing")
+RRELU = Behaviour(
+    "all dimensions; the numbers do not depend on the sharding, but are not those of one device", "nothing"
+)
 
 
 @rule(aten.rrelu_with_noise.default, behaviour=RRELU)

@@ -17,13 +17,13 @@ from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
-from .replicated_draw import drawing_layout, narrowed
+from .replicated_draw import STAYS, drawing_layout, narrowed
 
 aten = torch.ops.aten
 
-REPLICATED = "all-gather: every rank draws all numbers, of which there are as many as the values ask for"
-VALUE_DEPENDENT = Behaviour("all; the numbers are those of one device, if all ranks have the same seed", REPLICATED)
-MULTINOMIAL = Behaviour("nothing: the result is replicated", REPLICATED)
+REPLICATED = "all-gather of the input: how many numbers are drawn depends on it, so every rank draws all of them"
+VALUE_DEPENDENT = Behaviour(STAYS, REPLICATED)
+MULTINOMIAL = Behaviour("none: the result is replicated", REPLICATED)
 
 
 @plan_rule(

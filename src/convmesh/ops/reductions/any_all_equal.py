@@ -16,7 +16,7 @@ from ...sharding.registry import Behaviour, rule
 from .basic import SMALL, extreme_of
 from .plan import Reduction
 
-EQUAL = Behaviour("all dimensions", "all-reduce of one number; operands of other placements")
+EQUAL = Behaviour("all dimensions", "all-reduce of one value; operands with other placements")
 
 
 aten = torch.ops.aten

@@ -19,14 +19,16 @@ from .plan import Reduction, wide
 
 aten = torch.ops.aten
 
-STAYS = "all dimensions; reduced ones come out replicated"
-AT_ONCE = "all-reduce of the result, at once: every rank can print a loss"
-LINEAR = Behaviour(STAYS + "; Partial sums and averages stay Partial", AT_ONCE)
-SUM = Behaviour(STAYS + "; Partial sums and averages stay Partial", f"{AT_ONCE} (later in backward)")
+STAYS = "all dimensions; the result is replicated where a reduced dimension was sharded"
+AT_ONCE = "immediate all-reduce of the result, so that every rank can print a loss"
+LINEAR = Behaviour(STAYS + "; Partial(sum) and Partial(avg) stay Partial", AT_ONCE)
+SUM = Behaviour(LINEAR.stays, f"{AT_ONCE}; in backward the result may stay Partial(sum)")
 SMALL = Behaviour(STAYS, "all-reduce of the result")
 TWICE = Behaviour(STAYS, "two all-reduces of the result's size")
 EXTREME = Behaviour(
-    STAYS + "; a Partial extreme of the same kind stays Partial", "all-reduce of the result", "reducing over nothing"
+    STAYS + "; Partial(max) stays Partial in maxima, Partial(min) in minima",
+    "all-reduce of the result",
+    "a reduction over no elements",
 )
 
 

@@ -20,14 +20,16 @@ from .._core.index_bounds import can_route
 aten = torch.ops.aten
 
 COUNT = Behaviour(
-                  "the counted values", "all-reduce of the counts, and of the greatest value",
-                  "compiled code, in which the greatest value is not known")  # fmt: skip
+    "all dimensions of the input; counts are replicated",
+    "all-reduce of the counts, and of the least and greatest values if no range is given",
+    "compiled code if no range is given, because it does not know values",
+)
 
 
 @plan_rule(aten.bincount.default, behaviour=COUNT, asks=can_route)
 def bincount(operator: _torch.Operator, input: Layout, weights: Layout | None, minlength: int, known: bool) -> Call:
     if input.ndim != 1 or (weights is not None and weights.shape != input.shape) or not known:
-        raise Unfit("it counts rows, and in compiled code not even those: their values are not known",
+        raise Unfit("it needs a 1-d input, weights of the same shape, and values, which compiled code does not know",
                     "flatten both, and call it outside of torch.compile")  # fmt: skip
     source = input.without_partial()
     mesh_dims = source.sharded_over()

@@ -13,13 +13,13 @@ from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
 from ..sorting.sort_topk import OrderedDim
-from .basic import dims_and_dtype, summed_dtype
+from .basic import STAYS, dims_and_dtype, summed_dtype
 from .plan import Reduction
 
 aten = torch.ops.aten
 
-CUMULATIVE = Behaviour("all dimensions", "nothing; each rank's total, to all other ranks, if the dimension is sharded")
-PRODUCT = Behaviour("all dimensions; reduced ones come out replicated", "each rank's product to all other ranks")
+CUMULATIVE = Behaviour("all dimensions", "nothing; all-gather of the ranks' totals if the dimension is sharded")
+PRODUCT = Behaviour(STAYS, "all-gather of the ranks' products")
 
 
 @plan_rule(aten.cumsum.default, aten.cumprod.default, behaviour=CUMULATIVE, remembers=True)

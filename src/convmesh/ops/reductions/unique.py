@@ -18,16 +18,17 @@ from .._core.index_bounds import can_route
 aten = torch.ops.aten
 
 UNIQUE = Behaviour(
-    "the values, and where each one is found", "each rank's different values, to all other ranks",
-    "compiled code; where floating point values are found",
+    "all dimensions; values and counts are replicated, inverse indices sharded like the input",
+    "all-gather of each rank's unique values", "compiled code; inverse indices of floating point values",
 )  # fmt: skip
 
 
 @plan_rule(aten._unique2.default, behaviour=UNIQUE, asks=can_route)
 def unique(operator: _torch.Operator, input: Layout, ordered: bool, inverse: bool, counted: bool, known: bool) -> Call:
-    if not known or (inverse and input.dtype.is_floating_point):
-        raise Unfit("compiled code knows no values, and floating point numbers are not looked up",
-                    "call it on labels, outside of torch.compile")  # fmt: skip
+    if not known:
+        raise Unfit("how many values are unique is not known in compiled code", "call it outside of torch.compile")
+    if inverse and input.dtype.is_floating_point:
+        raise Unfit("inverse indices of floating point values", "call it on integers, or without inverse indices")
     source = input.without_partial()
     row = source.replicated().new((0,))
     places = source.typed(torch.int64).dense if inverse else row.typed(torch.int64)

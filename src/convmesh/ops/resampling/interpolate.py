@@ -56,7 +56,7 @@ def resample(operator: _torch.Operator, input: Layout, sizes: Sequence[int], *re
     return _call(operator, input, _resampling(FORWARD[operator], input.shape[2:], sizes, rest, backward=False), rest)
 
 
-@rule(*NAMED, behaviour=Behaviour(STAYS, "as the operator that it is made of"))
+@rule(*NAMED, behaviour=Behaviour(STAYS, "halo of the input"))
 def resample_by_factors(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Reaches DTensor undecomposed in inference mode. torch's own decomposition indexes with plain tensors."""
     input, sizes, *align_corners, factors = _torch.arguments(operator, args, kwargs)

@@ -27,8 +27,8 @@ from .slice_split import bounds
 
 aten = torch.ops.aten
 
-JOIN = Behaviour("all dimensions, Partial sums", "what changes its owner; operands that have another layout")
-PUT = Behaviour("all dimensions, Partial sums", "what changes its owner; a part that has another layout")
+JOIN = Behaviour("all dimensions, Partial(sum)", "elements that change owner; operands with other placements")
+PUT = Behaviour("all dimensions, Partial(sum)", "elements that change owner; a part with other placements")
 
 
 def _placed(tensors: Sequence[Any]) -> list[Any]:

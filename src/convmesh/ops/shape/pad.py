@@ -21,8 +21,8 @@ aten = torch.ops.aten
 Pads = tuple[int, ...]
 MakeMap = Callable[[int, int, int], IndexMap]
 
-PAD = Behaviour("all dimensions, Partial", "halo, where shard borders move")
-PAD_BACKWARD = Behaviour("all dimensions, Partial sums", "gradient of the halo, where shard borders move")
+PAD = Behaviour("all dimensions, Partial", "nothing; elements that change owner if a padded dimension is sharded")
+PAD_BACKWARD = Behaviour("all dimensions, Partial(sum)", "gradients of the elements that had changed owner")
 
 
 def _pads_by_dim(pads: Pads, dims: int) -> dict[int, tuple[int, int]]:

@@ -18,11 +18,12 @@ from ...sharding.layout import Layout, is_plain
 from ...sharding.local_views import local_views
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, rule
+from .select import SQUEEZED
 
 aten = torch.ops.aten
 
-VIEW = Behaviour("all dimensions, Partial sums", "nothing")
-IN_PLACE = Behaviour("all dimensions, Partial sums", "nothing; of a sharded dimension that goes, its one index")
+VIEW = Behaviour("all dimensions, Partial(sum)", "nothing")
+IN_PLACE = Behaviour("all dimensions, Partial(sum)", SQUEEZED)
 
 # The out-of-place variant of each in-place operator.
 OUT_OF_PLACE: dict[_torch.Operator, _torch.Operator] = {

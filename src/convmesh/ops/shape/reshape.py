@@ -25,8 +25,8 @@ from .reshape_plan import full_shape, is_strided, plan_local_view, plan_shard_vi
 aten = torch.ops.aten
 
 VIEW = Behaviour(
-    "dimensions that keep their parts; others are exchanged for one that does",
-    "nothing, or an all-to-all; a gather only where all dimensions are too short for most ranks",
+    "dimensions whose shards are shards of the new shape, too; for others, another dimension is sharded instead",
+    "nothing; an all-to-all where another dimension is sharded, or an all-gather if all others are too short",
 )  # fmt: skip
 
 made_of_others(aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int)

@@ -28,7 +28,8 @@ from .slice_split import index_copy
 
 aten = torch.ops.aten
 
-SELECT = Behaviour("all other dimensions", "the one index, from its owner to all")
+SQUEEZED = "nothing; a squeezed dimension that is sharded is broadcast by its owner"
+SELECT = Behaviour("all other dimensions", "nothing; the index of a sharded dimension is broadcast by its owner")
 
 
 def _local_select(operator: _torch.Operator, input: Layout, dim: int, index: int) -> Layout | None:
@@ -68,8 +69,8 @@ def _remembered_placements(gradient: _torch.Spec, sizes: tuple[int, ...], *_: in
 
 @plan_rule(
     aten.select_backward.default, asks=_remembered_placements,
-    behaviour=Behaviour("all dimensions, Partial sums",
-                        "nothing; a Partial sum, of the one index of a dimension that was sharded"),
+    behaviour=Behaviour("all dimensions, Partial(sum)",
+                        "nothing; all-reduce of a Partial gradient where the selected dimension was sharded"),
 )  # fmt: skip
 def select_backward(
     operator: _torch.Operator, gradient: Layout, shape: tuple[int, ...], dim: int, index: int,
@@ -106,7 +107,7 @@ def select_backward(
 
 @plan_rule(
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, foreign=True,
-    behaviour=Behaviour("all other dimensions", "nothing; of a sharded dimension its one index, to all"),
+    behaviour=Behaviour("all other dimensions", SQUEEZED),
 )  # fmt: skip
 def squeeze(operator: _torch.Operator, input: Layout, *which: Any) -> Made | None:
     """Select the only index of a sharded dimension; torch's DTensor does the rest."""

@@ -23,8 +23,13 @@ from .._core.tile_plan import check_memory
 
 aten = torch.ops.aten
 
-WINDOWS = Behaviour("all dimensions, Partial sums", "for each place in a window, what changes its owner")
-REPEAT = Behaviour("all dimensions, Partial sums", "what changes its owner along a repeated dimension")
+WINDOWS = Behaviour(
+    "all dimensions, Partial(sum)",
+    "nothing; if the dimension is sharded, elements that change owner, for each index of a window",
+)
+REPEAT = Behaviour(
+    "all dimensions, Partial(sum)", "nothing; elements that change owner if a repeated dimension is sharded"
+)
 
 
 def _slices_by_position(length: int, size: int, step: int) -> list[tuple[int, int, int]]:

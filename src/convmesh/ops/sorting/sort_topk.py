@@ -29,17 +29,18 @@ aten = torch.ops.aten
 
 ORDERED = Behaviour(
     "all dimensions; another one is sharded in place of the ordered one",
-    "nothing; an all-to-all if the ordered dimension is sharded; a gather if no other has an index for every rank",
-    "a dimension that is not there",
+    "nothing; an all-to-all if the ordered dimension is sharded, or an all-gather if no other has an index for every "
+    "rank",
+    "a dimension that the input does not have",
 )  # fmt: skip
 SORTED = Behaviour(
     "all dimensions; another one is sharded in place of the sorted one, if there is another",
     "nothing; an all-to-all if the sorted dimension is sharded",
-    "compiled code on a sharded row without other dimensions",
+    "in compiled code, a sharded dimension if all others have size 1",
 )  # fmt: skip
 TOPK = Behaviour(
     "all other dimensions",
-    "nothing; if the dimension is sharded, k candidates of every rank, or an all-to-all where these are many",
+    "nothing; if the dimension is sharded, an all-gather of each rank's k candidates, or an all-to-all for a large k",
 )  # fmt: skip
 
 
@@ -127,7 +128,7 @@ def sort(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
     if not order.is_single_row:
         return order.call(operator, order.length)
     if not routes:
-        raise Unfit("how many values go where is not known in compiled code",
+        raise Unfit("sorting a sharded row depends on values, which compiled code does not know",
                     "call it outside of torch.compile, or redistribute the input to Replicate()")  # fmt: skip
 
     def run(local: torch.Tensor, *_: Any) -> list[torch.Tensor]:
