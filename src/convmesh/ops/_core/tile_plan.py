@@ -16,7 +16,7 @@ from ... import _torch
 from ...geometry import Dependence
 from ...sharding.call import Call, Moved
 from ...sharding.layout import Layout, dense_stride, is_sum
-from ...sharding.redistribute import relocated
+from ...sharding.redistribute import redistribute_local
 from ...sharding.sharding_table import Row, Wanted, choose, input_placements, output_placements
 from ...strides import usual
 from .tiles import Tiling
@@ -42,7 +42,7 @@ class TiledPlan:
     def finish(self, local: torch.Tensor) -> DTensor:
         """Return the DTensor of a computed local result, redistributed to the wanted layout."""
         same = self.computed is self.wanted
-        local = usual(local, self.wanted.stride) if same else relocated(local, self.computed, self.wanted)
+        local = usual(local, self.wanted.stride) if same else redistribute_local(local, self.computed, self.wanted)
         return _torch.wrap(local.contiguous(memory_format=self.wanted.memory_format), self.wanted.spec)
 
     def call(self, run: Callable[..., Any], *unused: None) -> Call:

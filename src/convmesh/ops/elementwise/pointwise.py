@@ -14,9 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.implicit_replication import the_same_everywhere
-from ...sharding.partial import is_pending, kept, put_back, reduce_once
-from ...sharding.plan_cache import Table
+from ...sharding.implicit_replication import as_replicated
+from ...sharding.partial import cached_sum, is_partial, reduce_once, write_sum_back
+from ...sharding.plan_cache import PlanTable
 from ...sharding.redistribute import move, specs_of
 from ...sharding.registry import Behaviour, made_of_others, rule, tolerant
 from ...strides import usual
@@ -76,7 +76,7 @@ made_of_others(
 
 def _handler(operator: _torch.Operator) -> _torch.Handler:
     """Make the rule of one operator, which caches its plans by the specs of the operands."""
-    plans = Table()
+    plans = PlanTable()
     known, writes = plans.plans, operator._schema.is_mutable
 
     @wraps(plan_pointwise)
@@ -101,7 +101,7 @@ def _handler(operator: _torch.Operator) -> _torch.Handler:
         Plain tensors of one element are replicated.
         """
         mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
-        args = tuple(the_same_everywhere(arg, mesh) if _is_plain_number(arg) else arg for arg in args)
+        args = tuple(as_replicated(arg, mesh) if _is_plain_number(arg) else arg for arg in args)
         tensors = [arg if isinstance(arg, torch.Tensor) else None for arg in args]
         specs = specs_of(operator._schema.name, [(f"operand {n}", tensor) for n, tensor in enumerate(tensors)])
         plan = plans.look_up(_key(specs, kwargs), lambda: plan_pointwise(operator, args, kwargs, specs))
@@ -146,7 +146,9 @@ def _run(
 
 def _sum_is_known(target: DTensor, *others: Any) -> bool:
     """Whether the target's sum is cached, and no other operand is Partial, which would have to be reduced as well."""
-    return kept(target) is not None and not any(isinstance(other, DTensor) and is_pending(other) for other in others)
+    return cached_sum(target) is not None and not any(
+        isinstance(other, DTensor) and is_partial(other) for other in others
+    )
 
 
 def _prepare_operand(tensor: Any, local: Any, step: Step | None) -> Any:
@@ -170,10 +172,10 @@ def _run_reduced(
     rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> DTensor:
     """Run on the sums of Partial tensors: term by term is not possible, or the sums are cached anyway."""
-    sums = reduce_once([arg for arg in args if isinstance(arg, DTensor) and is_pending(arg)])
+    sums = reduce_once([arg for arg in args if isinstance(arg, DTensor) and is_partial(arg)])
     result: DTensor = rule(operator, tuple(sums.get(id(arg), arg) for arg in args), kwargs)
     if not operator._schema.is_mutable:
         return result
     target: DTensor = args[0]
-    put_back(target, sums[id(target)])
+    write_sum_back(target, sums[id(target)])
     return target

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ...comm import owners
-from ...sharding.implicit_replication import the_same_everywhere
+from ...sharding.implicit_replication import as_replicated
 from ...sharding.layout import Layout
 from ...sharding.sharding_table import Assignment, Row
 
@@ -36,7 +36,7 @@ def at_least_1d(*values: Any) -> list[Any]:
 def with_index(input: Any, dim: int, index: Any, *rest: Any) -> tuple[Any, ...]:
     """Make a plain index a replicated DTensor: it is a constant, the same on every rank."""
     plain = isinstance(input, DTensor) and not isinstance(index, DTensor)
-    return input, dim, the_same_everywhere(index, input.device_mesh) if plain else index, *rest
+    return input, dim, as_replicated(index, input.device_mesh) if plain else index, *rest
 
 
 def owner_and_offset(places: torch.Tensor, index: Layout, full: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

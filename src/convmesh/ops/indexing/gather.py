@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ... import _torch
-from ...comm import routed
+from ...comm import route_rows
 from ...sharding.call import Call
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
@@ -66,7 +66,7 @@ def gather(
     def take(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         if fetches:
             owner, offset = owner_and_offset(at, placed_index, source, dim)
-            route = routed(owner, source.mesh, source.sharded_dims[dim])
+            route = route_rows(owner, source.mesh, source.sharded_dims[dim])
             return route.send_back(x.reshape(-1)[route.send(offset)]).view(at.shape)
         if not is_sharded:
             return x.gather(dim, at)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...sharding.errors import Unfit
-from ...sharding.implicit_replication import the_same_everywhere
+from ...sharding.implicit_replication import as_replicated
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.registry import Behaviour
@@ -27,7 +27,7 @@ FILL = Behaviour(
 def _constants(input: Any, dim: int, index: Any, value: Any) -> tuple[Any, ...]:
     """Make a plain index and a plain 0-d value replicated DTensors."""
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.dim():
-        value = the_same_everywhere(value, input.device_mesh)
+        value = as_replicated(value, input.device_mesh)
     return with_index(input, dim, index, value)
 
 
@@ -48,6 +48,6 @@ def index_fill(operator: _torch.Operator, input: Layout, dim: int, index: Layout
     def run(input: DTensor, dim: int, index: DTensor, value: Any) -> Any:
         filled = local_index(index)
         mask = torch.zeros(size, dtype=torch.bool, device=filled.device).index_fill(0, filled, True)
-        return fill(input, the_same_everywhere(mask.view(shape), input.device_mesh), value)
+        return fill(input, as_replicated(mask.view(shape), input.device_mesh), value)
 
     return run

@@ -12,10 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.implicit_replication import the_same_everywhere
+from ...sharding.implicit_replication import as_replicated
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
-from ...sharding.redistribute import check_placed, move, relocated
+from ...sharding.redistribute import check_placed, move, redistribute_local
 from ...sharding.registry import rule
 from .index import Indices, MovedDims, check_indices, indices_by_dim, local_indices, move_dims, sole_mask, zero_unowned
 from .index_select import ADD, plan_add
@@ -31,7 +31,7 @@ def index_put(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     if not isinstance(full, DTensor):
         return _torch.stock(operator, args, kwargs)
     if isinstance(values, torch.Tensor) and not isinstance(values, DTensor) and values.numel() == 1:
-        values = the_same_everywhere(values, full.device_mesh)
+        values = as_replicated(values, full.device_mesh)
     check_placed("index_put", (("input", full), ("values", values)))
     mask = sole_mask(full, indices)
     if mask is not None and values.numel() == 1 and not adds:
@@ -108,5 +108,5 @@ def _store_result(operator: _torch.Operator, full: DTensor, local: torch.Tensor,
     if not operator._schema.is_mutable:
         return _torch.wrap(local.contiguous(), layout.dense.spec)
     target = Layout.of(_torch.spec_of(full))
-    _torch.local_of(full).copy_(relocated(local, layout, target))
+    _torch.local_of(full).copy_(redistribute_local(local, layout, target))
     return full

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
-from ...comm import all_gather_stacked, owners, rank_line, routed
+from ...comm import all_gather_stacked, owners, rank_line, route_rows
 from ...geometry import Shards
 from ...sharding.call import Call, Reported
 from ...sharding.errors import Unfit, refuse
@@ -106,7 +106,7 @@ def gather_selected(rows: torch.Tensor, selection: Selection, plan: MaskPlan) ->
     if not plan.mesh_dims:
         return rows
     ranges = _even_shards(plan, selection.count)
-    route = routed(owners(selection.positions, ranges)[0], plan.source.mesh, plan.mesh_dims)
+    route = route_rows(owners(selection.positions, ranges)[0], plan.source.mesh, plan.mesh_dims)
     positions, received = route.send(selection.positions), route.send(rows)
     return torch.empty_like(received).index_copy_(0, positions - ranges[route.line.rank].start, received)
 
@@ -116,7 +116,7 @@ def scatter_selected(values: torch.Tensor, selection: Selection, plan: MaskPlan)
     if not plan.mesh_dims:
         return values
     owner, start, _ = owners(selection.positions, _even_shards(plan, selection.count))
-    route = routed(owner, plan.source.mesh, plan.mesh_dims)
+    route = route_rows(owner, plan.source.mesh, plan.mesh_dims)
     return route.send_back(values[route.send(selection.positions - start)])
 
 

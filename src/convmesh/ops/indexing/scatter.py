@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ... import _torch
-from ...comm import routed
+from ...comm import route_rows
 from ...sharding.call import Call
 from ...sharding.errors import Unfit
 from ...sharding.gradient_placements import Placements, placements_of
@@ -105,7 +105,7 @@ def _as_1d(functional: _torch.Operator, writes: bool, full: Any, *rest: Any) -> 
 def _routed(target: Layout, placed_index: Layout, dim: int, at: torch.Tensor, source: Any) -> tuple[torch.Tensor, Any]:
     """Return the flat offsets into this rank's elements, and the values for them, received from all ranks."""
     owner, offset = owner_and_offset(at, placed_index, target, dim)
-    route = routed(owner, target.mesh, target.sharded_dims[dim])
+    route = route_rows(owner, target.mesh, target.sharded_dims[dim])
     if isinstance(source, torch.Tensor) and source.dim():
         source = route.send(source[tuple(slice(size) for size in at.shape)].reshape(-1))
     return route.send(offset), source

@@ -65,8 +65,8 @@ def _shard_batch(placements: Sequence[Placement], batch: int, samples: int) -> t
 
 def _place_state(state: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
     """Give a state these placements."""
-    if isinstance(state, Buffer) and state.undecided():
-        state.lie_at(placements, state.content.mesh)
+    if isinstance(state, Buffer) and state.is_buffer():
+        state.place_at(placements, state.content.mesh)
         return state
     return state.redistribute(placements=placements) if isinstance(state, DTensor) else state
 

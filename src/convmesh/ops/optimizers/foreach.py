@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ... import _torch
 from ...comm import all_reduce
 from ...sharding.layout import Layout
-from ...sharding.partial import is_pending, reduce_once
+from ...sharding.partial import is_partial, reduce_once
 from ...sharding.registry import Behaviour, rule, tolerant, while_installed
 from ...sharding.result_strides import as_on_one_device
 from .tensor_lists import Lists, of_one_layout
@@ -182,12 +182,12 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
             same = isinstance(parameter, DTensor) and gradient.placements == parameter.placements
-            if same and not is_pending(gradient):
+            if same and not is_partial(gradient):
                 continue  # nearly always
             given.append((parameter, gradient))
             if isinstance(parameter, DTensor) and parameter.device_mesh == gradient.device_mesh:
                 like[id(gradient)] = parameter
-    like = {key: parameter for key, parameter in like.items() if not is_pending(parameter)}
+    like = {key: parameter for key, parameter in like.items() if not is_partial(parameter)}
     sums = reduce_once([gradient for _, gradient in given], like)
     _stepping[id(optimizer)] = [
         (parameter, gradient, sums[id(gradient)]) for parameter, gradient in given if id(gradient) in sums

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
-from ...comm import owners, routed
+from ...comm import owners, route_rows
 from ...geometry import Interval, shards
 from ...sharding.call import Call, Moved
 from ...sharding.errors import Unfit
@@ -40,7 +40,7 @@ class OutputPart:
     first: int  # the first spatial dimension
     sizes: tuple[int, ...]
     own: tuple[Interval, ...]  # what this rank owns of space in `computed`
-    routed: tuple[int, ...]  # the mesh dimensions over which values are sent to the owners of their positions
+    routed_dims: tuple[int, ...]  # the mesh dimensions over which values are sent to the owners of their positions
 
 
 @plan_rule(
@@ -94,12 +94,12 @@ def _write_routed(values: torch.Tensor, at: torch.Tensor, part: OutputPart) -> t
         # The owner's coordinate along each mesh dimension, times the stride of that dimension among the ranks.
         number, mesh_dims = owners(index, layout.shards(first + axis))[0], layout.sharded_dims.get(first + axis, ())
         for mesh_dim in reversed(mesh_dims):
-            step = prod(layout.mesh.size(m) for m in part.routed if m > mesh_dim)
+            step = prod(layout.mesh.size(m) for m in part.routed_dims if m > mesh_dim)
             owner += number % layout.mesh.size(mesh_dim) * step
             number = number.div(layout.mesh.size(mesh_dim), rounding_mode="floor")
     owner.masked_fill_((at < 0) | (at >= volume), -1)
     planes = torch.arange(prod(values.shape[:first]), device=at.device).view(*values.shape[:first], *[1] * len(sizes))
-    route = routed(owner.flatten(), layout.mesh, part.routed)
+    route = route_rows(owner.flatten(), layout.mesh, part.routed_dims)
     places, received = route.send((planes * volume + at).flatten()), route.send(values.flatten())
     extents = [len(side) for side in part.own]
     along = [index - side.start for index, side in zip(coordinates(places % volume, sizes), part.own, strict=True)]

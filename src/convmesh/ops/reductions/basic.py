@@ -12,7 +12,7 @@ from ... import _torch
 from ...sharding.call import Call
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
-from ...sharding.partial import is_pending, reduce_once
+from ...sharding.partial import is_partial, reduce_once
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
 from .plan import Reduction, wide
@@ -122,7 +122,7 @@ def _neutral_element(dtype: torch.dtype, greatest: bool) -> float | int | bool:
 
 def _summed_gradient(input: Any, *how: Any) -> tuple[Any, ...]:
     """Reduce a Partial gradient for its norm and keep the sum: clipping uses the gradient again afterwards."""
-    if isinstance(input, DTensor) and not input.requires_grad and is_pending(input):
+    if isinstance(input, DTensor) and not input.requires_grad and is_partial(input):
         input = reduce_once([input]).get(id(input), input)
     return input, *how
 

@@ -11,7 +11,7 @@ from ... import _torch
 from ...comm import all_reduce
 from ...sharding.call import Call, Reported
 from ...sharding.errors import Unfit
-from ...sharding.implicit_replication import the_same_everywhere
+from ...sharding.implicit_replication import as_replicated
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
@@ -74,7 +74,7 @@ def _min_max(local: torch.Tensor, layout: Layout) -> tuple[float, float]:
 def _bins_everywhere(input: Any, bins: Any, *rest: Any) -> tuple[Any, ...]:
     """Make plain bin edges a replicated DTensor."""
     plain = isinstance(bins, torch.Tensor) and not isinstance(bins, DTensor)
-    return input, the_same_everywhere(bins, input.device_mesh) if plain else bins, *rest
+    return input, as_replicated(bins, input.device_mesh) if plain else bins, *rest
 
 
 @plan_rule(

@@ -17,7 +17,7 @@ from ... import _torch
 from ...geometry import IndexMap, index_map
 from ...sharding.call import Call
 from ...sharding.errors import Unfit
-from ...sharding.implicit_replication import the_same_everywhere
+from ...sharding.implicit_replication import as_replicated
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
@@ -36,7 +36,7 @@ def _placed(tensors: Sequence[Any]) -> list[Any]:
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     if mesh is None or not _torch.in_backward():
         return list(tensors)
-    return [tensor if isinstance(tensor, DTensor) else the_same_everywhere(tensor, mesh) for tensor in tensors]
+    return [tensor if isinstance(tensor, DTensor) else as_replicated(tensor, mesh) for tensor in tensors]
 
 
 def _list_placed(tensors: Sequence[Any], dim: int) -> tuple[Any, ...]:
@@ -129,7 +129,7 @@ def slice_scatter(
     count, first = bounds(full.shape[dim], start, stop, step)
     if part.shape != (*full.shape[:dim], count, *full.shape[dim + 1 :]):
         raise Unfit(f"replaces {count} of dimension {dim}", "give a part of the slice's shape")
-    scattered = index_map.scattered(full.shape[dim], count, first, step)
+    scattered = index_map.slice_scatter(full.shape[dim], count, first, step)
     pair = (full, part)
     placed, output, remap = _join(operator, pair, _rows(pair), full.shape, full.dtype, (dim, scattered))
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ...comm import Block, Held, RankLine, Schedule, flat_ranges, rank_line, start
-from ...geometry import FlatRanges, Group, Interval, Shards, Stripes, groups, volume, where_sharded
+from ...geometry import FlatRanges, Group, Interval, Shards, Stripes, dim_with_same_shards, groups, volume
 from ...sharding.layout import Layout
 
 Placements = tuple[Placement, ...]
@@ -109,7 +109,7 @@ def _needs_reshard(group: Group, layout: Layout, shape: tuple[int, ...]) -> bool
 
 def _new_dim(dim: int, layout: Layout, shape: tuple[int, ...]) -> int | None:
     """The dimension of `shape` that has the same shards as `dim`; None if there is none."""
-    return where_sharded(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in layout.sharded_dims[dim]))
+    return dim_with_same_shards(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in layout.sharded_dims[dim]))
 
 
 def _kept(placement: Placement, layout: Layout, shape: tuple[int, ...]) -> Placement:

@@ -11,7 +11,7 @@ from math import prod
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ... import _torch
-from ...geometry import Group, groups, where_sharded
+from ...geometry import Group, dim_with_same_shards, groups
 from ...sharding.gradient_placements import LARGEST, Placements, key_of
 from ...sharding.layout import Layout, reduced
 from ...sharding.plan_cache import planned
@@ -69,7 +69,7 @@ def recall(spec: _torch.Spec, shape: tuple[int, ...]) -> Placements | None:
             placement = layout.placements[mesh_dim]
             assert isinstance(placement, Shard)
             sizes = tuple(layout.mesh.size(m) for m in layout.sharded_dims[placement.dim])
-            new = where_sharded(placement.dim, layout.shape, shape, sizes)
+            new = dim_with_same_shards(placement.dim, layout.shape, shape, sizes)
             if new is None:
                 return None
             placements[mesh_dim] = Shard(new)

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
-from ...geometry import merged, where_sharded
+from ...geometry import are_merged, dim_with_same_shards
 from ...sharding.gradient_placements import Placements
 from ...sharding.layout import Layout, dense_stride, reduced
 from ...sharding.plan_cache import planned
@@ -43,7 +43,7 @@ def placements_after_view(placements: Placements, layout: Layout, shape: tuple[i
     placed = layout.placed(placements)
     moved: dict[int, int] = {}
     for dim, mesh_dims in placed.sharded_dims.items():
-        new = where_sharded(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in mesh_dims))
+        new = dim_with_same_shards(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in mesh_dims))
         if new is None:
             return None
         moved[dim] = new
@@ -128,7 +128,7 @@ def _is_unrelated(before: Placement, after: Placement, layout: Layout, shape: tu
     """Whether the newly sharded dimension is neither the batch nor merged with the one that was sharded."""
     if not isinstance(before, Shard) or not isinstance(after, Shard) or after.dim == 0:
         return False
-    return not merged(before.dim, after.dim, layout.shape, shape)
+    return not are_merged(before.dim, after.dim, layout.shape, shape)
 
 
 def _candidates(placement: Placement, layout: Layout) -> list[Placement]:

@@ -92,7 +92,7 @@ def slice_backward(
         result: torch.Tensor = operator(local, shape, dim, start, stop, step)
         return result
 
-    return copy_plan(gradient, {dim: index_map.spread(sizes[dim], count, first, step)}).call(local_op)
+    return copy_plan(gradient, {dim: index_map.slice_backward(sizes[dim], count, first, step)}).call(local_op)
 
 
 @plan_rule(aten.split.Tensor, aten.split_with_sizes.default, behaviour=SPLIT, foreign=True)

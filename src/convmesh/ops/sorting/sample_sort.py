@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...comm import all_gather_stacked, owners, rank_line, routed
+from ...comm import all_gather_stacked, owners, rank_line, route_rows
 from ...sharding.layout import Layout
 
 SAMPLES = 64  # per rank
@@ -19,7 +19,7 @@ def sample_sort(
     """Return the local tensor of the sorted row, and the positions that its values had. The sort is stable."""
     mesh, mesh_dims = layout.mesh, layout.sharded_dims[dim]
     ranked, order = values.sort(descending=descending, stable=True)
-    route = routed(_destination_rank(ranked, layout, dim, descending), mesh, mesh_dims)
+    route = route_rows(_destination_rank(ranked, layout, dim, descending), mesh, mesh_dims)
     # They arrive in the order of the ranks, so equal values keep their order.
     received, places = route.send(ranked), route.send(order + layout.own(dim).start)
     received, order = received.sort(descending=descending, stable=True)
@@ -27,7 +27,7 @@ def sample_sort(
     counts = all_gather_stacked(torch.tensor(received.numel(), device=received.device), mesh, mesh_dims).tolist()
     first = sum(counts[: rank_line(mesh, mesh_dims).rank])
     position = torch.arange(first, first + received.numel(), device=received.device)
-    back = routed(owners(position, layout.shards(dim))[0], mesh, mesh_dims)
+    back = route_rows(owners(position, layout.shards(dim))[0], mesh, mesh_dims)
     return back.send(received), back.send(places)
 
 
