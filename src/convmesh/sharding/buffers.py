@@ -191,16 +191,16 @@ def _on_plain(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return first if result is plain_args[0] and not turns else _torch.as_view(operator, args, kwargs, result)
 
 
-def _views(operator: Any, whole: Buffer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _views(operator: Any, base: Buffer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def view(meta: torch.Tensor, number: int | None) -> Buffer:
         def take(tensor: torch.Tensor) -> torch.Tensor:
             taken: Any = operator(tensor, *args, **kwargs)
             return taken if number is None else taken[number]  # type: ignore[no-any-return]
 
-        content = Content(whole.content.mesh, origin=whole, origin_shape=tuple(whole.shape), take=take)
-        return Buffer.make(content, meta, whole.device)
+        content = Content(base.content.mesh, origin=base, origin_shape=tuple(base.shape), take=take)
+        return Buffer.make(content, meta, base.device)
 
-    metas = operator(sizes_of(whole), *args, **kwargs)
+    metas = operator(sizes_of(base), *args, **kwargs)
     return view(metas, None) if isinstance(metas, torch.Tensor) else [view(m, n) for n, m in enumerate(metas)]
 
 
