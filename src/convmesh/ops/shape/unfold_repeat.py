@@ -1,6 +1,6 @@
 """Tensors that repeat their input: windows (`Tensor.unfold`) and copies (`repeat`).
 
-Along a sharded dimension both are composed of where and joins, each of which sends what changes its owner.
+Along a sharded dimension both are composed of slices and joins, each of which sends elements that change owner.
 """
 
 from __future__ import annotations
