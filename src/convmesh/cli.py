@@ -19,6 +19,11 @@ INTRODUCTION = """\
 
 What each operator does on sharded tensors after `convmesh.enable()`, forward and backward. Made from the rules
 themselves by `convmesh operators --markdown`. Operators that are not listed here run as torch's DTensor runs them.
+
+*Stays sharded* names the dimensions that may be sharded, and are sharded in the result, and the Partial placements that
+may stay; operands with other placements are redistributed first. *Communication* is what ranks send each other beyond
+that. An element *changes owner* if another rank's shard contains it after the operator than before. *Refused* raises a
+`ShardingError`; "-" means nothing does.
 """
 
 Row = tuple[str, Behaviour]

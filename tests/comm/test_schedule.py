@@ -28,7 +28,7 @@ from convmesh.comm import (
     owners,
     rank_line,
     reshard,
-    routed,
+    route_rows,
     start,
 )
 from convmesh.geometry import FlatRanges, Grid, HaloPlan, Interval, Shards, Stripes, volume
@@ -188,7 +188,7 @@ def route(mesh: DeviceMesh, case: tuple[int, tuple[int, ...]]) -> None:
     everyone = [[rng.randrange(line.size) for _ in range(rng.randint(0, 6))] for _ in range(line.size)]
     rows = [torch.randn(len(to), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + rank))
             for rank, to in enumerate(everyone)]  # fmt: skip
-    route = routed(torch.tensor(everyone[line.rank], dtype=torch.int64), mesh, mesh_dims)
+    route = route_rows(torch.tensor(everyone[line.rank], dtype=torch.int64), mesh, mesh_dims)
     arrived = route.send(rows[line.rank])
     pairs = zip(rows, everyone, strict=True)
     expected = [row for theirs, to in pairs for row, dst in zip(theirs, to, strict=True) if dst == line.rank]
@@ -210,7 +210,7 @@ def test_rows_are_routed_and_answered(pool: Pool, mesh: tuple[int, ...], mesh_di
 def lose(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> str:
     line = rank_line(mesh, mesh_dims)
     with pytest.raises(IndexError) as caught:
-        routed(torch.tensor([0, line.size if line.rank == line.size - 1 else 0]), mesh, mesh_dims)
+        route_rows(torch.tensor([0, line.size if line.rank == line.size - 1 else 0]), mesh, mesh_dims)
     return str(caught.value)
 
 

@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convmesh.geometry import HaloPlan, IndexMap, Interval, Reads, Shards, index_map, merged, shards, where_sharded
+from convmesh.geometry import (
+    HaloPlan,
+    IndexMap,
+    Interval,
+    Reads,
+    Shards,
+    are_merged,
+    dim_with_same_shards,
+    index_map,
+    shards,
+)
 from tests.geometry.agreement import check_that_ranks_agree
 
 SIZES = st.integers(1, 9)
@@ -45,11 +55,11 @@ def test_slices_and_turns(size: int, start: int, count: int, step: int, shift: i
     taken = values[start : start + count * step : step]
     first = min(start, size)
     assert outputs(index_map.strided(len(taken), first, step), values) == taken
-    back = outputs(index_map.spread(size, len(taken), first, step), taken)
+    back = outputs(index_map.slice_backward(size, len(taken), first, step), taken)
     assert [value for value in back if value is not None] == taken
     replaced = values.copy()
     replaced[start : start + count * step : step] = [-1] * len(taken)
-    assert outputs(index_map.scattered(size, len(taken), first, step), values, [-1] * len(taken)) == replaced
+    assert outputs(index_map.slice_scatter(size, len(taken), first, step), values, [-1] * len(taken)) == replaced
     assert outputs(index_map.flipped(size), values) == values[::-1]
     assert outputs(index_map.rolled(size, shift), values) == torch.tensor(values).roll(shift).tolist()
     assert outputs(index_map.joined([size, 0, size]), values, [], values) == values * 2
@@ -71,7 +81,7 @@ def test_flattened_cuts_are_the_same_elements(shape: list[int], first: int, rank
     merged = [*shape[:first], shape[first] * shape[first + 1], *shape[first + 2 :]]
     everything = torch.arange(torch.Size(shape).numel())
     for dim in range(len(shape)):
-        new = where_sharded(dim, shape, merged, (ranks,))
+        new = dim_with_same_shards(dim, shape, merged, (ranks,))
         if new is not None:
             for old_part, new_part in zip(shards(shape[dim], (ranks,)), shards(merged[new], (ranks,)), strict=True):
                 old = everything.view(shape).narrow(dim, old_part.start, len(old_part))
@@ -81,8 +91,8 @@ def test_flattened_cuts_are_the_same_elements(shape: list[int], first: int, rank
 
 def test_dimensions_that_become_one() -> None:
     image, tokens = (2, 6, 4, 5), (2, 6, 20)
-    assert [merged(3, dim, image, tokens) for dim in range(4)] == [False, False, True, True]
-    assert [merged(1, dim, image, (2, 120)) for dim in range(4)] == [False, True, True, True]
+    assert [are_merged(3, dim, image, tokens) for dim in range(4)] == [False, False, True, True]
+    assert [are_merged(1, dim, image, (2, 120)) for dim in range(4)] == [False, True, True, True]
 
 
 @given(st.data(), SIZES, st.lists(st.integers(1, 5), min_size=1, max_size=2).map(tuple))
@@ -91,7 +101,7 @@ def test_ranks_agree_on_what_they_send_each_other(data: st.DataObject, size: int
     count = -(-(size - start) // step)
     before, after = data.draw(st.integers(0, max(0, size - 1))), data.draw(st.integers(0, max(0, size - 1)))
     maps = [
-        index_map.strided(count, start, step), index_map.spread(size, count, start, step),
+        index_map.strided(count, start, step), index_map.slice_backward(size, count, start, step),
         index_map.flipped(size), index_map.rolled(size, start), index_map.constant_pad(size, before - 2, after - 3),
         index_map.reflection_pad(size, before, after), index_map.joined([size, count, size]),
     ]  # fmt: skip
@@ -104,5 +114,5 @@ def test_ranks_agree_on_what_they_send_each_other(data: st.DataObject, size: int
 
 
 def made_from(made: index_map.IndexMap, size: int, count: int) -> int:
-    """The size of the first source: only `spread` has the slice itself."""
+    """The size of the first source: only `slice_backward` has the slice itself."""
     return count if any(piece.out_step > 1 for piece in made.pieces) else size

@@ -76,7 +76,7 @@ NETWORKS = {
     "UNet 2-d": Network(lambda: UNet(2, 3, 3, (4, 6, 8), (2, 2)), (2, 3, 37, 30), dense=True),
     "UNet 3-d": Network(lambda: UNet(3, 1, 3, (4, 6), (2,), convs=1), (2, 1, 9, 12, 10), dense=True),
     "ResNet": Network(lambda: ResNet((1, 1), num_classes=3, width=4), (2, 3, 40, 36)),
-    "ResNet, bottlenecks": Network(lambda: ResNet((1, 1), expanded=True, num_classes=3, width=2), (2, 3, 33, 36)),
+    "ResNet, bottlenecks": Network(lambda: ResNet((1, 1), use_bottleneck=True, num_classes=3, width=2), (2, 3, 33, 36)),
     "ConvNeXt": Network(
         lambda: ConvNeXt((1, 1), (4, 6), num_classes=3, layer_scale=0.5, stochastic_depth=0.5), (2, 3, 40, 44)
     ),

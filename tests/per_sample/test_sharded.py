@@ -71,7 +71,7 @@ def run(mesh: DeviceMesh, case: Case) -> None:
     function: Callable[..., Any] = getattr(convmesh, case.what)
     expected = function(model, F.cross_entropy, x, y, **options)
     y_at = tuple(0 if at == 0 else "R" for at in case.x_at)
-    in_a_loop = mock.patch.object(samples, "one_by_one", side_effect=AssertionError("layers were not recognised"))
+    in_a_loop = mock.patch.object(samples, "map_with_loop", side_effect=AssertionError("layers were not recognised"))
     with convmesh.enable(), Sizes() as sizes, in_a_loop:
         placed = MODELS[case.parameters](network(), mesh)
         actual = function(placed, F.cross_entropy, place(x, mesh, case.x_at), place(y, mesh, y_at), **options)

@@ -138,8 +138,8 @@ def test_beside_a_process_group() -> None:
 SHARED = {
     "by memory, a process group, a mesh, or an object that only one rank has":
         "arrivals._arrivals interception._known interception._started mailbox._letters mailbox._mailboxes "
-        "agreement._paths partial._kept implicit_replication._modules foreach._stepping ranks._groups tracing._kept "
-        "idle_optimizers._models idle_optimizers._replaced idle_optimizers._looked_at opened._shared "
+        "agreement._paths partial._cached_sums implicit_replication._modules foreach._stepping ranks._groups "
+        "tracing._kept idle_optimizers._models idle_optimizers._replaced idle_optimizers._checked opened._shared "
         "groups._by_gloo",
     "by thread": "tensor_lists._known",
     "the same for all ranks of one machine": "benchmark._fastest choice._when_forgotten rules._known shapes._known",
@@ -179,11 +179,15 @@ WEAK = ("WeakKeyDictionary", "WeakSet", "WeakValueDictionary", "WeakTensorKeyDic
 
 
 def test_all_state_of_modules_is_known() -> None:
-    own = {f"{owner.__name__.split('.')[-1]}.{name}" for owner, name in process_state.OWN if hasattr(owner, "__file__")}
+    own = {
+        f"{owner.__name__.split('.')[-1]}.{name}"
+        for owner, name in process_state.PER_RANK
+        if hasattr(owner, "__file__")
+    }
     shared = {name for names in SHARED.values() for name in names.split()}
-    assert module_state() - own - shared == set(), "a rank's own (process_state.OWN), or shared, and why?"
+    assert module_state() - own - shared == set(), "a rank's own (process_state.PER_RANK), or shared, and why?"
     assert shared - module_state() == set()
-    assert all(hasattr(owner, name) for owner, name in process_state.OWN)
+    assert all(hasattr(owner, name) for owner, name in process_state.PER_RANK)
 
 
 def test_ranks_are_not_taken_for_those_of_an_earlier_simulation() -> None:

@@ -22,7 +22,7 @@ def convnext() -> nn.Module:
 
 
 def resnet() -> nn.Module:
-    return ResNet((1, 1), expanded=True, num_classes=3, width=2)
+    return ResNet((1, 1), use_bottleneck=True, num_classes=3, width=2)
 
 
 def unet2d() -> nn.Module:

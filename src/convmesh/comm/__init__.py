@@ -32,7 +32,7 @@ from .reduce import are_few as are_few
 from .reduce import replaces_reduction as replaces_reduction
 from .reduce import start_reducing as start_reducing
 from .routed import owners as owners
-from .routed import routed as routed
+from .routed import route_rows as route_rows
 from .schedule import Halo as Halo
 from .schedule import Schedule as Schedule
 from .schedule import boxes as boxes

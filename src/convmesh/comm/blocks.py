@@ -38,19 +38,19 @@ class Held:
 
         The result is a view if one block contains all of it, else a new tensor in the memory format of the own block.
         """
-        seen = box if within is None else _common(box, within)
-        if seen == box and volume(box):
+        readable = box if within is None else _intersection(box, within)
+        if readable == box and volume(box):
             for block in self.blocks:
                 if all(map(Interval.covers, block.box, box)):
-                    return self._cut(block, box)
-        parts = [(_common(block.box, seen), block) for block in self.blocks]
+                    return self._narrow(block, box)
+        parts = [(_intersection(block.box, readable), block) for block in self.blocks]
         parts = [(common, block) for common, block in parts if volume(common)]
         result = self._allocate(box, complete=sum(volume(common) for common, _ in parts) == volume(box), fill=fill)
         for common, block in parts:
-            self._cut(Block(box, result), common).copy_(self._cut(block, common))
+            self._narrow(Block(box, result), common).copy_(self._narrow(block, common))
         return result
 
-    def _cut(self, block: Block, box: Box) -> torch.Tensor:
+    def _narrow(self, block: Block, box: Box) -> torch.Tensor:
         data = block.data
         for dim, held, wanted in zip(self.dims, block.box, box, strict=True):
             if held != wanted:
@@ -67,5 +67,5 @@ class Held:
         return result if complete else result.fill_(fill)
 
 
-def _common(one: Box, other: Box) -> Box:
+def _intersection(one: Box, other: Box) -> Box:
     return tuple(a & b for a, b in zip(one, other, strict=True))

@@ -17,7 +17,7 @@ from .schedule import RowSchedule
 
 
 @dataclass(frozen=True)
-class Routed:
+class Route:
     """The routes of this rank's rows to other ranks of a line: a hop per mesh dimension, the last dimension first."""
 
     hops: tuple[tuple[torch.Tensor, RowSchedule], ...]  # for each hop, the order of rows before it, and what is sent
@@ -38,7 +38,7 @@ class Routed:
         return answers
 
 
-def routed(destination: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Routed:
+def route_rows(destination: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Route:
     """Find the routes of this rank's elements; `destination` holds for each the number of a rank along `mesh_dims`.
 
     A number out of range raises an IndexError on all ranks of the line.
@@ -51,15 +51,16 @@ def routed(destination: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ..
         last = destination % size
         counts = torch.bincount(last, minlength=size)
         # Every rank sends every other the number of rows for it, and the number of invalid destinations it knows of.
-        told = exchange_rows(RowSchedule(group, [1] * size, [1] * size), torch.stack([counts, lost.expand(size)], 1))
-        lost = told[:, 1].sum()
-        schedule = RowSchedule(group, counts.tolist(), told[:, 0].tolist())
+        one_each = RowSchedule(group, [1] * size, [1] * size)
+        received = exchange_rows(one_each, torch.stack([counts, lost.expand(size)], 1))
+        lost = received[:, 1].sum()
+        schedule = RowSchedule(group, counts.tolist(), received[:, 0].tolist())
         hops.append((last.argsort(stable=True), schedule))
         if number:
             destination = exchange_rows(schedule, (destination // size)[hops[-1][0]])
     if missed := int(lost):
         raise IndexError(f"{missed} indices are out of range")
-    return Routed(tuple(hops), line)
+    return Route(tuple(hops), line)
 
 
 def owners(index: torch.Tensor, shards: Shards) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

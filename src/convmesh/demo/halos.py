@@ -11,22 +11,22 @@ from .picture import embedded
 from .settings import Shape
 from .traffic import Layer
 
-LOUPE = 28  # the side of a close-up, in pixels of the picture
+CLOSE_UP = 28  # the side of a close-up, in pixels of the picture
 
 
-def loupes(picture: torch.Tensor, mesh: Shape, layers: list[Layer]) -> list[tuple[Layer, Markup]]:
+def close_ups(picture: torch.Tensor, mesh: Shape, layers: list[Layer]) -> list[tuple[Layer, Markup]]:
     """Return a close-up of where shards meet for each layer with halos, showing the first and the last rank."""
     sizes = picture.shape[:2]
-    (top, left), side = window(sizes, mesh, LOUPE)
+    (top, left), side = window(sizes, mesh, CLOSE_UP)
     address = embedded(picture[top : top + side, left : left + side].contiguous(), lossless=True)
-    found = []
+    drawings = []
     for layer in layers:
         if layer.sides is not None and layer.sides.least_bytes(1):
             sides = layer.sides
             boxes = [(rank, sides.owns(place), sides.reads(place)) for rank, place in _pairs(mesh)]
             drawing = loupe(boxes, (top, left), side, sizes[0] / sides.input[2], address)
-            found.append((layer, drawing))
-    return found
+            drawings.append((layer, drawing))
+    return drawings
 
 
 def keys(mesh: Shape) -> Markup:

@@ -137,9 +137,9 @@ def join(settings: Settings, shape: Shape, alone: bool, progress: Progress) -> d
     first = dist.get_rank() == 0
 
     def run_on(place: Shape | None) -> Run:
-        told = progress if first else _nobody
-        told(place, None)
-        return train(settings, None if place is None else mesh, device, lambda loss: told(place, loss))
+        report = progress if first else _ignore_progress
+        report(place, None)
+        return train(settings, None if place is None else mesh, device, lambda loss: report(place, loss))
 
     runs: list[Any] = [None] * ranks
     dist.gather_object(run_on(shape), runs if first else None)
@@ -152,5 +152,5 @@ def join(settings: Settings, shape: Shape, alone: bool, progress: Progress) -> d
     return results if first else None
 
 
-def _nobody(shape: Shape | None, loss: float | None) -> None:
+def _ignore_progress(shape: Shape | None, loss: float | None) -> None:
     """Ignore the progress."""

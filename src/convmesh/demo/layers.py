@@ -18,7 +18,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
-class Sides:
+class ConvolutionHalos:
     """Input and output of a convolution whose first two spatial dimensions are sharded over the mesh."""
 
     along: tuple[ShardedDependence, ShardedDependence]  # along height and width
@@ -42,8 +42,8 @@ class Sides:
         output's gradient, for the gradient of the input. The gradient of the weight then needs nothing more. Where only
         the weight's gradient is wanted, one of the two must be sent, the smaller one, if the forward halo was not kept.
         """
-        forward = _missing(self._plans(self.transposed)) * _deep(self.input)
-        backward = _missing(self._plans(not self.transposed)) * _deep(self.output)
+        forward = _halo_pixels(self._plans(self.transposed)) * _elements_per_pixel(self.input)
+        backward = _halo_pixels(self._plans(not self.transposed)) * _elements_per_pixel(self.output)
         return (forward + (backward if self.learns_input else min(forward, backward))) * element_size
 
     def _plans(self, coarse: bool) -> list[HaloPlan]:
@@ -51,8 +51,10 @@ class Sides:
         return [side.target_plan if coarse else side.source_plan for side in self.along]
 
 
-def sides_of(module: nn.Module, input: Sequence[int], output: Sequence[int], learns: bool, mesh: Shape) -> Sides | None:
-    """Return the `Sides` of a convolution, None for any other layer."""
+def convolution_halos(
+    module: nn.Module, input: Sequence[int], output: Sequence[int], learns: bool, mesh: Shape
+) -> ConvolutionHalos | None:
+    """Return the `ConvolutionHalos` of a convolution, None for any other layer."""
     transposed = isinstance(module, TRANSPOSED)
     if not transposed and not isinstance(module, CONVOLUTIONS):
         return None
@@ -63,7 +65,7 @@ def sides_of(module: nn.Module, input: Sequence[int], output: Sequence[int], lea
         window = Window(options.kernel_size[dim], options.stride[dim], options.padding[dim], options.dilation[dim])
         return ShardedDependence(window, fine[2 + dim], coarse[2 + dim], (mesh[dim],))
 
-    return Sides((along(0), along(1)), transposed, tuple(input), tuple(output), learns)
+    return ConvolutionHalos((along(0), along(1)), transposed, tuple(input), tuple(output), learns)
 
 
 def _needed(plans: Sequence[HaloPlan], place: Sequence[int]) -> Box:
@@ -75,7 +77,7 @@ def _needed(plans: Sequence[HaloPlan], place: Sequence[int]) -> Box:
     return tuple(sides)
 
 
-def _missing(plans: Sequence[HaloPlan]) -> int:
+def _halo_pixels(plans: Sequence[HaloPlan]) -> int:
     """How many pixels all ranks together read that other ranks own."""
     total = 0
     for place in product(*(range(len(plan.owned)) for plan in plans)):
@@ -85,6 +87,6 @@ def _missing(plans: Sequence[HaloPlan]) -> int:
     return total
 
 
-def _deep(shape: Sequence[int]) -> int:
+def _elements_per_pixel(shape: Sequence[int]) -> int:
     """The number of elements per pixel: samples x channels x further dimensions, which are not sharded."""
     return prod(shape) // (shape[2] * shape[3])

@@ -32,13 +32,13 @@ def page(report: Report) -> str:
     run, shape = report.runs[report.largest][0], report.largest
     rows = [row for row in report.traffic(shape) if row[1] or row[2] or row[0].sums]
     memory, times = _costs(report)
-    whole, near = _pictures(run, clean)
+    full, near = _pictures(run, clean)
     return render(
         __package__, "demo.html", report=report, picture=PICTURES[report.settings.picture], height=clean.shape[0],
         width=clean.shape[1], steps=len(run.losses), largest=mesh_name(shape),
         meshes=[f"{one[0]}x{one[1]}" for one in report.meshes], cards=_cards(report), rows=rows,
         shards=plane(clean.shape[:2], shape, picture.embedded(clean)), keys=halos.keys(shape),
-        loupes=halos.loupes(clean, shape, run.layers), whole=whole, near=near, losses=_losses(report),
+        close_ups=halos.close_ups(clean, shape, run.layers), full=full, near=near, losses=_losses(report),
         worst=[] if report.one is None else [(mesh_name(one), max(report.differences(one))) for one in report.meshes],
         rounding=torch.finfo(torch.float64 if report.settings.double else torch.float32).eps, memory=memory,
         times=times, sharing=_sharing(report), longest=max([sent for _, sent, _ in rows] + [1]),
@@ -65,24 +65,24 @@ def _cards(report: Report) -> list[tuple[str | Markup, str]]:
     return cards
 
 
-class _Shown(NamedTuple):
+class _Picture(NamedTuple):
     name: str
     address: str
     words: str
 
 
-def _pictures(run: Run, clean: torch.Tensor) -> tuple[list[_Shown], list[_Shown]]:
+def _pictures(run: Run, clean: torch.Tensor) -> tuple[list[_Picture], list[_Picture]]:
     """Return the full pictures, and close-ups of where the shards meet."""
     assert run.noisy is not None
     assert run.output is not None
     middle = [extent // 2 for extent in clean.shape[:2]]
     rows, columns = (slice(at - min(at, NEAR), at + NEAR) for at in middle)
-    whole, near = [], []
+    full, near = [], []
     for name, shown in {"Input": run.noisy, "Output": run.output, "Target": clean}.items():
         words = "" if shown is clean else f"{picture.psnr(shown, clean):.1f} dB"
-        whole.append(_Shown(name, picture.embedded(shown), words))
-        near.append(_Shown(name, picture.embedded(shown[rows, columns].contiguous()), "where the shards meet"))
-    return whole, near
+        full.append(_Picture(name, picture.embedded(shown), words))
+        near.append(_Picture(name, picture.embedded(shown[rows, columns].contiguous()), "where the shards meet"))
+    return full, near
 
 
 def _losses(report: Report) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..comm import Traffic, count_traffic
-from .layers import CONVOLUTIONS, TRANSPOSED, Sides, sides_of
+from .layers import CONVOLUTIONS, TRANSPOSED, ConvolutionHalos, convolution_halos
 from .settings import Shape
 
 LOSS, WEIGHTS = "loss", "weight gradients"
@@ -27,7 +27,7 @@ class Layer:
     halo: int = 0
     sums: int = 0
     other: int = 0
-    sides: Sides | None = None
+    sides: ConvolutionHalos | None = None
 
 
 def _kind(module: nn.Module) -> str:
@@ -38,7 +38,7 @@ def _kind(module: nn.Module) -> str:
     return f"{type(module).__name__} {kernel}{f', stride {stride}' if stride > 1 else ''}"
 
 
-class Watch(_torch.TorchDispatchMode):
+class CollectiveRecorder(_torch.TorchDispatchMode):
     """Attributes the bytes of every collective to the layer that is running.
 
     `exchanged` tells which collectives are halo exchanges: values to be summed may use an all-to-all as well.
@@ -48,7 +48,7 @@ class Watch(_torch.TorchDispatchMode):
         super().__init__()
         self.exchanged, self.exchanges = exchanged, 0
         self.layers: dict[str, Layer] = {}
-        self.at_work = self.layer(LOSS, "")
+        self.current_layer = self.layer(LOSS, "")
 
     def layer(self, name: str, kind: str) -> Layer:
         return self.layers.setdefault(name, Layer(name, kind))
@@ -60,7 +60,7 @@ class Watch(_torch.TorchDispatchMode):
         if namespace == "_c10d_functional" and not name.startswith(("wait", "_wrap")):
             size = args[0].numel() * args[0].element_size()
             use = self._use(name)
-            setattr(self.at_work, use, getattr(self.at_work, use) + size)
+            setattr(self.current_layer, use, getattr(self.current_layer, use) + size)
         return func(*args, **(kwargs or {}))
 
     def _use(self, collective: str) -> str:
@@ -71,67 +71,69 @@ class Watch(_torch.TorchDispatchMode):
         return "sums" if collective.startswith(("all_reduce", "all_to_all")) else "other"
 
 
-class _Labels:
+class _LayerTracker:
     """Tracks which layer is running: in forward by module hooks, in backward by hooks of the autograd graph's nodes.
 
     Modules have backward hooks too, but these do not allow an in-place activation after the module.
     """
 
-    def __init__(self, watch: Watch, mesh: Shape):
-        self.watch, self.mesh = watch, mesh
+    def __init__(self, recorder: CollectiveRecorder, mesh: Shape):
+        self.recorder, self.mesh = recorder, mesh
         self.known: set[Any] = set()
 
     def attach(self, name: str, module: nn.Module) -> list[Any]:
         """Hook a module so that it becomes the running layer, and return the handles of the hooks."""
-        layer = self.watch.layer(name, _kind(module))
+        layer = self.recorder.layer(name, _kind(module))
 
         def enter(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            self.watch.at_work = layer
+            self.recorder.current_layer = layer
 
         def leave(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             x = inputs[0]
-            layer.sides = sides_of(module, x.shape, output.shape, x.requires_grad, self.mesh)
-            self.book(output.grad_fn, layer, stop=x.grad_fn)
-            self.watch.at_work = self.watch.layer(LOSS, "")
+            layer.sides = convolution_halos(module, x.shape, output.shape, x.requires_grad, self.mesh)
+            self.assign(output.grad_fn, layer, stop=x.grad_fn)
+            self.recorder.current_layer = self.recorder.layer(LOSS, "")
 
         return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
 
-    def book(self, start: Any, layer: Layer, stop: Any = None) -> None:
+    def assign(self, start: Any, layer: Layer, stop: Any = None) -> None:
         """Assign the nodes from `start` back to `stop`, or to nodes assigned before, to `layer`."""
-        waiting = [start]
-        while waiting:
-            node = waiting.pop()
+        to_visit = [start]
+        while to_visit:
+            node = to_visit.pop()
             if node is None or node is stop or node in self.known:
                 continue
             self.known.add(node)
             collects = hasattr(node, "variable")  # an AccumulateGrad node
-            self._say(node, self.watch.layer(WEIGHTS, "") if collects else layer)
-            waiting += [following for following, _ in node.next_functions]
+            self._hook(node, self.recorder.layer(WEIGHTS, "") if collects else layer)
+            to_visit += [next_node for next_node, _ in node.next_functions]
 
-    def _say(self, node: Any, layer: Layer) -> None:
-        def at_work(gradients: object) -> None:
-            self.watch.at_work = layer
+    def _hook(self, node: Any, layer: Layer) -> None:
+        def set_current(gradients: object) -> None:
+            self.recorder.current_layer = layer
 
-        node.register_prehook(at_work)
+        node.register_prehook(set_current)
 
 
 def watch_step(model: nn.Module, forward: Callable[[], torch.Tensor], mesh: Shape) -> list[Layer]:
     """Run one forward and backward pass; return its layers in order, then the loss and the weight gradients."""
     with count_traffic() as exchanged:
-        return _watched(Watch(exchanged), model, forward, mesh)
+        return _recorded(CollectiveRecorder(exchanged), model, forward, mesh)
 
 
-def _watched(watch: Watch, model: nn.Module, forward: Callable[[], torch.Tensor], mesh: Shape) -> list[Layer]:
-    labels = _Labels(watch, mesh)
+def _recorded(
+    recorder: CollectiveRecorder, model: nn.Module, forward: Callable[[], torch.Tensor], mesh: Shape
+) -> list[Layer]:
+    tracker = _LayerTracker(recorder, mesh)
     leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
-    handles = [handle for name, module in leaves for handle in labels.attach(name, module)]
+    handles = [handle for name, module in leaves for handle in tracker.attach(name, module)]
     try:
-        with watch:
+        with recorder:
             loss = forward()
-            labels.book(loss.grad_fn, watch.layer(LOSS, ""))
+            tracker.assign(loss.grad_fn, recorder.layer(LOSS, ""))
             loss.backward()
     finally:
         for handle in handles:
             handle.remove()
-    outside = [watch.layers.pop(name) for name in (LOSS, WEIGHTS) if name in watch.layers]
-    return [*watch.layers.values(), *outside]
+    outside = [recorder.layers.pop(name) for name in (LOSS, WEIGHTS) if name in recorder.layers]
+    return [*recorder.layers.values(), *outside]

@@ -76,21 +76,21 @@ def train(settings: Settings, mesh: DeviceMesh | None, device: str, report: Call
             loss = forward()
             loss.backward()
             optimizer.step()
-            losses.append(_whole(loss.detach()).item())  # also waits until the step is done
+            losses.append(_full(loss.detach()).item())  # also waits until the step is done
             seconds.append(time.perf_counter() - began)
             report(losses[-1])
 
     memory = peak_memory(steps) if device == "cpu" else _peak_on_gpu(steps)
     with torch.no_grad():
-        noisy, output = (picture.to_bytes(_whole(part)) for part in corrected())
-    weights = torch.cat([_whole(parameter.detach()).reshape(-1).cpu() for parameter in model.parameters()])
+        noisy, output = (picture.to_bytes(_full(part)) for part in corrected())
+    weights = torch.cat([_full(parameter.detach()).reshape(-1).cpu() for parameter in model.parameters()])
     layers = [] if mesh is None else watch_step(model, forward, (mesh.size(0), mesh.size(1)))
     first = mesh is None or mesh.get_rank() == 0
     shown = (noisy, output, weights) if first else (None, None, None)
     return Run(losses, seconds, memory, torch.get_num_threads(), device, layers, *shown)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor, for the report: training itself gathers nothing."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -31,9 +31,9 @@ from .resample import TransposedTaps as TransposedTaps
 from .resample import Weighted as Weighted
 from .resample import taps as taps
 from .reshape_groups import Group as Group
+from .reshape_groups import are_merged as are_merged
+from .reshape_groups import dim_with_same_shards as dim_with_same_shards
 from .reshape_groups import groups as groups
-from .reshape_groups import merged as merged
-from .reshape_groups import where_sharded as where_sharded
 from .shards import Shards as Shards
 from .shards import shards as shards
 from .window import Tap as Tap

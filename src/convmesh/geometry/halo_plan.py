@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .interval import Box, Interval
-from .moves import Along, Moves, Parts, Sides
+from .moves import Along, Moves, Parts, PartsByRank
 from .shards import Shards
 
 
@@ -19,12 +19,12 @@ class Reads:
     it may include too many, and if no index reads the part it is an empty interval at the place where one would be.
     """
 
-    made: Shards
+    produced: Shards
     reads: Callable[[Interval], Parts]
     read_by: Callable[[Interval], Interval | Parts]
 
     def parts(self, rank: int) -> Parts:
-        return self.reads(self.made[rank])
+        return self.reads(self.produced[rank])
 
     def touching(self, part: Interval) -> Iterable[int]:
         readers = self.read_by(part)
@@ -33,8 +33,8 @@ class Reads:
             Interval(one.start - 1, one.stop + 1) for one in ((readers,) if isinstance(readers, Interval) else readers)
         ]
         if len(wider) == 1:
-            return self.made.touching(wider[0])
-        return sorted({rank for one in wider for rank in self.made.touching(one)})
+            return self.produced.touching(wider[0])
+        return sorted({rank for one in wider for rank in self.produced.touching(one)})
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class HaloPlan:
     """
 
     owned: Shards
-    needed: Sides
+    needed: PartsByRank
 
     @property
     def size(self) -> int:

@@ -29,19 +29,19 @@ class Piece:
         """Return the part of the piece whose outputs are in `out`."""
         first = max(0, -(-(out.start - self.out_start) // self.out_step))
         last = min(self.count, -(-(out.stop - self.out_start) // self.out_step))
-        return self._from(first, last)
+        return self._subrange(first, last)
 
     def copying(self, source: Interval) -> Piece:
         """Return the part of the piece whose inputs are in `source`."""
-        return self._from(*self._copied(source))
+        return self._subrange(*self._copied_range(source))
 
     def read_by(self, source: Interval) -> Interval:
         """Return the outputs that copy any of `source`, plus one before and one after them."""
-        first, last = self._copied(source)
+        first, last = self._copied_range(source)
         first, last = max(0, first - 1), min(last + 1, self.count)
         return Interval(self.out_start + self.out_step * first, self.out_start + self.out_step * (last - 1) + 1)
 
-    def _copied(self, source: Interval) -> tuple[int, int]:
+    def _copied_range(self, source: Interval) -> tuple[int, int]:
         first, last = 0, self.count
         if self.in_step > 0:
             first = max(first, -(-(source.start - self.in_start) // self.in_step))
@@ -53,7 +53,7 @@ class Piece:
             last = 0
         return first, last
 
-    def _from(self, first: int, last: int) -> Piece:
+    def _subrange(self, first: int, last: int) -> Piece:
         return Piece(
             max(0, last - first), self.out_start + self.out_step * first, self.in_start + self.in_step * first,
             self.out_step, self.in_step, self.source,
@@ -121,7 +121,7 @@ def _merged(intervals: Sequence[Interval]) -> Parts:
     return tuple(merged)
 
 
-def in_a_row(pieces: Sequence[tuple[int, int, int]], before: int = 0, after: int = 0) -> IndexMap:
+def concatenation(pieces: Sequence[tuple[int, int, int]], before: int = 0, after: int = 0) -> IndexMap:
     """Concatenate pieces (count, in_start, in_step), with `before` and `after` filled outputs around them."""
     placed, start = [], before
     for count, in_start, in_step in pieces:
@@ -133,20 +133,20 @@ def in_a_row(pieces: Sequence[tuple[int, int, int]], before: int = 0, after: int
 def constant_pad(size: int, before: int, after: int) -> IndexMap:
     """Map of a constant padding; negative padding crops."""
     kept = size + min(0, before) + min(0, after)
-    return in_a_row([(kept, max(0, -before), 1)], max(0, before), max(0, after))
+    return concatenation([(kept, max(0, -before), 1)], max(0, before), max(0, after))
 
 
 def reflection_pad(size: int, before: int, after: int) -> IndexMap:
-    kept, start = _kept(size, before, after)
-    return in_a_row([(max(0, before), before, -1), (kept, start, 1), (max(0, after), size - 2, -1)])
+    kept, start = _kept_range(size, before, after)
+    return concatenation([(max(0, before), before, -1), (kept, start, 1), (max(0, after), size - 2, -1)])
 
 
 def replication_pad(size: int, before: int, after: int) -> IndexMap:
-    kept, start = _kept(size, before, after)
-    return in_a_row([(max(0, before), 0, 0), (kept, start, 1), (max(0, after), size - 1, 0)])
+    kept, start = _kept_range(size, before, after)
+    return concatenation([(max(0, before), 0, 0), (kept, start, 1), (max(0, after), size - 1, 0)])
 
 
-def _kept(size: int, before: int, after: int) -> tuple[int, int]:
+def _kept_range(size: int, before: int, after: int) -> tuple[int, int]:
     """Return how many inputs are kept and the index of the first; negative padding crops."""
     start = max(0, -before)
     return max(0, size + min(0, before) + min(0, after)), start
@@ -154,15 +154,15 @@ def _kept(size: int, before: int, after: int) -> tuple[int, int]:
 
 def strided(count: int, start: int, step: int) -> IndexMap:
     """Map of a slice."""
-    return in_a_row([(count, start, step)])
+    return concatenation([(count, start, step)])
 
 
-def spread(size: int, count: int, start: int, step: int) -> IndexMap:
+def slice_backward(size: int, count: int, start: int, step: int) -> IndexMap:
     """Map of a slice's backward: put its elements back in their places and fill the other outputs."""
     return IndexMap(size, (Piece(count, start, 0, out_step=step),) if count else ())
 
 
-def scattered(size: int, count: int, start: int, step: int) -> IndexMap:
+def slice_scatter(size: int, count: int, start: int, step: int) -> IndexMap:
     """Map that copies source 0 and replaces a slice of it with source 1."""
     over = (Piece(count, start, 0, out_step=step, source=1),) if count else ()
     if step == 1:  # the elements to be replaced need not be read
@@ -172,12 +172,12 @@ def scattered(size: int, count: int, start: int, step: int) -> IndexMap:
 
 
 def flipped(size: int) -> IndexMap:
-    return in_a_row([(size, size - 1, -1)])
+    return concatenation([(size, size - 1, -1)])
 
 
 def rolled(size: int, shift: int) -> IndexMap:
     shift = shift % size if size else 0
-    return in_a_row([(shift, size - shift, 1), (size - shift, 0, 1)])
+    return concatenation([(shift, size - shift, 1), (size - shift, 0, 1)])
 
 
 def joined(sizes: Sequence[int]) -> IndexMap:

@@ -14,7 +14,7 @@ from .shards import Shards
 Parts = tuple[Interval, ...]
 
 
-class Regions(Protocol):
+class BoxesByRank(Protocol):
     """Boxes of one tensor for each rank."""
 
     def boxes(self, rank: int, /) -> tuple[Box, ...]: ...
@@ -31,8 +31,8 @@ class Moves:
     Owned boxes are disjoint.
     """
 
-    owned: Regions
-    needed: Regions
+    owned: BoxesByRank
+    needed: BoxesByRank
 
     def sends(self, rank: int) -> Iterator[tuple[int, tuple[Box, ...]]]:
         """Yield (destination, boxes) for what `rank` sends, in rank order."""
@@ -55,13 +55,13 @@ def _common(needed: tuple[Box, ...], owned: tuple[Box, ...]) -> tuple[Box, ...]:
     return tuple([box for box in common if all(box)])
 
 
-def _touching(regions: Regions, boxes: tuple[Box, ...]) -> Iterable[int]:
+def _touching(regions: BoxesByRank, boxes: tuple[Box, ...]) -> Iterable[int]:
     if len(boxes) == 1:
         return regions.touching(boxes[0])
     return sorted({rank for box in boxes for rank in regions.touching(box)})
 
 
-class Sides(Protocol):
+class PartsByRank(Protocol):
     """Parts of one dimension for each rank."""
 
     def parts(self, rank: int, /) -> Parts: ...
@@ -72,7 +72,7 @@ class Sides(Protocol):
 class Along:
     """Boxes that differ between ranks along one axis only."""
 
-    sides: Sides
+    sides: PartsByRank
     axis: int
     box: Box
 

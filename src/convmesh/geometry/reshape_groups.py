@@ -38,7 +38,9 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
     return found
 
 
-def where_sharded(dim: int, before: Sequence[int], after: Sequence[int], mesh_sizes: tuple[int, ...]) -> int | None:
+def dim_with_same_shards(
+    dim: int, before: Sequence[int], after: Sequence[int], mesh_sizes: tuple[int, ...]
+) -> int | None:
     """Return the dimension of the new shape that is sharded over the same ranks as `dim` of the old one, or None."""
     group = next(group for group in groups(before, after) if dim in group.before)
     if len(group.before) == 1 and len(group.after) == 1:
@@ -56,6 +58,6 @@ def where_sharded(dim: int, before: Sequence[int], after: Sequence[int], mesh_si
     return None
 
 
-def merged(first: int, second: int, before: Sequence[int], after: Sequence[int]) -> bool:
+def are_merged(first: int, second: int, before: Sequence[int], after: Sequence[int]) -> bool:
     """Whether two dimensions of the old shape end up in the same group of the new one."""
     return any(first in group.before and second in group.before for group in groups(before, after))

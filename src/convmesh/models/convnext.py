@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .layers import CONVOLUTIONS, GlobalAverage, StochasticDepth, of_dims
+from .layers import CONVOLUTIONS, GlobalAverage, StochasticDepth, layer_for_dims
 
 EPSILON = 1e-6
 
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, spatial_dims: int, layer_scale: float, stochastic_depth: float):
         super().__init__()
-        convolution = of_dims(CONVOLUTIONS, spatial_dims)
+        convolution = layer_for_dims(CONVOLUTIONS, spatial_dims)
         self.depthwise = convolution(channels, channels, 7, padding=3, groups=channels)
         self.norm = nn.LayerNorm(channels, eps=EPSILON)
         self.perceptron = nn.Sequential(nn.Linear(channels, 4 * channels), nn.GELU(), nn.Linear(4 * channels, channels))
@@ -59,7 +59,7 @@ class ConvNeXt(nn.Module):
         super().__init__()
         if len(depths) != len(dims):
             raise ValueError(f"`depths` (={tuple(depths)}) and `dims` (={tuple(dims)}) must be of one length")
-        convolution = of_dims(CONVOLUTIONS, spatial_dims)
+        convolution = layer_for_dims(CONVOLUTIONS, spatial_dims)
         last = max(1, sum(depths) - 1)
         probabilities = iter([stochastic_depth * number / last for number in range(sum(depths))])
         stages: list[nn.Module] = []
@@ -76,9 +76,9 @@ class ConvNeXt(nn.Module):
         self.head = nn.Sequential(
             GlobalAverage(), nn.LayerNorm(channels, eps=EPSILON), nn.Linear(channels, num_classes)
         )
-        self._initialise()
+        self._init_weights()
 
-    def _initialise(self) -> None:
+    def _init_weights(self) -> None:
         for module in self.modules():
             if isinstance(module, (nn.Linear, *CONVOLUTIONS)):
                 nn.init.trunc_normal_(module.get_parameter("weight"), std=0.02)

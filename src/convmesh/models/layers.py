@@ -14,7 +14,7 @@ INSTANCE_NORMS: tuple[type[Any], ...] = (nn.InstanceNorm1d, nn.InstanceNorm2d, n
 MAX_POOLS: tuple[type[Any], ...] = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 
 
-def of_dims(layers: tuple[type[Any], ...], spatial_dims: int) -> type[Any]:
+def layer_for_dims(layers: tuple[type[Any], ...], spatial_dims: int) -> type[Any]:
     """Return the layer for 1, 2 or 3 spatial dimensions."""
     if not 1 <= spatial_dims <= len(layers):
         raise ValueError(f"`spatial_dims` (={spatial_dims}) must be between 1 and {len(layers)}")

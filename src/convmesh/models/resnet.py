@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .layers import BATCH_NORMS, CONVOLUTIONS, MAX_POOLS, GlobalAverage, of_dims
+from .layers import BATCH_NORMS, CONVOLUTIONS, MAX_POOLS, GlobalAverage, layer_for_dims
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int, spatial_dims: int) -> list[nn.Module]:
     """Return a convolution without a bias, which the norm would cancel, and a batch norm."""
-    convolution, norm = of_dims(CONVOLUTIONS, spatial_dims), of_dims(BATCH_NORMS, spatial_dims)
+    convolution, norm = layer_for_dims(CONVOLUTIONS, spatial_dims), layer_for_dims(BATCH_NORMS, spatial_dims)
     return [convolution(inputs, outputs, kernel, stride, kernel // 2, bias=False), norm(outputs)]
 
 
@@ -60,15 +60,15 @@ class ResNet(nn.Module):
         self,
         depths: Sequence[int],
         *,
-        expanded: bool = False,
+        use_bottleneck: bool = False,
         num_classes: int = 1000,
         in_channels: int = 3,
         width: int = 64,
         spatial_dims: int = 2,
     ):
         super().__init__()
-        block, expansion = (bottleneck, 4) if expanded else (basic, 1)
-        pool = of_dims(MAX_POOLS, spatial_dims)
+        block, expansion = (bottleneck, 4) if use_bottleneck else (basic, 1)
+        pool = layer_for_dims(MAX_POOLS, spatial_dims)
         stem = _convolution(in_channels, width, 7, 2, spatial_dims)
         self.stem = nn.Sequential(*stem, nn.ReLU(inplace=True), pool(3, 2, 1))
         stages = []
@@ -81,9 +81,9 @@ class ResNet(nn.Module):
             stages.append(nn.Sequential(*blocks))
         self.stages = nn.Sequential(*stages)
         self.head = nn.Sequential(GlobalAverage(), nn.Linear(channels, num_classes))
-        self._initialise()
+        self._init_weights()
 
-    def _initialise(self) -> None:
+    def _init_weights(self) -> None:
         for module in self.modules():
             if isinstance(module, CONVOLUTIONS):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -102,7 +102,7 @@ def resnet18(num_classes: int = 1000, in_channels: int = 3, width: int = 64, spa
 def resnet50(num_classes: int = 1000, in_channels: int = 3, width: int = 64, spatial_dims: int = 2) -> ResNet:
     return ResNet(
         (3, 4, 6, 3),
-        expanded=True,
+        use_bottleneck=True,
         num_classes=num_classes,
         in_channels=in_channels,
         width=width,

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .layers import CONVOLUTIONS, INSTANCE_NORMS, TRANSPOSED, of_dims
+from .layers import CONVOLUTIONS, INSTANCE_NORMS, TRANSPOSED, layer_for_dims
 
 
 def _convolutions(inputs: int, outputs: int, stride: int, count: int, spatial_dims: int) -> nn.Sequential:
     """Return `count` convolutions, each with instance norm and activation; the first has the stride."""
-    convolution, norm = of_dims(CONVOLUTIONS, spatial_dims), of_dims(INSTANCE_NORMS, spatial_dims)
+    convolution, norm = layer_for_dims(CONVOLUTIONS, spatial_dims), layer_for_dims(INSTANCE_NORMS, spatial_dims)
     layers: list[nn.Module] = []
     for number in range(count):
         layers += [
@@ -30,7 +30,7 @@ class Level(nn.Module):
         super().__init__()
         self.down = _convolutions(above, channels, stride, convs, spatial_dims)
         self.below = below
-        self.up = of_dims(TRANSPOSED, spatial_dims)(channels, above, 3, stride, 1)
+        self.up = layer_for_dims(TRANSPOSED, spatial_dims)(channels, above, 3, stride, 1)
         self.join = _convolutions(2 * above, above, 1, convs, spatial_dims)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class UNet(nn.Module):
         for above, here, stride in reversed(list(zip(channels[:-1], channels[1:], strides, strict=True))):
             levels = Level(above, here, levels, stride, convs, spatial_dims)
         self.levels = levels
-        self.exit = of_dims(CONVOLUTIONS, spatial_dims)(channels[0], out_channels, 1)
+        self.exit = layer_for_dims(CONVOLUTIONS, spatial_dims)(channels[0], out_channels, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.exit(self.levels(self.entry(x)))

@@ -44,12 +44,12 @@ def per_sample_gradients(
         {'weight': (4, 2, 1, 3, 3), 'bias': (4, 2)}
     """
     step = Step.of(model, loss_fn, batch)
-    with step.choosing_alike():
+    with step.same_algorithms():
         gradients = step.gradients(chunk_size, randomness)
     return (
         gradients
         if step.own_samples is None
-        else {name: step.own_samples.by_sample(own) for name, own in gradients.items()}
+        else {name: step.own_samples.wrap_samples(own) for name, own in gradients.items()}
     )
 
 
@@ -79,9 +79,9 @@ def per_sample_norms(model: nn.Module, loss_fn: Loss, *batch: Any) -> Tensor:
         (4,)
     """
     step = Step.of(model, loss_fn, batch)
-    with step.choosing_alike():
+    with step.same_algorithms():
         norms = step.norms(step.by_layer(step.trainable))
-    return norms if step.own_samples is None else step.own_samples.by_sample(norms)
+    return norms if step.own_samples is None else step.own_samples.wrap_samples(norms)
 
 
 def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Any, max_norm: float) -> Tensors:
@@ -113,9 +113,9 @@ def clipped_gradient(model: nn.Module, loss_fn: Loss, *batch: Any, max_norm: flo
     if not max_norm > 0:
         raise ValueError(f"`max_norm` (={max_norm}) must be positive")
     step = Step.of(model, loss_fn, batch)
-    with step.choosing_alike():
+    with step.same_algorithms():
         gradients = step.clipped(max_norm)
-    if step.spread is None:
+    if step.layout is None:
         return gradients
     parameters = dict(model.named_parameters())
-    return {name: step.spread.summed(value, parameters[name]) for name, value in gradients.items()}
+    return {name: step.layout.sum_samples(value, parameters[name]) for name, value in gradients.items()}

@@ -27,7 +27,7 @@ class Call:
     """One call of a layer: its input, and the gradient of its output."""
 
     layer: nn.Module
-    read: Tensor
+    activation: Tensor
     version: int
     grad: Tensor | None = None
 
@@ -45,18 +45,18 @@ def run_by_layer(
     owners = [layer for layer, own in held.items() if any(id(value) in names for value in own.values())]
     if not all(_is_known(layer) for layer in owners):
         return None
-    watch = _Watch({id(value) for value in trainable.values()})
-    by_sample, calls = _record(owners, watch, losses, keep_graph)
-    if watch.escaped or any(_is_unbatched(call) or call.read.shape[:1] != (batch,) for call in calls):
+    watch = _ParameterWatch({id(value) for value in trainable.values()})
+    losses_by_sample, calls = _record(owners, watch, losses, keep_graph)
+    if watch.escaped or any(_is_unbatched(call) or call.activation.shape[:1] != (batch,) for call in calls):
         return None
     uses: dict[str, list[Use]] = {name: [] for name in trainable}
     for call in calls:
-        if call.read._version != call.version:
+        if call.activation._version != call.version:
             raise RuntimeError(f"what {call.layer} had read was overwritten in place, and its gradient cannot be told")
         for own, value in held[call.layer].items():
             if call.grad is not None and id(value) in names:
-                uses[names[id(value)]].append((call.layer, own, call.read, call.grad))
-    return by_sample, uses
+                uses[names[id(value)]].append((call.layer, own, call.activation, call.grad))
+    return losses_by_sample, uses
 
 
 def _is_known(layer: nn.Module) -> bool:
@@ -74,10 +74,10 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def _is_unbatched(call: Call) -> bool:
-    return isinstance(call.layer, _ConvNd) and call.read.ndim < call.layer.weight.ndim
+    return isinstance(call.layer, _ConvNd) and call.activation.ndim < call.layer.weight.ndim
 
 
-class _Tap(torch.autograd.Function):
+class _GradientTap(torch.autograd.Function):
     """Pass a value on, and record its gradient in backward.
 
     It works in place, so that later in-place layers may too.
@@ -95,7 +95,7 @@ class _Tap(torch.autograd.Function):
         return grads[0], None, None
 
 
-class _Watch(TorchFunctionMode):
+class _ParameterWatch(TorchFunctionMode):
     """Records whether a parameter is read outside of a layer's forward (`F.linear(x, self.embedding.weight)`)."""
 
     def __init__(self, watched: set[int]) -> None:
@@ -114,7 +114,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _record(
-    layers: Sequence[nn.Module], watch: _Watch, losses: Callable[[], Tensor], keep_graph: bool
+    layers: Sequence[nn.Module], watch: _ParameterWatch, losses: Callable[[], Tensor], keep_graph: bool
 ) -> tuple[Tensor, list[Call]]:
     """Return the losses, and the calls of the layers in order."""
     calls: list[Call] = []
@@ -123,22 +123,22 @@ def _record(
     def before(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         watch.in_layer = True
 
-    def tap(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], written: Tensor) -> Tensor:
+    def tap(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
         watch.in_layer = False
-        read = (args[0] if args else kwargs["input"]).detach()
-        calls.append(Call(layer, read, read._version))
-        tapped: Tensor = _Tap.apply(written, anchor, calls[-1])
+        activation = (args[0] if args else kwargs["input"]).detach()
+        calls.append(Call(layer, activation, activation._version))
+        tapped: Tensor = _GradientTap.apply(output, anchor, calls[-1])
         return tapped
 
     hooks = [layer.register_forward_pre_hook(before) for layer in layers]
     hooks += [layer.register_forward_hook(tap, with_kwargs=True) for layer in layers]
     try:
         with torch.enable_grad(), watch:
-            by_sample = losses()
-            total = by_sample.sum()
+            losses_by_sample = losses()
+            total = losses_by_sample.sum()
         if total.requires_grad and not watch.escaped:
             torch.autograd.grad(total, anchor, allow_unused=True, retain_graph=keep_graph)
     finally:
         for hook in hooks:
             hook.remove()
-    return by_sample, calls
+    return losses_by_sample, calls

@@ -32,9 +32,11 @@ def norms_of_layer(
     layer: nn.Module, activations: list[Tensor | tuple[Tensor]], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:
     """Return the norms [B] of the per-sample gradients of each trainable parameter of the layer."""
-    read = activations[0][0] if isinstance(activations[0], tuple) else activations[0]
+    activation = activations[0][0] if isinstance(activations[0], tuple) else activations[0]
     named = layer.named_parameters(recurse=False)
-    return {each: squared_norms(layer, name, read, backprops).sqrt() for name, each in named if each.requires_grad}
+    return {
+        each: squared_norms(layer, name, activation, backprops).sqrt() for name, each in named if each.requires_grad
+    }
 
 
 class PerSampleLoss(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from .spread import Spread, settled
+from .batch_layout import BatchLayout, without_partial
 
 
 def check_independent(model: nn.Module) -> None:
@@ -60,7 +60,7 @@ class UnmappableError(RuntimeError):
     """torch has no vmap for an operation: typically in a loss that creates zeros and writes targets into them."""
 
 
-def mapped(function: Callable[..., Any], *batch: Any, **options: Any) -> Any:
+def map_with_vmap(function: Callable[..., Any], *batch: Any, **options: Any) -> Any:
     """Return `vmap(function)(*batch)`, mapped over all tensors in `batch`."""
     one, tensors = _over_tensors(function, batch)
     try:
@@ -74,8 +74,8 @@ def mapped(function: Callable[..., Any], *batch: Any, **options: Any) -> Any:
         raise UnmappableError(what) from error
 
 
-def one_by_one(function: Callable[..., Any], *batch: Any) -> Any:
-    """Return the same as `mapped`, by a loop."""
+def map_with_loop(function: Callable[..., Any], *batch: Any) -> Any:
+    """Return the same as `map_with_vmap`, by a loop."""
     one, tensors = _over_tensors(function, batch)
     samples = [one(*sample) for sample in zip(*(each.unbind() for each in tensors), strict=True)]
     return tree_map(lambda *each: torch.stack(each), *samples)
@@ -100,18 +100,18 @@ def losses_of(loss_fn: Callable[..., Tensor], output: Any, *others: Any) -> Tens
         return single_number(loss_fn(*tree_map_only(Tensor, lambda each: each.unsqueeze(0), sample)))
 
     beside = tensors_of(others)
-    output = tree_map_only(DTensor, lambda each: settled(each, beside), output)
-    spread = Spread.of(tensors_of((output, others)))
-    is_own = spread is not None and spread.samples_are_local
-    batch = local_parts((output, *others)) if is_own else (output, *others)
+    output = tree_map_only(DTensor, lambda each: without_partial(each, beside), output)
+    layout = BatchLayout.of(tensors_of((output, others)))
+    is_local = layout is not None and layout.samples_are_local
+    batch = local_parts((output, *others)) if is_local else (output, *others)
     try:
-        losses: Tensor = mapped(one, *batch) if batch_size(batch) else tensors_of(batch)[0].reshape(0, 1).sum(1)
+        losses: Tensor = map_with_vmap(one, *batch) if batch_size(batch) else tensors_of(batch)[0].reshape(0, 1).sum(1)
     except UnmappableError:
-        losses = one_by_one(one, *batch)
-    if spread is None or not is_own:
+        losses = map_with_loop(one, *batch)
+    if layout is None or not is_local:
         return losses
     return DTensor.from_local(
-        losses, spread.mesh, spread.placements, run_check=False, shape=torch.Size([spread.batch]), stride=(1,)
+        losses, layout.mesh, layout.placements, run_check=False, shape=torch.Size([layout.batch]), stride=(1,)
     )
 
 

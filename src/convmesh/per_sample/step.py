@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map_only
 
 from ..batching.machines import agreed_on
 from . import samples
+from .batch_layout import BatchLayout
 from .layer_calls import Use, run_by_layer
 from .layer_gradients import gradients_of, scaled_sum
 from .layer_norms import WORKSPACE, squared_norms_of, squares_of, sum_of
 from .samples import UnmappableError, batch_size
-from .spread import Spread
 
 Loss = Callable[..., Tensor]
 Tensors = dict[str, Tensor]
@@ -35,33 +35,37 @@ class Step:
     batch: tuple[Any, ...]
     trainable: Tensors
     fixed: Tensors  # all other parameters and buffers
-    spread: Spread | None
+    layout: BatchLayout | None
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: Loss, batch: tuple[Any, ...]) -> Step:
         samples.check_independent(model)
         batch_size(batch)
         trainable, fixed = samples.parameters_of(model)
-        spread = Spread.of(samples.tensors_of(batch))
-        if spread is not None and spread.samples_are_local:
-            trainable, fixed, batch = spread.own(trainable), spread.own(fixed), samples.local_parts(batch)
-        elif spread is not None:
-            trainable = {name: spread.everywhere(value) for name, value in trainable.items()}
-            fixed = {name: spread.everywhere(value) for name, value in fixed.items()}
-        return cls(model, loss_fn, batch, trainable, fixed, spread)
+        layout = BatchLayout.of(samples.tensors_of(batch))
+        if layout is not None and layout.samples_are_local:
+            trainable, fixed, batch = (
+                layout.full_tensors(trainable),
+                layout.full_tensors(fixed),
+                samples.local_parts(batch),
+            )
+        elif layout is not None:
+            trainable = {name: layout.replicated(value) for name, value in trainable.items()}
+            fixed = {name: layout.replicated(value) for name, value in fixed.items()}
+        return cls(model, loss_fn, batch, trainable, fixed, layout)
 
     @property
-    def own_samples(self) -> Spread | None:
+    def own_samples(self) -> BatchLayout | None:
         """The distribution of the samples if this rank computes on its own samples with plain tensors, else None."""
-        return self.spread if self.spread is not None and self.spread.samples_are_local else None
+        return self.layout if self.layout is not None and self.layout.samples_are_local else None
 
     @property
     def has_plain_tensors(self) -> bool:
-        return self.spread is None or self.own_samples is not None
+        return self.layout is None or self.own_samples is not None
 
-    def choosing_alike(self) -> AbstractContextManager[None]:
+    def same_algorithms(self) -> AbstractContextManager[None]:
         """Context manager in which ranks with the same samples compute the same bits."""
-        return nullcontext() if self.spread is None else agreed_on(self.spread.mesh, self.spread.placements)
+        return nullcontext() if self.layout is None else agreed_on(self.layout.mesh, self.layout.placements)
 
     def output(self, trainable: Tensors, inputs: Any) -> Any:
         kwargs = inputs if isinstance(inputs, dict) else {}
@@ -88,27 +92,27 @@ class Step:
         # torch's vmap rules for losses and norms write in place, which DTensors do not support.
         if self.has_plain_tensors:
             with suppress(UnmappableError):
-                return self.gradients_by(samples.mapped, chunk_size=chunk_size, randomness=randomness)
+                return self.gradients_by(samples.map_with_vmap, chunk_size=chunk_size, randomness=randomness)
         parts = [each.gradients_by_layer() for each in self.parts(chunk_size or size)]
         return {name: torch.cat([part[name] for part in parts]) for name in self.trainable}
 
-    def gradients_by(self, way: Callable[..., Any], **options: Any) -> Tensors:
+    def gradients_by(self, map_samples: Callable[..., Any], **options: Any) -> Tensors:
         def loss(parameters: Tensors, *sample: Any) -> Tensor:
             inputs, *others = tree_map_only(Tensor, lambda each: each.unsqueeze(0), sample)
             return samples.single_number(self.loss_fn(self.output(parameters, inputs), *others))
 
-        gradients: Tensors = way(partial(grad(loss), self.trainable), *self.batch, **options)
+        gradients: Tensors = map_samples(partial(grad(loss), self.trainable), *self.batch, **options)
         return gradients
 
     def gradients_by_layer(self) -> Tensors:
         run = self.by_layer(self.trainable)
         if run is None:
-            return self.gradients_by(samples.one_by_one)
-        size, found = batch_size(self.batch), {}
+            return self.gradients_by(samples.map_with_loop)
+        size, gradients = batch_size(self.batch), {}
         for name, value in self.trainable.items():
             each = [gradients_of(*use) for use in run[1][name]]
-            found[name] = sum_of(each) if each else value.new_zeros(size, *value.shape)
-        return found
+            gradients[name] = sum_of(each) if each else value.new_zeros(size, *value.shape)
+        return gradients
 
     def norms(self, run: tuple[Tensor, dict[str, list[Use]]] | None) -> Tensor:
         """[B]"""

@@ -71,10 +71,10 @@ class Buffer(_torch.LateDTensor):
     def root(self) -> Buffer:
         return self.content.origin.root() if isinstance(self.content.origin, Buffer) else self
 
-    def undecided(self) -> bool:
+    def is_buffer(self) -> bool:
         """Whether this is still a buffer. A view of a buffer that has become a DTensor becomes one here."""
         origin, take = self.content.origin, self.content.take
-        if origin is None or take is None or (isinstance(origin, Buffer) and origin.undecided()):
+        if origin is None or take is None or (isinstance(origin, Buffer) and origin.is_buffer()):
             return True
         if tuple(origin.shape) != self.content.origin_shape:
             raise refuse("a view", "of a tensor whose dimensions were permuted in place since", (("tensor", origin),),
@@ -89,22 +89,22 @@ class Buffer(_torch.LateDTensor):
         del self.content  # it may hold the full tensor
 
     def tolist(self) -> Any:
-        return self.plain().tolist() if self.undecided() else self.tolist()
+        return self.plain().tolist() if self.is_buffer() else self.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.plain().numpy(force=force) if self.undecided() else self.numpy(force=force)
+        return self.plain().numpy(force=force) if self.is_buffer() else self.numpy(force=force)
 
     def settle(self) -> None:
         mesh = self.content.mesh
-        self.lie_at((Replicate(),) * mesh.ndim, mesh)
+        self.place_at((Replicate(),) * mesh.ndim, mesh)
 
-    def lie_at(self, placements: tuple[Placement, ...], mesh: DeviceMesh) -> None:
+    def place_at(self, placements: tuple[Placement, ...], mesh: DeviceMesh) -> None:
         """Become a DTensor with these placements. A view makes its base become one, and follows."""
-        if not self.undecided():
+        if not self.is_buffer():
             return
         if isinstance(self.content.origin, Buffer):
-            self.content.origin.lie_at(placements, mesh)
-            self.undecided()
+            self.content.origin.place_at(placements, mesh)
+            self.is_buffer()
             return
         layout = Layout(mesh, placements, tuple(self.shape), tuple(self.stride()), self.dtype)
         self.become(self._part(layout), layout.spec)
@@ -125,9 +125,9 @@ class Buffer(_torch.LateDTensor):
             values = values.narrow(dim, own.start, len(own))
         return layout.laid(values.clone())  # a copy, so that the full tensor is freed
 
-    def meet(self, others: Sequence[DTensor], written: bool) -> None:
+    def adopt_layout(self, others: Sequence[DTensor], written: bool) -> None:
         """Become a DTensor with the layout of `others`, which are written into it or used with it."""
-        if not self.undecided():
+        if not self.is_buffer():
             return
         mesh, root = others[0].device_mesh, self.root()
         placements: list[Placement] = [Replicate()] * mesh.ndim
@@ -135,13 +135,13 @@ class Buffer(_torch.LateDTensor):
             if other.device_mesh != mesh or not (written or other.shape == self.shape):
                 continue
             for mesh_dim, placement in enumerate(other.placements):
-                dim = self._dim_beside(other, placement.dim) if type(placement) is Shard else None
+                dim = self._matching_dim(other, placement.dim) if type(placement) is Shard else None
                 at = None if dim is None else _dim_with(root, self.stride(dim))
                 if at is not None:
                     placements[mesh_dim] = Shard(at)
-        self.lie_at(tuple(placements), mesh)
+        self.place_at(tuple(placements), mesh)
 
-    def _dim_beside(self, other: DTensor, dim: int) -> int | None:
+    def _matching_dim(self, other: DTensor, dim: int) -> int | None:
         """Return which dimension of this tensor corresponds to dimension `dim` of `other`.
 
         It is the same from the end, or from the start, as for a mask; one of the same size is preferred.
@@ -156,7 +156,7 @@ class Buffer(_torch.LateDTensor):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        buffers = [tensor for tensor in tensors if isinstance(tensor, Buffer) and tensor.undecided()]
+        buffers = [tensor for tensor in tensors if isinstance(tensor, Buffer) and tensor.is_buffer()]
         others = [tensor for tensor in tensors if isinstance(tensor, DTensor) and not isinstance(tensor, Buffer)]
         if _torch.is_composite(operator):
             return _torch.composite(operator, args, kwargs)  # it is undecomposed in inference mode only
@@ -164,7 +164,7 @@ class Buffer(_torch.LateDTensor):
             return _on_plain(operator, args, kwargs)
         for buffer in buffers:
             outs = (args[:1], *kwargs.values()) if operator._schema.is_mutable else ()
-            buffer.meet(others, any(buffer is leaf for leaf in tree_iter(outs)))
+            buffer.adopt_layout(others, any(buffer is leaf for leaf in tree_iter(outs)))
         return operator(*args, **kwargs)
 
 
@@ -191,16 +191,16 @@ def _on_plain(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return first if result is plain_args[0] and not turns else _torch.as_view(operator, args, kwargs, result)
 
 
-def _views(operator: Any, whole: Buffer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _views(operator: Any, base: Buffer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def view(meta: torch.Tensor, number: int | None) -> Buffer:
         def take(tensor: torch.Tensor) -> torch.Tensor:
             taken: Any = operator(tensor, *args, **kwargs)
             return taken if number is None else taken[number]  # type: ignore[no-any-return]
 
-        content = Content(whole.content.mesh, origin=whole, origin_shape=tuple(whole.shape), take=take)
-        return Buffer.make(content, meta, whole.device)
+        content = Content(base.content.mesh, origin=base, origin_shape=tuple(base.shape), take=take)
+        return Buffer.make(content, meta, base.device)
 
-    metas = operator(sizes_of(whole), *args, **kwargs)
+    metas = operator(sizes_of(base), *args, **kwargs)
     return view(metas, None) if isinstance(metas, torch.Tensor) else [view(m, n) for n, m in enumerate(metas)]
 
 

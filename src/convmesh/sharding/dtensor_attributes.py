@@ -42,14 +42,14 @@ def _format(tensor: DTensor, spec: str) -> str:
 
 
 def _tolist(tensor: DTensor) -> Any:
-    return _whole(tensor, "tolist").tolist()
+    return _plain_value(tensor, "tolist").tolist()
 
 
 def _numpy(tensor: DTensor, *, force: bool = False) -> Any:
-    return _whole(tensor, "numpy").numpy(force=force)
+    return _plain_value(tensor, "numpy").numpy(force=force)
 
 
-def _whole(tensor: DTensor, name: str) -> torch.Tensor:
+def _plain_value(tensor: DTensor, name: str) -> torch.Tensor:
     """Return a replicated tensor as a plain one.
 
     Others are refused and not all-gathered: such lines are often run by one rank only, to print.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from .. import _torch
 from .errors import refuse
-from .implicit_replication import the_same_everywhere, with_constants
+from .implicit_replication import as_replicated, with_constants
 from .redistribute import check_placed, specs_of
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ def without_rule(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[
     if _torch.functional_of(operator) is not None:
         return in_place(operator, args, kwargs)
     if all(isinstance(placement, Replicate) for tensor in tensors for placement in tensor.placements):
-        return _everywhere(operator, args, kwargs, tensors[0])
+        return _run_replicated(operator, args, kwargs, tensors[0])
     decomposition = _torch.decomposition(operator)
     if decomposition is not None:
         return decomposition(*args, **kwargs)
@@ -92,12 +92,10 @@ def _fill_out(operator: str, name: str, out: DTensor, values: DTensor) -> None:
     aten.copy_.default(out, values)
 
 
-def _everywhere(operator: _torch.Operator, args: Any, kwargs: Any, like: DTensor) -> Any:
+def _run_replicated(operator: _torch.Operator, args: Any, kwargs: Any, like: DTensor) -> Any:
     """Run an operator on replicated tensors: every rank computes the same."""
     args, kwargs = tree_map_only(DTensor, _torch.local_of, (args, kwargs))
     if like.device_mesh.get_coordinate() is None:
         raise refuse(_torch.name_of(operator), "this rank is not in the mesh", (("tensor", like),),
                      "call it on the ranks of the mesh alone")  # fmt: skip
-    return tree_map_only(
-        torch.Tensor, lambda made: the_same_everywhere(made, like.device_mesh), operator(*args, **kwargs)
-    )
+    return tree_map_only(torch.Tensor, lambda made: as_replicated(made, like.device_mesh), operator(*args, **kwargs))

@@ -84,13 +84,13 @@ def replicated(
                 "  remedy: if it is a parameter, register it before convmesh.distribute(model, mesh); if something "
                 "sharded was written into it, make it with x.new_zeros(...) or torch.zeros_like(x) of a sharded x"
             )
-        return the_same_everywhere(tensor, mesh)
+        return as_replicated(tensor, mesh)
 
     wrapped_args, wrapped_kwargs = tree_map_only(torch.Tensor, wrap, (args, dict(kwargs)))
     return wrapped_args, wrapped_kwargs
 
 
-def the_same_everywhere(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def as_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a plain tensor, equal on all ranks, as a replicated DTensor."""
     placements = (Replicate(),) * mesh.ndim
     spec = _torch.make_spec(mesh, placements, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)

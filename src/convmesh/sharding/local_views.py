@@ -7,11 +7,11 @@ from typing import Any
 
 from .. import _torch
 from .layout import Layout
-from .plan_cache import Table
+from .plan_cache import PlanTable
 from .plan_rule import Quick
 
 
-class _Otherwise:
+class _NotALocalView:
     """A call that is not a view of local tensors."""
 
     mesh = None
@@ -23,13 +23,13 @@ def local_views(where: Callable[..., Layout | None]) -> Quick:
     `where(operator, layout, *arguments)` returns the layout of the result, with the strides of one device, if every
     rank can run the operator on its local tensor, else None. It is called once per combination.
     """
-    plans = Table()
+    plans = PlanTable()
     known = plans.plans
 
-    def planned(operator: _torch.Operator, spec: _torch.Spec, key: tuple[Any, ...]) -> Layout | _Otherwise:
-        def make() -> Layout | _Otherwise:
+    def planned(operator: _torch.Operator, spec: _torch.Spec, key: tuple[Any, ...]) -> Layout | _NotALocalView:
+        def make() -> Layout | _NotALocalView:
             here = _torch.plain_order(spec) and spec.mesh.get_coordinate() is not None
-            return (where(operator, Layout.of(spec), *key[2:]) if here else None) or _Otherwise()
+            return (where(operator, Layout.of(spec), *key[2:]) if here else None) or _NotALocalView()
 
         return plans.look_up(key, make)
 

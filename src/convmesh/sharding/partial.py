@@ -25,7 +25,7 @@ from .plan_cache import planned
 Placements = tuple[Placement, ...]
 
 # For each tensor its sum, which is noted as a copy (`copy_notes`), and the version of the local tensor that was summed.
-_kept: MutableMapping[DTensor, tuple[DTensor, int]] = WeakTensorKeyDictionary()
+_cached_sums: MutableMapping[DTensor, tuple[DTensor, int]] = WeakTensorKeyDictionary()
 
 
 @planned
@@ -43,15 +43,15 @@ def reduce_once(tensors: Iterable[DTensor], like: Mapping[int, DTensor] | None =
     """Return the reduced DTensors of those of `tensors` that are Partial, by id; all are sent in few messages.
 
     `like` maps ids to the tensors that the sums are used with, whose placements they get. A caller that writes into a
-    sum calls `put_back` afterwards.
+    sum calls `write_sum_back` afterwards.
     """
     goals = {key: tensor.placements for key, tensor in (like or {}).items()}
     waiting = {
         id(tensor): tensor
         for tensor in tensors
-        if is_pending(tensor) or goals.get(id(tensor), tensor.placements) != tensor.placements
+        if is_partial(tensor) or goals.get(id(tensor), tensor.placements) != tensor.placements
     }
-    known = {key: found for key, tensor in waiting.items() if (found := kept(tensor)) is not None}
+    known = {key: found for key, tensor in waiting.items() if (found := cached_sum(tensor)) is not None}
     unknown = [key for key in waiting if key not in known]
     sums = {key: (_torch.local_of(found), Layout.of(_torch.spec_of(found))) for key, found in known.items()} | dict(
         zip(unknown, _reduced([waiting[key] for key in unknown]), strict=True)
@@ -59,18 +59,18 @@ def reduce_once(tensors: Iterable[DTensor], like: Mapping[int, DTensor] | None =
     return {
         key: known[key]
         if key in known and goals.get(key, known[key].placements) == known[key].placements
-        else _keep(tensor, *_moved(*sums[key], goals.get(key)))
+        else _cache_sum(tensor, *_moved(*sums[key], goals.get(key)))
         for key, tensor in waiting.items()
     }
 
 
-def is_pending(tensor: DTensor) -> bool:
+def is_partial(tensor: DTensor) -> bool:
     return any(isinstance(placement, Partial) for placement in tensor.placements)
 
 
-def kept(tensor: DTensor) -> DTensor | None:
+def cached_sum(tensor: DTensor) -> DTensor | None:
     """Return the sum of a Partial tensor if it was taken before and is still valid, else None."""
-    entry = None if _torch.tracing() else _kept.get(tensor)
+    entry = None if _torch.tracing() else _cached_sums.get(tensor)
     if entry is None or not copy_notes.is_up_to_date(entry[0], tensor):
         return None
     found, version = entry
@@ -82,18 +82,18 @@ def kept(tensor: DTensor) -> DTensor | None:
     return found
 
 
-def put_back(tensor: DTensor, sum: DTensor) -> None:
+def write_sum_back(tensor: DTensor, sum: DTensor) -> None:
     """Write a modified sum back into `tensor`, which keeps it as its sum."""
     if not view_writeback.put_back(sum):
         assign(tensor, sum)
 
 
-def _keep(tensor: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
+def _cache_sum(tensor: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
     made = _torch.wrap(local, layout.spec)
     if not _torch.tracing() and copy_notes.mark(made, tensor, _sum_of, lambda full, part: part, False):
         registry.guard_writes()
         _torch.relocate(tensor, _torch.local_of(tensor), _torch.spec_of(tensor))  # unwraps a finished collective
-        _kept[tensor] = made, _torch.version_of(_torch.local_of(tensor))
+        _cached_sums[tensor] = made, _torch.version_of(_torch.local_of(tensor))
     return made
 
 

@@ -17,7 +17,7 @@ Plan = TypeVar("Plan")
 LARGEST = 4096
 
 
-class Kept(local):
+class PerProcessGroup(local):
     """A value that is valid while the process group exists: plans refer to its groups, and a new one has others.
 
     It is thread-local, because threads may be simulated ranks, each with a process group of its own.
@@ -38,7 +38,7 @@ class Kept(local):
 
 def planned(make: Callable[..., Plan]) -> Callable[..., Plan]:
     """Cache the results of `make` while the process group exists."""
-    cache = Kept(lambda: lru_cache(maxsize=LARGEST)(make))
+    cache = PerProcessGroup(lambda: lru_cache(maxsize=LARGEST)(make))
 
     @wraps(make)
     def look_up(*key: Hashable) -> Plan:
@@ -53,7 +53,7 @@ def planned(make: Callable[..., Plan]) -> Callable[..., Plan]:
     return look_up
 
 
-class Table:
+class PlanTable:
     """A cache of plans with explicit keys, for plans whose arguments contain more than needed to distinguish them.
 
     Code that reads `plans` directly must check that a plan's mesh is the current one; an equal mesh may be of an older
@@ -62,7 +62,7 @@ class Table:
 
     def __init__(self) -> None:
         self.plans: dict[Hashable, Any] = {}
-        self._current = Kept(self._forget)
+        self._current = PerProcessGroup(self._forget)
 
     def _forget(self) -> bool:
         self.plans.clear()

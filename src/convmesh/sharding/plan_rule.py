@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from .. import _torch
 from .call import Call, Prepared
 from .errors import Unfit, refuse
-from .plan_cache import Table
+from .plan_cache import PlanTable
 from .redistribute import layouts_of, specs_of
 from .registry import Behaviour, rule, tolerant
 from .result_strides import as_on_one_device, strides_of
@@ -127,7 +127,7 @@ def _handler(
     operator: _torch.Operator, make: Make, written: Callable[..., Any], asks: Callable[..., Hashable] | None,
     varies: Container[str], completes: Callable[..., tuple[Any, ...]] | None, foreign: bool,
 ) -> _torch.Handler:  # fmt: skip
-    plans, names = Table(), _torch.signature(operator).names
+    plans, names = PlanTable(), _torch.signature(operator).names
     known, count = plans.plans, len(names)
     varying = [number for number, name in enumerate(names) if name in varies]
 

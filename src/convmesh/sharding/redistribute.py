@@ -93,10 +93,10 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
             raise refuse("DTensor", f"this rank's part has shape {tuple(local.shape)}, not {target.local_shape}",
                          [("tensor", tensor)], "shard it as torch.chunk does: that is what Shard means")  # fmt: skip
         return local
-    return relocated(local, Layout.of(_torch.spec_of(tensor)), target)
+    return redistribute_local(local, Layout.of(_torch.spec_of(tensor)), target)
 
 
-def relocated(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
+def redistribute_local(local: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
     """Return a local tensor redistributed from the layout `source` to `target`. The result may have gaps."""
     for step in plan_redistribution(source, target):
         local = step(local)
@@ -128,7 +128,7 @@ class ByTorch:
 
 
 @dataclass(frozen=True)
-class Term:
+class ToPartial:
     """A redistribution step from Replicate to Partial(sum): one rank keeps the values, the others contribute zeros.
 
     torch divides the values by the number of ranks instead, which rounds, and turns integers into floating point.
@@ -140,7 +140,7 @@ class Term:
         return local if self.keeps else _torch.tie(torch.zeros_like(local), local)
 
 
-Step = Exchange | ByTorch | Term
+Step = Exchange | ByTorch | ToPartial
 
 
 @planned
@@ -159,7 +159,7 @@ def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
     if gathered.placements != source.placements:
         steps, source = list(plan_redistribution(source, gathered)), gathered
     if source.mesh.get_coordinate() is not None:
-        for advance in (_resharded, _reboxed, _broadcast):
+        for advance in (_reshard_one_dim, _reshard_boxes, _broadcast):
             while (found := advance(source, target)) is not None:
                 exchange, source = found
                 steps += [] if exchange is None else [exchange]
@@ -170,11 +170,11 @@ def plan_redistribution(source: Layout, target: Layout) -> tuple[Step, ...]:
         steps.append(ByTorch(source.spec, summed.spec))
     if added:
         here = source.mesh.get_coordinate()
-        steps.append(Term(here is not None and not any(here[m] for m in added)))
+        steps.append(ToPartial(here is not None and not any(here[m] for m in added)))
     return tuple(steps)
 
 
-def _resharded(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None:
+def _reshard_one_dim(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None:
     """Reshard along one mesh dimension, from one tensor dimension to another, if that is possible directly.
 
     Other mesh dimensions may shard the two tensor dimensions further out, but not further in.
@@ -195,7 +195,7 @@ def _resharded(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None
     return None
 
 
-def _reboxed(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None:
+def _reshard_boxes(source: Layout, target: Layout) -> tuple[Exchange, Layout] | None:
     """Reshard along all mesh dimensions that change, and those that share a tensor dimension, in one exchange."""
     pairs = list(zip(source.placements, target.placements, strict=True))
     moving = {m for m, (p, q) in enumerate(pairs) if type(p) is Shard and type(q) is Shard and p != q}

@@ -25,7 +25,7 @@ class Behaviour:
 
     stays: str  # which dimensions may be sharded, and stay sharded in the result
     communication: str  # what is sent: nothing, halo, all-reduce of C numbers, ...
-    refused: str = "nothing"
+    refused: str = "-"
     family: str = ""  # the folder of the rule
 
 
@@ -93,10 +93,10 @@ def declared() -> dict[Operator, Behaviour]:
 def made_of_others(*operators: Operator) -> None:
     """Declare operators that reach DTensor undecomposed only in inference mode: there they are decomposed too."""
     for operator in operators:
-        _rules[operator] = _take_apart
+        _rules[operator] = _decompose
 
 
-def _take_apart(operator: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _decompose(operator: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     return _torch.composite(operator, args, kwargs)
 
 
@@ -155,7 +155,7 @@ def _compiled_copy(local: torch.Tensor) -> None:
 
 @cache
 def _guarded(operator: Operator) -> Handler:
-    return view_writeback.tracked(operator, _take_apart if _torch.is_composite(operator) else _torch.stock)
+    return view_writeback.tracked(operator, _decompose if _torch.is_composite(operator) else _torch.stock)
 
 
 def while_installed(start: Callable[[], Callable[[], None]]) -> None:

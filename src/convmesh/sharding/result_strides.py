@@ -19,7 +19,7 @@ from .. import _torch
 from ..strides import Stride, dense_stride
 from . import copy_notes
 from .layout import Layout
-from .plan_cache import Table
+from .plan_cache import PlanTable
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ FORMAT_OF: dict[_torch.Operator, int | None] = {
     aten.smooth_l1_loss_backward.default: None,
 }
 
-_table = Table()
+_table = PlanTable()
 
 
 def as_on_one_device(handler: _torch.Handler) -> _torch.Handler:

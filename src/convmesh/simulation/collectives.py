@@ -48,7 +48,7 @@ class Call:
 
 
 @contextmanager
-def unseen(calls: Sequence[Call]) -> Iterator[None]:
+def hidden_from_autograd(calls: Sequence[Call]) -> Iterator[None]:
     """Context manager that hides a collective from autograd, and from modes of the rank that joined last."""
     inference = any(tensor.is_inference() for call in calls for tensors in call.takes for tensor in tensors)
     with _torch.no_modes(), torch.inference_mode() if inference else torch.no_grad():
@@ -57,20 +57,20 @@ def unseen(calls: Sequence[Call]) -> Iterator[None]:
 
 def all_reduce(calls: list[Call]) -> None:
     for number in range(len(calls[0].gives[0])):
-        total = combined([call.gives[0][number] for call in calls], calls[0].op)
+        total = reduce_tensors([call.gives[0][number] for call in calls], calls[0].op)
         for call in calls:
-            put(call.takes[0][number], total)
+            copy_into(call.takes[0][number], total)
 
 
 def reduce_to_root(calls: list[Call]) -> None:
-    put(calls[calls[0].root].takes[0][0], combined([call.gives[0][0] for call in calls], calls[0].op))
+    copy_into(calls[calls[0].root].takes[0][0], reduce_tensors([call.gives[0][0] for call in calls], calls[0].op))
 
 
 def broadcast(calls: list[Call]) -> None:
     root = calls[calls[0].root]
     for call in calls:
         for taken, given in zip(call.takes[0], root.gives[0], strict=True):
-            put(taken, given)
+            copy_into(taken, given)
 
 
 def all_gather(calls: list[Call]) -> None:
@@ -78,32 +78,32 @@ def all_gather(calls: list[Call]) -> None:
     for call in calls:
         for number, taken in enumerate(call.takes):
             for target, source in zip(taken, calls, strict=True):
-                put(target, source.gives[number][0])
+                copy_into(target, source.gives[number][0])
 
 
 def scatter(calls: list[Call]) -> None:
     for call, given in zip(calls, calls[calls[0].root].gives[0], strict=True):
-        put(call.takes[0][0], given)
+        copy_into(call.takes[0][0], given)
 
 
 def reduce_scatter(calls: list[Call]) -> None:
     """Reduce `gives[number]` over all ranks, and scatter the result into `takes[number][0]`."""
     for rank, call in enumerate(calls):
         for number, taken in enumerate(call.takes):
-            put(taken[0], combined([other.gives[number][rank] for other in calls], call.op))
+            copy_into(taken[0], reduce_tensors([other.gives[number][rank] for other in calls], call.op))
 
 
 def all_to_all(calls: list[Call]) -> None:
     for rank, call in enumerate(calls):
         for taken, other in zip(call.takes[0], calls, strict=True):
-            put(taken, other.gives[0][rank])
+            copy_into(taken, other.gives[0][rank])
 
 
-def nothing(calls: list[Call]) -> None:
+def barrier(calls: list[Call]) -> None:
     """Do nothing: a barrier."""
 
 
-def combined(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
+def reduce_tensors(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
     """Reduce tensors in rank order."""
     if op not in _COMBINE:
         raise NotImplementedError(f"a simulated process group does not reduce by {op}")
@@ -111,6 +111,6 @@ def combined(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
     return total / len(tensors) if op == dist.ReduceOp.AVG else total
 
 
-def put(target: torch.Tensor, given: torch.Tensor) -> None:
+def copy_into(target: torch.Tensor, given: torch.Tensor) -> None:
     if target.numel() and target is not given:
         target.detach().copy_(given.reshape(target.shape))

@@ -40,7 +40,7 @@ class Work(_Work):  # type: ignore[misc]
 
     def is_completed(self) -> bool:
         if not self._meeting.done:
-            self._world.turns.offer()
+            self._world.turns.yield_turn()
         return self._meeting.done
 
     def is_success(self) -> bool:
@@ -187,7 +187,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._meet(Call("barrier", collectives.nothing, [[]], [[]]))
+        return self._meet(Call("barrier", collectives.barrier, [[]], [[]]))
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> Work:
         return self._message(tensors, self._rank, to, tag)

@@ -20,7 +20,7 @@ from ..training import idle_optimizers
 from ..training.checkpoint import pending
 
 # (owner, attribute). Ranks begin with copies of the caller's values.
-OWN: tuple[tuple[Any, str], ...] = (
+PER_RANK: tuple[tuple[Any, str], ...] = (
     *_torch.OF_A_PROCESS,
     (warnings, "filters"),
     (warnings, "showwarning"),
@@ -35,7 +35,7 @@ OWN: tuple[tuple[Any, str], ...] = (
     (choice, "_settings"),
     (choice, "listeners"),
     (machines, "_agreed_for_plain"),
-    (merged_dims, "_seen"),
+    (merged_dims, "_remembered"),
     (idle_optimizers, "_distributed"),
     (pending, "_last"),
 )
@@ -46,18 +46,18 @@ class ProcessState:
 
     def __init__(self) -> None:
         """Copy the current values."""
-        self._values = [getattr(owner, name) for owner, name in OWN]
+        self._values = [getattr(owner, name) for owner, name in PER_RANK]
         self._random = torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=False)
         self._dtype = torch.get_default_dtype()
 
-    def fresh(self) -> ProcessState:
+    def forked(self) -> ProcessState:
         """Return the values that a process forked now would have."""
         other = copy(self)
         other._values = [copy(value) if isinstance(value, list | dict) else value for value in self._values]
         return other
 
-    def put_back(self) -> None:
-        for (owner, name), value in zip(OWN, self._values, strict=True):
+    def restore(self) -> None:
+        for (owner, name), value in zip(PER_RANK, self._values, strict=True):
             setattr(owner, name, value)
         torch.set_rng_state(self._random[0])
         random.setstate(self._random[1])

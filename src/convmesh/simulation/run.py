@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .. import _torch, api, batching
 from ..sharding import registry
 from .group import Group
-from .world import World, ranks_named
+from .world import World, describe_ranks
 
 Result = TypeVar("Result")
 
@@ -114,7 +114,7 @@ class _Simulation:
             if rank is not None:
                 alike.setdefault(f"{type(error).__name__}: {error}", []).append(rank)
         for text, ranks in alike.items():
-            who = self._world.coordinate(ranks[0]) if len(ranks) == 1 else ranks_named(ranks)
+            who = self._world.coordinate(ranks[0]) if len(ranks) == 1 else describe_ranks(ranks)
             said = f"raised by {who} of {self._world.size} in convmesh.simulate"
             other = errors[ranks[0]]
             if other is not first and text != f"{type(first).__name__}: {first}":

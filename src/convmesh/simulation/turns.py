@@ -36,14 +36,14 @@ class Rank:
 class Turns:
     """Schedules the ranks, which are threads; only one of them runs at a time."""
 
-    def __init__(self, size: int, stuck: Callable[[], Exception]):
-        """`stuck` returns the error for a deadlock of all ranks."""
+    def __init__(self, size: int, deadlock: Callable[[], Exception]):
+        """`deadlock` returns the error for a deadlock of all ranks."""
         before = ProcessState()
-        self.ranks = [Rank(number, before.fresh()) for number in range(size)]
+        self.ranks = [Rank(number, before.forked()) for number in range(size)]
         for rank in self.ranks:
             rank.turn.acquire()
         self.errors: dict[int | None, BaseException] = {}  # None: of no single rank
-        self._stuck = stuck
+        self._deadlock = deadlock
         self._over = False
         self._all_ended = threading.Event()
         self._running: Rank | None = None
@@ -68,7 +68,7 @@ class Turns:
             for rank in self.ranks:
                 if rank.thread is not None:
                     rank.thread.join(None if self._all_ended.is_set() else 1.0)
-            before.put_back()
+            before.restore()
 
     @property
     def current(self) -> Rank:
@@ -94,7 +94,7 @@ class Turns:
         if not ready():
             raise Stopped
 
-    def offer(self) -> None:
+    def yield_turn(self) -> None:
         """Let another rank run, if any can: this one is polling, and may ask again."""
         self.check()
         self._pass_on(self.current)
@@ -116,33 +116,33 @@ class Turns:
             if error not in self.errors.values():
                 self.fail(error, rank.number)
         rank.ended = ended
-        following = self._following(rank)
-        if following is None:
+        next_rank = self._next_rank(rank)
+        if next_rank is None:
             self._all_ended.set()
         else:
-            following.turn.release()
+            next_rank.turn.release()
 
     def _pass_on(self, rank: Rank) -> None:
-        following = self._following(rank)
-        if following is None or following is rank:
+        next_rank = self._next_rank(rank)
+        if next_rank is None or next_rank is rank:
             return
         rank.state = ProcessState()
-        following.turn.release()
+        next_rank.turn.release()
         self._take(rank)
 
     def _take(self, rank: Rank) -> None:
         rank.turn.acquire()
         self._running = rank
-        rank.state.put_back()
+        rank.state.restore()
 
-    def _following(self, rank: Rank) -> Rank | None:
+    def _next_rank(self, rank: Rank) -> Rank | None:
         """Return the next rank that can continue, or, if none can, the next to be stopped. None if all have ended."""
         order = [*self.ranks[rank.number + 1 :], *self.ranks[: rank.number + 1]]
         left = [other for other in order if other.ended is None]
         found = next((other for other in left if self._over or other.ready is None or other.ready()), None)
         if found is None and left:
             if not self.errors:
-                self.fail(self._stuck(), None)
+                self.fail(self._deadlock(), None)
             self._over = True
             found = left[0]
         return found

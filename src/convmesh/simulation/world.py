@@ -11,7 +11,7 @@ import torch
 
 from .. import _torch, comm
 from ..sharding.debug.rendezvous import Fingerprint, MismatchError, disagreement
-from .collectives import Call, put, unseen
+from .collectives import Call, copy_into, hidden_from_autograd
 from .turns import Turns
 
 _REMEDY = (
@@ -25,7 +25,7 @@ class World:
 
     def __init__(self, shape: tuple[int, ...], names: tuple[str, ...] | None):
         self.size = torch.Size(shape).numel()
-        self.turns = Turns(self.size, self._stuck)
+        self.turns = Turns(self.size, self._deadlock)
         self.store = Store(self.turns)
         self._shape, self._names = shape, names
         self._groups: dict[tuple[str, tuple[int, ...]], Meetings] = {}
@@ -49,16 +49,16 @@ class World:
         frame = None if thread is None or thread.ident is None else sys._current_frames().get(thread.ident)
         return (comm.caller(frame) if frame is not None else None) or "an unknown location"
 
-    def _stuck(self) -> Exception:
+    def _deadlock(self) -> Exception:
         lines: dict[str, list[int]] = {}
         for rank in self.turns.ranks:
             does = rank.ended or f"waits for {rank.waits_for()}, at {self.where(rank.number)}"
             lines.setdefault(does, []).append(rank.number)
-        each = "\n".join(f"  {ranks_named(ranks)}: {does}" for does, ranks in lines.items())
+        each = "\n".join(f"  {describe_ranks(ranks)}: {does}" for does, ranks in lines.items())
         return MismatchError(f"deadlock: all ranks wait\n{each}\n  remedy: {_REMEDY}")
 
 
-def ranks_named(ranks: Iterable[int]) -> str:
+def describe_ranks(ranks: Iterable[int]) -> str:
     """Return ranks as text: 'rank 3', or 'ranks 0-2, 5'."""
     found = sorted(ranks)
     spans: list[list[int]] = []
@@ -82,7 +82,7 @@ class Meeting:
     def describe(self) -> str:
         what = next(iter(self.calls.values())).what
         missing = [rank for place, rank in enumerate(self.group.ranks) if place not in self.calls]
-        return f"{what} among {ranks_named(self.group.ranks)}, to which {ranks_named(missing)} did not come"
+        return f"{what} among {describe_ranks(self.group.ranks)}, to which {describe_ranks(missing)} did not come"
 
 
 @dataclass(eq=False)
@@ -128,9 +128,9 @@ class Meetings:
         if len(meeting.calls) == len(self.ranks):
             del self.under_way[number]
             calls = [meeting.calls[place] for place in range(len(self.ranks))]
-            if call.by_rank and disagreement(self._prints(meeting, False)) is not None:
+            if call.by_rank and disagreement(self._fingerprints(meeting, False)) is not None:
                 self._refuse(meeting)
-            with unseen(calls):
+            with hidden_from_autograd(calls):
                 call.run(calls)
             meeting.done = True
             meeting.calls = {}
@@ -139,25 +139,26 @@ class Meetings:
     def exchange(self, tensor: torch.Tensor, source: int | None, to: int, tag: int, sends: bool) -> Message:
         """Send a message, or receive one; it is transferred when the other side comes too."""
         self.world.turns.check()
-        mine = Message(self, tensor, source, to, tag, sends)
-        other = next((message for message in self.messages if mine.fits(message)), None)
+        message = Message(self, tensor, source, to, tag, sends)
+        other = next((waiting for waiting in self.messages if message.fits(waiting)), None)
         if other is None:
-            self.messages.append(mine)
-            return mine
+            self.messages.append(message)
+            return message
         self.messages.remove(other)
-        sent, received = (mine, other) if sends else (other, mine)
+        sent, received = (message, other) if sends else (other, message)
         if (sent.tensor.numel(), sent.tensor.dtype) != (received.tensor.numel(), received.tensor.dtype):
+            sender, receiver = (describe_ranks([self.ranks[rank]]) for rank in (sent.source or 0, to))
             raise MismatchError(
-                f"{ranks_named([self.ranks[sent.source or 0]])} sends {tuple(sent.tensor.shape)} {sent.tensor.dtype}, "
-                f"and {ranks_named([self.ranks[to]])} receives {tuple(received.tensor.shape)} {received.tensor.dtype}"
+                f"{sender} sends {tuple(sent.tensor.shape)} {sent.tensor.dtype}, "
+                f"and {receiver} receives {tuple(received.tensor.shape)} {received.tensor.dtype}"
             )
         with _torch.no_modes(), torch.no_grad():
-            put(received.tensor, sent.tensor)
+            copy_into(received.tensor, sent.tensor)
         received.source = sent.source
-        mine.done = other.done = True
-        return mine
+        message.done = other.done = True
+        return message
 
-    def _prints(self, meeting: Meeting, located: bool = True) -> list[Fingerprint]:
+    def _fingerprints(self, meeting: Meeting, located: bool = True) -> list[Fingerprint]:
         return [
             Fingerprint(one.what, (), one.sends, one.receives, self.world.where(self.ranks[place]) if located else "")
             for place, one in sorted(meeting.calls.items())
@@ -165,12 +166,14 @@ class Meetings:
 
     def _refuse(self, meeting: Meeting) -> None:
         lines: dict[str, list[int]] = {}
-        prints = self._prints(meeting)
-        for place, one in zip(sorted(meeting.calls), prints, strict=True):
+        fingerprints = self._fingerprints(meeting)
+        for place, one in zip(sorted(meeting.calls), fingerprints, strict=True):
             lines.setdefault(str(one), []).append(self.ranks[place])
-        each = "\n".join(f"  {ranks_named(ranks)}: {does}" for does, ranks in lines.items())
-        why = disagreement(prints)
-        error = MismatchError(f"{ranks_named(self.ranks)} are not doing the same: {why}\n{each}\n  remedy: {_REMEDY}")
+        each = "\n".join(f"  {describe_ranks(ranks)}: {does}" for does, ranks in lines.items())
+        why = disagreement(fingerprints)
+        error = MismatchError(
+            f"{describe_ranks(self.ranks)} are not doing the same: {why}\n{each}\n  remedy: {_REMEDY}"
+        )
         self.world.turns.fail(error, None)  # effective also if this rank's function catches it
         raise error
 
@@ -197,7 +200,7 @@ class Store(_torch.Store):
 
     def check(self, keys: list[str]) -> bool:
         if not self._has(keys):
-            self._turns.offer()
+            self._turns.yield_turn()
         return self._has(keys)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:

@@ -98,7 +98,7 @@ def export(model: nn.Module, path: str | Path) -> Path:
     ranks = Ranks(model, None, f"export to {path}", "another folder, or more room on the disk")
     state = _state(model)
     pieces = ranks.agree(lambda: _pieces(state))
-    arriving = _gathered([state[piece.name] for piece in pieces])
+    arriving = _full_tensors([state[piece.name] for piece in pieces])
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
 
     def write() -> None:
@@ -139,7 +139,7 @@ def _full(state: Tree, cpu: bool, kept: bool) -> Tree:
     """
     tensors = {id(leaf): leaf for leaf in tree_iter(state) if isinstance(leaf, torch.Tensor)}
     made: dict[int, torch.Tensor] = {}
-    for key, full in zip(tensors, _gathered(tensors.values()), strict=True):
+    for key, full in zip(tensors, _full_tensors(tensors.values()), strict=True):
         if kept:
             made[key] = full.cpu() if cpu else full
         del full  # before the next one is gathered
@@ -149,7 +149,7 @@ def _full(state: Tree, cpu: bool, kept: bool) -> Tree:
     return full_state
 
 
-def _gathered(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _full_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the full tensor of each tensor, on every rank of its mesh."""
     for tensor in tensors:
         full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -24,7 +24,7 @@ _models: WeakSet[nn.Module] = WeakSet()
 _replaced: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 _distributed = 0  # number of models distributed so far
 # The number of models and the state at the last check; loading replaces the state.
-_looked_at: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Any]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, Any]] = WeakKeyDictionary()
 
 
 def remember(model: nn.Module, replaced: Iterable[torch.Tensor]) -> None:
@@ -35,14 +35,14 @@ def remember(model: nn.Module, replaced: Iterable[torch.Tensor]) -> None:
     _replaced.update({id(parameter): parameter for parameter in replaced})
 
 
-def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Check an optimizer before its first step, and again after a model was distributed or a state was loaded."""
     if torch.compiler.is_compiling():
         return
-    models, state = _looked_at.get(optimizer, (-1, None))
+    models, state = _checked.get(optimizer, (-1, None))
     if models == _distributed and state is optimizer.state:
         return
-    _looked_at[optimizer] = _distributed, optimizer.state
+    _checked[optimizer] = _distributed, optimizer.state
     place_optimizer_state(optimizer)
     if models == _distributed:
         return
@@ -69,4 +69,4 @@ def _warn(what: str) -> None:
     )
 
 
-while_installed(lambda: register_optimizer_step_pre_hook(_look).remove)
+while_installed(lambda: register_optimizer_step_pre_hook(_check_optimizer).remove)

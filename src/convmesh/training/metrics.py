@@ -27,14 +27,14 @@ def make_global(module: nn.Module, mesh: DeviceMesh) -> None:
                 f"job, and the mesh has {mesh.size()} of them, which have the same value\n"
                 "  remedy: make it with sync_on_compute=False, and combine the values of several meshes yourself"
             )
-        metric.distributed_available_fn = _never
+        metric.distributed_available_fn = _returns_false
         # The wrappers of `update` and `compute` call methods that do not enter the model; a copy recreates them.
         for name in ("update", "compute"):
             vars(metric).pop(name, None)
         metric.__setstate__(metric.__getstate__())
 
 
-def _never() -> bool:
+def _returns_false() -> bool:
     return False
 
 

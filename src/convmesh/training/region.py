@@ -62,7 +62,7 @@ def shard(array: ArrayLike, mesh: DeviceMesh, **dims: int) -> DTensor:
         "shard", mesh,
         f"{kind_of(array)} {_facts(layout, part, dims)}{', requires a gradient' if requires_grad else ''}",
         "give all ranks the same array, from the same files in the same order, shuffled with the same seed; "
-        f"where each has read a part, convmesh.from_region(part, shape, mesh, {_words(dims)})",
+        f"where each has read a part, convmesh.from_region(part, shape, mesh, {_dims_text(dims)})",
         values=lambda: sample(array) if in_memory else part,
         copies_along=range(mesh.ndim) if in_memory else _copies_along(layout),
     )  # fmt: skip
@@ -175,7 +175,7 @@ def assembled(
         problem = f"this rank's local tensor of {shape} has shape {layout.local_shape}, not {tuple(part.shape)}"
     compare(
         operation, mesh, _facts(layout, part, dims),
-        f"read array[convmesh.region({shape}, mesh, {_words(dims)})] on every rank, of the same array",
+        f"read array[convmesh.region({shape}, mesh, {_dims_text(dims)})] on every rank, of the same array",
         values=lambda: part, copies_along=_copies_along(layout), problem=problem,
     )  # fmt: skip
     return _wrap(part, layout)
@@ -211,7 +211,7 @@ def _layout(shape: tuple[int, ...], mesh: DeviceMesh, dims: Mapping[str, int]) -
 
 def _facts(layout: Layout, part: torch.Tensor, dims: Mapping[str, int]) -> str:
     strides = "" if layout.memory_format == torch.contiguous_format else f" {layout.memory_format}"
-    return f"{layout.shape} {part.dtype}{strides}, {_words(dims) or 'replicated'}"
+    return f"{layout.shape} {part.dtype}{strides}, {_dims_text(dims) or 'replicated'}"
 
 
 def _copies_along(layout: Layout) -> list[int]:
@@ -236,10 +236,10 @@ def _wrap(part: torch.Tensor, layout: Layout) -> DTensor:
     )
 
 
-def _words(dims: Mapping[str, int]) -> str:
+def _dims_text(dims: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={dim}" for name, dim in dims.items())
 
 
 def _example(names: tuple[str, ...] | None, ndim: int) -> str:
     last = (names or ())[-ndim:] if ndim else ()
-    return _words({name: ndim - len(last) + number for number, name in enumerate(last)})
+    return _dims_text({name: ndim - len(last) + number for number, name in enumerate(last)})

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch, comm
 from ..sharding.debug.agreement import checking
 from ..sharding.errors import ShardingError
-from ..sharding.plan_cache import Kept
+from ..sharding.plan_cache import PerProcessGroup
 
 # Values are compared in so many calls on a mesh, and then in ever fewer: whenever their number is a power of two.
 FIRST_CALLS = 16
@@ -19,7 +19,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW, _ROWS = 4096, 512
 _TEXT_BYTES, _SHOWN = 512, 8
 
-_calls = Kept(dict)  # by mesh: all ranks count alike, because all make their tensors in the same order
+_calls = PerProcessGroup(dict)  # by mesh: all ranks count alike, because all make their tensors in the same order
 
 
 def compare(

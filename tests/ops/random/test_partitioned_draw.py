@@ -185,7 +185,7 @@ def test_at_any_size(pool: Pool) -> None:
 def on_different_cpus(mesh: DeviceMesh, unable: int | None) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         if mesh.get_rank() == unable:
-            patch.setattr(bernoulli, "_one_by_one", lambda: False)
+            patch.setattr(bernoulli, "_uses_64_bits_per_element", lambda: False)
         return bool(bernoulli._all_can_share.__wrapped__(mesh))
 
 

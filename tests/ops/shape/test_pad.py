@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
-from convmesh.ops._core.index_copy import Remap
+from convmesh.ops._core.index_copy import DistributedCopy
 from tests.cases import place
 from tests.compare import same_on_all_ranks
 from tests.harness import Pool
@@ -57,7 +57,7 @@ def test_any_number_of_dimensions(pool: Pool) -> None:
 
 def by_one_kernel(mesh: DeviceMesh, case: Sharded) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Remap, "__call__", None)  # nothing is copied piece by piece
+        patch.setattr(DistributedCopy, "__call__", None)  # nothing is copied piece by piece
         check_elements(mesh, case)
 
 

@@ -49,7 +49,7 @@ class Mailbox:
         self._here, self._own, self._others = here, own, others
         self._posted = 0
         self._awaited: deque[Letter] = deque()
-        self._one_at_a_time = RLock()
+        self._lock = RLock()
 
     def post(self, buffer: torch.Tensor, receive: Sequence[int], send: Sequence[int]) -> torch.Tensor:
         """Post `send[r]` rows of `buffer` for each rank `r`; return the result, which is filled by `collect`."""
@@ -65,8 +65,8 @@ class Mailbox:
                 ctypes.memmove(result.data_ptr() + sum(sizes[:rank]), source, count * row)
             parts.append((source, 0 if rank == self._here else count * row))
             source += count * row
-        with self._one_at_a_time:
-            self._tidy()
+        with self._lock:
+            self._make_room()
             self._posted += 1
             self._own.write(self._posted, parts)
             letter = Letter(self, self._posted, result, sizes)
@@ -74,7 +74,7 @@ class Mailbox:
             _letters[_torch.memory_of(result)] = letter
         return result
 
-    def _tidy(self) -> None:
+    def _make_room(self) -> None:
         """Read the messages that have arrived, as they may never be awaited, and make room for another one."""
         others = self._others.values()
         while self._awaited and all(other.box.words[POSTED] >= self._awaited[0].number for other in others):
@@ -85,7 +85,7 @@ class Mailbox:
 
     def read(self, number: int) -> None:
         """Wait for the messages up to `number`, and read them."""
-        with self._one_at_a_time:
+        with self._lock:
             while self._awaited and self._awaited[0].number <= number:
                 self._read_next()
 
@@ -134,15 +134,15 @@ def _open(group: dist.ProcessGroup) -> Mailbox | None:
         address = None if own is None else Address.of(own)
     except (OSError, AttributeError):  # a system other than Linux, or one that does not permit it
         address = None
-    addresses = _told(address, group)
+    addresses = _gather_objects(address, group)
     if own is not None and None not in addresses:
         with suppress(OSError, AttributeError):
-            others = _visit(addresses, group)
-    everybody = all(_told(others is not None, group))
-    return Mailbox(group.rank(), own, others) if everybody and own is not None and others is not None else None
+            others = _open_neighbours(addresses, group)
+    all_found = all(_gather_objects(others is not None, group))
+    return Mailbox(group.rank(), own, others) if all_found and own is not None and others is not None else None
 
 
-def _visit(addresses: Sequence[Address | None], group: dist.ProcessGroup) -> dict[int, Neighbour]:
+def _open_neighbours(addresses: Sequence[Address | None], group: dist.ProcessGroup) -> dict[int, Neighbour]:
     ranks, here = dist.get_process_group_ranks(group), group.rank()
     seconds = _torch.timeout_of(group, "cpu").total_seconds()
     return {
@@ -152,7 +152,7 @@ def _visit(addresses: Sequence[Address | None], group: dist.ProcessGroup) -> dic
     }
 
 
-def _told(value: T, group: dist.ProcessGroup) -> list[T]:
+def _gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     """Return the values of all ranks."""
     answers: list[T] = [value] * group.size()
     dist.all_gather_object(answers, value, group=group)

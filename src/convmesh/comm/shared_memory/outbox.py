@@ -67,7 +67,7 @@ class OwnOutbox(Outbox):
     def write(self, number: int, parts: Sequence[tuple[int, int]]) -> None:
         """Write message `number`: `parts` has (address, size) for every rank. A header says where each part begins."""
         header, size = (len(parts) + 1) * WORD, sum(size for _, size in parts)
-        start = self._room(header + size)
+        start = self._find_space(header + size)
         target = self.address(start, header + size) + header
         ends = accumulate((size for _, size in parts), initial=start + header)
         for place, end in enumerate(ends, start // WORD):
@@ -87,7 +87,7 @@ class OwnOutbox(Outbox):
             os.ftruncate(self.file, KEPT)
             self._size = KEPT
 
-    def _room(self, size: int) -> int:
+    def _find_space(self, size: int) -> int:
         """Return the first place for `size` bytes: before, between or after the messages still to be read."""
         taken = [(start, stop) for _, start, stop in self._unread]
         places = sorted([FIRST, *(-(-stop // WORD) * WORD for _, stop in taken)])

@@ -10,22 +10,22 @@ import torch
 from ... import _torch
 
 
-class Numbers:
-    """A 1-d sequence of values that local computations index or multiply with."""
+class Constant:
+    """1-d values that local computations index or multiply with, as one tensor per device and dtype."""
 
     def __init__(self, values: Sequence[Any]):
         self.values = tuple(values)
-        self._made: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        self._cached: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Return the values as a tensor on `device`. It is cached, except while a compiler traces."""
         if _torch.tracing():  # tensors made while tracing must not be cached
             return torch.tensor(self.values, dtype=dtype, device=device)
-        made = self._made.get((device, dtype))
-        if made is None:
+        tensor = self._cached.get((device, dtype))
+        if tensor is None:
             with torch.inference_mode(False):
-                made = self._made[device, dtype] = torch.tensor(self.values, dtype=dtype, device=device)
-        return made
+                tensor = self._cached[device, dtype] = torch.tensor(self.values, dtype=dtype, device=device)
+        return tensor
 
     def along(self, dim: int, like: torch.Tensor) -> torch.Tensor:
         """Return the values in the dtype of `like`, shaped to be multiplied with it along `dim`."""

@@ -22,7 +22,7 @@ def out_of_range(index: torch.Tensor, size: int) -> torch.Tensor:
     return ((index < 0) | (index >= size)).any()
 
 
-def may_route(*_: Any) -> bool:
+def can_route(*_: Any) -> bool:
     """Whether indices may be sent to the ranks that own what they point to.
 
     Not while tracing: a compiler does not know how many go where.
@@ -30,28 +30,28 @@ def may_route(*_: Any) -> bool:
     return not _torch.tracing()
 
 
-def check_within(index: torch.Tensor, size: int) -> None:
+def check_bounds(index: torch.Tensor, size: int) -> None:
     """Check an index of which every rank has all values, also on ranks that then have nothing to read or write."""
     if synchronous(index):
         if out_of_range(index, size):
-            raise _bad(size)
+            raise _index_error(size)
     else:
         aten._assert_async.msg(~out_of_range(index, size), "index out of range")
 
 
-def raised_alike(
+def raise_on_all_ranks(
     compute: Callable[[], Result],
     places: torch.Tensor,
     size: int,
     index: Layout | None = None,
-    settled: Sequence[int] = (),
+    already_agreed: Sequence[int] = (),
 ) -> Result:
     """Return `compute()`; raise an IndexError on every rank if any rank's `places` have a bad value.
 
     `places` is this rank's local tensor of an index into a dimension of `size`. Where the `index` is sharded, ranks
-    all-reduce one number: whether theirs was bad. Along the mesh dimensions `settled` all of them know it already. Only
-    CPU values are known at once, and an index that is used in backward was checked in forward: elsewhere nothing is
-    checked here.
+    all-reduce one value: whether theirs was bad. Over the mesh dimensions `already_agreed` all of them know that
+    without it. Only CPU values are known at once, and an index that is used in backward was checked in forward:
+    elsewhere nothing is checked here.
     """
     if not synchronous(places) or _torch.in_backward():
         return compute()
@@ -65,12 +65,12 @@ def raised_alike(
             raise
     bad = torch.tensor(0.0 if result else 1.0)
     if index is not None:
-        mesh_dims = [m for m in index.sharded_over() if m not in settled]
+        mesh_dims = [m for m in index.sharded_over() if m not in already_agreed]
         bad = all_reduce(bad, index.mesh, mesh_dims, "max")
     if bad:
-        raise _bad(size)
+        raise _index_error(size)
     return result[0]
 
 
-def _bad(size: int) -> IndexError:
+def _index_error(size: int) -> IndexError:
     return IndexError(f"index out of range: it has values that are not between 0 and {size - 1}")

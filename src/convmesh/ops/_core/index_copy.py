@@ -47,7 +47,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Job:
+class Exchange:
     """One exchange for several sources, or for several boxes of one source."""
 
     sources: tuple[int, ...]
@@ -55,13 +55,13 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Remap:
+class DistributedCopy:
     """This rank's part of a copy along some dimensions."""
 
     axes: tuple[Axis, ...]
 
     @staticmethod
-    def of(layout: Layout, maps: Mapping[int, IndexMap], sizes: Sequence[int] | None = None) -> Remap:
+    def of(layout: Layout, maps: Mapping[int, IndexMap], sizes: Sequence[int] | None = None) -> DistributedCopy:
         """Plan a copy by `maps` (tensor dimension -> index map) for tensors that are sharded like `layout`.
 
         Sources and output have the same placements. There is one source, of `layout`'s shape; with `sizes` there are
@@ -81,7 +81,7 @@ class Remap:
             )
             line = rank_line(layout.mesh, mesh_dims) if prod(mesh_sizes) > 1 else None
             axes.append(Axis(dim, index_map, plans, line, outs[0 if line is None else line.rank]))
-        return Remap(tuple(axes))
+        return DistributedCopy(tuple(axes))
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -96,12 +96,12 @@ class Remap:
         for number, axis in enumerate(self.axes):
             if axis.line is None:
                 continue
-            job = self._job(number, len(sources))
-            pending = start(job.schedule, [held[source] for source in job.sources])
+            exchange = self._exchange(number, len(sources))
+            pending = start(exchange.schedule, [held[source] for source in exchange.sources])
             if not written and self._disjoint:  # copy this rank's own values while messages are in flight
                 written = 1
                 self._write(result, held, slice(0, written))
-            for source, blocks in zip(job.sources, pending.finish(), strict=True):
+            for source, blocks in zip(exchange.sources, pending.finish(), strict=True):
                 held[source] = held[source].plus(blocks)
         self._write(result, held, slice(written, None))
         return _torch.tie(result, *sources)
@@ -112,7 +112,7 @@ class Remap:
         return all(axis.map.disjoint for axis in self.axes)
 
     @cached_property
-    def _known_jobs(self) -> dict[tuple[int, int], Job]:
+    def _known_exchanges(self) -> dict[tuple[int, int], Exchange]:
         """Exchanges by (axis, number of sources): planned in the first call and reused in all others."""
         return {}
 
@@ -143,10 +143,10 @@ class Remap:
             (axis.dim, gap.start - axis.out.start, gap.size) for axis in self.axes for gap in axis.map.gaps(axis.out)
         ]
 
-    def _job(self, number: int, sources: int) -> Job:
+    def _exchange(self, number: int, sources: int) -> Exchange:
         """Return the exchange along one axis, which includes what was received along the axes before it."""
-        if (number, sources) in self._known_jobs:
-            return self._known_jobs[number, sources]
+        if (number, sources) in self._known_exchanges:
+            return self._known_exchanges[number, sources]
         line = self.axes[number].line
         assert line is not None
         halos = [
@@ -154,8 +154,8 @@ class Remap:
             for source in range(sources)
             for before in product(*(done.plans[source].needed.parts(done.rank) for done in self.axes[:number]))
         ]
-        made = Job(tuple(source for source, _ in halos), halo(line, *(one for _, one in halos)))
-        return self._known_jobs.setdefault((number, sources), made)
+        exchange = Exchange(tuple(source for source, _ in halos), halo(line, *(one for _, one in halos)))
+        return self._known_exchanges.setdefault((number, sources), exchange)
 
     def _write(self, result: torch.Tensor, held: Sequence[Held], which: slice) -> None:
         """Copy into `result` what pieces read from some of the blocks."""
@@ -186,7 +186,7 @@ class Remap:
             if part.reads != side:
                 data = data.narrow(axis.dim, part.reads.start - side.start, part.reads.size)
             data = _stepped(data, axis.dim, part.in_step)
-            place = _strided(place, axis, part)
+            place = _outputs_of(part, place, axis)
         place.copy_(data)
 
     def adjoint(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -201,20 +201,20 @@ def _adjoint(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
     plan = axis.plans[0]
     shape = list(gradient.shape)
     blocks = []
-    for part in plan.needed.parts(axis.rank):
-        shape[axis.dim] = part.size
-        blocks.append(Block((part,), gradient.new_zeros(shape)))
+    for side in plan.needed.parts(axis.rank):
+        shape[axis.dim] = side.size
+        blocks.append(Block((side,), gradient.new_zeros(shape)))
     for piece in axis.map.within(axis.out):
         block = next(block for block in blocks if block.box[0].covers(piece.reads))
         place = block.data.narrow(axis.dim, piece.reads.start - block.box[0].start, piece.reads.size)
-        given = _strided(gradient, axis, piece)
+        part = _outputs_of(piece, gradient, axis)
         if piece.in_step == 0:
-            given = given.sum(axis.dim, keepdim=True)
+            part = part.sum(axis.dim, keepdim=True)
         elif piece.in_step < 0 and piece.count > 1:
-            given = given.flip(axis.dim)
+            part = part.flip(axis.dim)
         if abs(piece.in_step) > 1:
-            place = place[_along(axis.dim, slice(None, None, abs(piece.in_step)))]
-        place += given
+            place = place[_slice_along(axis.dim, slice(None, None, abs(piece.in_step)))]
+        place += part
     own = plan.owned[axis.rank]
     if not blocks:
         shape[axis.dim] = 0
@@ -228,18 +228,18 @@ def _adjoint(gradient: torch.Tensor, axis: Axis) -> torch.Tensor:
 def _stepped(data: torch.Tensor, dim: int, step: int) -> torch.Tensor:
     """Take every `step`-th index of what a piece reads, reversed if `step` < 0. A single index is left to broadcast."""
     if abs(step) > 1:
-        data = data[_along(dim, slice(None, None, abs(step)))]
+        data = data[_slice_along(dim, slice(None, None, abs(step)))]
     return data.flip(dim) if step < 0 and data.shape[dim] > 1 else data
 
 
-def _strided(tensor: torch.Tensor, axis: Axis, piece: Piece) -> torch.Tensor:
+def _outputs_of(piece: Piece, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return a view of the outputs that a piece writes."""
     first = piece.out_start - axis.out.start
     if piece.out_step == 1:
         return tensor.narrow(axis.dim, first, piece.count)
     last = first + piece.out_step * (piece.count - 1) + 1
-    return tensor[_along(axis.dim, slice(first, last, piece.out_step))]
+    return tensor[_slice_along(axis.dim, slice(first, last, piece.out_step))]
 
 
-def _along(dim: int, part: slice) -> tuple[slice, ...]:
+def _slice_along(dim: int, part: slice) -> tuple[slice, ...]:
     return (*[slice(None)] * dim, part)

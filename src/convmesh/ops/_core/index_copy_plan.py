@@ -12,10 +12,10 @@ import torch
 from ...geometry import IndexMap
 from ...sharding.call import Call
 from ...sharding.layout import Layout, dense_stride
-from .index_copy import Fill, Remap
+from .index_copy import DistributedCopy, Fill
 
 Maps = dict[int, IndexMap]
-Stock = Callable[[torch.Tensor, Fill], torch.Tensor]
+LocalOp = Callable[[torch.Tensor, Fill], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,21 @@ class CopyPlan:
 
     source: Layout
     output: Layout
-    remap: Remap | None  # None where no mapped dimension is sharded: then the stock operator runs on local tensors
+    copy: DistributedCopy | None  # None where no mapped dimension is sharded: torch's operator runs on local tensors
 
-    def call(self, stock: Stock, fill: Fill = 0, alone: Stock | None = None, **how: Any) -> Call:
-        """Return a `Call` that runs `stock(local, fill)` where no mapped dimension is sharded, else the exchange.
+    def call(self, local_op: LocalOp, fill: Fill = 0, without_exchange: LocalOp | None = None, **how: Any) -> Call:
+        """Return a `Call` that runs `local_op(local, fill)` where no mapped dimension is sharded, else the exchange.
 
-        `alone(local, fill)`, if given, replaces the exchange; for sharded dimensions of which no rank needs remote
-        values.
+        `without_exchange(local, fill)`, if given, replaces the exchange; for sharded dimensions of which no rank needs
+        remote values.
         """
         value, shape = fill if self.source.adds_once else 0, self.output.local_shape
 
         def run(x: torch.Tensor, *numbers: Any) -> torch.Tensor:
-            if self.remap is not None:
-                return self.remap([x], value) if alone is None else alone(x, value)
+            if self.copy is not None:
+                return self.copy([x], value) if without_exchange is None else without_exchange(x, value)
             # torch refuses some empty tensors, for which there is nothing to do
-            return stock(x, value) if prod(shape) else x.new_empty(shape)
+            return local_op(x, value) if prod(shape) else x.new_empty(shape)
 
         return Call((self.source,), self.output, run, **how)
 
@@ -51,5 +51,5 @@ def copy_plan(layout: Layout, maps: Maps, partial: tuple[str, ...] = ("sum", "av
     source = layout.without_partial(*partial)
     shape = tuple(maps[dim].size if dim in maps else size for dim, size in enumerate(layout.shape))
     output = replace(source, shape=shape, stride=dense_stride(shape, layout.memory_format))
-    remap = Remap.of(source, maps) if layout.present and source.sharded_over(maps) else None
-    return CopyPlan(source, output, remap)
+    copy = DistributedCopy.of(source, maps) if layout.present and source.sharded_over(maps) else None
+    return CopyPlan(source, output, copy)

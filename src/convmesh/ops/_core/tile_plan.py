@@ -16,7 +16,7 @@ from ... import _torch
 from ...geometry import Dependence
 from ...sharding.call import Call, Moved
 from ...sharding.layout import Layout, dense_stride, is_sum
-from ...sharding.redistribute import relocated
+from ...sharding.redistribute import redistribute_local
 from ...sharding.sharding_table import Row, Wanted, choose, input_placements, output_placements
 from ...strides import usual
 from .tiles import Tiling
@@ -42,7 +42,7 @@ class TiledPlan:
     def finish(self, local: torch.Tensor) -> DTensor:
         """Return the DTensor of a computed local result, redistributed to the wanted layout."""
         same = self.computed is self.wanted
-        local = usual(local, self.wanted.stride) if same else relocated(local, self.computed, self.wanted)
+        local = usual(local, self.wanted.stride) if same else redistribute_local(local, self.computed, self.wanted)
         return _torch.wrap(local.contiguous(memory_format=self.wanted.memory_format), self.wanted.spec)
 
     def call(self, run: Callable[..., Any], *unused: None) -> Call:
@@ -58,7 +58,7 @@ class TiledPlan:
         return _torch.wrap(_torch.local_of(like).new_empty(0, dtype=self.wanted.dtype), self.wanted.spec)
 
 
-def ask_for_memory(source: Layout, shape: Sequence[int]) -> None:
+def check_memory(source: Layout, shape: Sequence[int]) -> None:
     """Raise torch's out-of-memory error now if a result of `shape`, sharded like `source`, does not fit.
 
     Called before planning, since a plan stores data for every index of a rank.
@@ -90,14 +90,14 @@ def plan_sources(
         *[Row("sharded", (Shard(dim),) * count, (Shard(dim),)) for dim in range(len(source.shape))],
         Row("sum of gradients", (P, *(R,) * (count - 1)), (P,)),
     ]
-    wish = Wanted(source.placements, prod(source.shape))
-    chosen = choose(operator, rows, named, [wish])
+    preferred = Wanted(source.placements, prod(source.shape))
+    chosen = choose(operator, rows, named, [preferred])
     placements = output_placements(chosen, 0)
     computed = source.dense.typed(named[0][1].dtype).placed(placements)
     return TiledPlan(
         tuple(layout.placed(input_placements(chosen, number)) for number, (_, layout) in enumerate(named)),
         computed,
-        computed.placed(tuple(wish.becomes(*entry) for entry in enumerate(placements))),
+        computed.placed(tuple(preferred.becomes(*entry) for entry in enumerate(placements))),
         _tiling(computed, source.shape, named[0][1].shape, dependences),
     )
 

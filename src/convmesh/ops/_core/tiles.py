@@ -117,7 +117,8 @@ class Tiling:
         return self._sum(block, self.readers, self.target_halos)
 
     def _sum(self, block: torch.Tensor, box: Box, halos: Halos) -> torch.Tensor:
-        for dim, side, own, schedule in reversed(list(zip(self.dims, box, halos.owned, halos.alone, strict=True))):
+        along = list(zip(self.dims, box, halos.owned, halos.independent_schedules, strict=True))
+        for dim, side, own, schedule in reversed(along):
             if not schedule.silent or side != own:
                 block = give_back(schedule, Held.own(block, (dim,), (side,)), (own,))
         return block
@@ -130,14 +131,15 @@ class Tiling:
         `combine(*so_far, *more)` updates `so_far` in place; they start as `fills`.
         """
         halos = self.target_halos
-        for dim, side, own, schedule in zip(self.dims, self.readers, halos.owned, halos.alone, strict=True):
+        along = zip(self.dims, self.readers, halos.owned, halos.independent_schedules, strict=True)
+        for dim, side, own, schedule in along:
             held = [Held.own(block, (dim,), (side,)) for block in blocks]
             under_way = [start(schedule.transposed(), [one]) for one in held]
             shape = [*blocks[0].shape]
             shape[dim] = len(own)
             results = [block.new_full(shape, fill) for block, fill in zip(blocks, fills, strict=True)]
-            mine = (side & own,)
-            more = [[Block(mine, one.read(mine))] * bool(mine[0]) + pending.finish()[0]
+            kept = (side & own,)  # what this rank has computed of its own targets
+            more = [[Block(kept, one.read(kept))] * bool(kept[0]) + pending.finish()[0]
                     for one, pending in zip(held, under_way, strict=True)]  # fmt: skip
             for arrived in zip(*more, strict=True):
                 (targets,) = arrived[0].box
@@ -172,7 +174,7 @@ class Halos:
         return tuple(hull(plan.needed.parts(line.rank)) & Interval(0, plan.size) for plan, line in sides)
 
     @cached_property
-    def in_turn(self) -> tuple[Schedule, ...]:
+    def chained_schedules(self) -> tuple[Schedule, ...]:
         """Schedules for one dimension after the other. Each also sends what earlier ones fetched: corners arrive
         too."""
         return tuple(
@@ -181,7 +183,7 @@ class Halos:
         )
 
     @cached_property
-    def alone(self) -> tuple[Schedule, ...]:
+    def independent_schedules(self) -> tuple[Schedule, ...]:
         """Schedules for each dimension alone, whatever the extent of the others."""
         sides = zip(self.plans, self.lines, strict=True)
         return tuple(halo(line, Halo(0, plan, (Interval(0, plan.size),))) for plan, line in sides)
@@ -192,7 +194,7 @@ class Halos:
         None if the box has gaps or is not exactly what this rank needs; with `fills`, what no one reads may be filled.
         """
         sizes = [plan.size for plan in self.plans]
-        return HaloBlock.of(self.in_turn, self.dims, sizes, self.owned, self.needed, box, ndim, fills)
+        return HaloBlock.of(self.chained_schedules, self.dims, sizes, self.owned, self.needed, box, ndim, fills)
 
 
 class Fetch:
@@ -201,7 +203,7 @@ class Fetch:
     def __init__(self, halos: Halos, own: torch.Tensor):
         self.own_box, self.needed = halos.owned, halos.needed
         self.held = Held.own(own, halos.dims, halos.owned)
-        self._schedules = iter(halos.in_turn)
+        self._schedules = iter(halos.chained_schedules)
         self._pending: Pending | None = None
         self._start_next()
 
@@ -228,7 +230,7 @@ class Fetch:
         self._pending = None if schedule is None else start(schedule, [self.held])
 
 
-def patch(
+def recompute_border(
     result: torch.Tensor, fetch: Fetch, box: Box, inner: Box, part: Callable[[Held, Box], torch.Tensor]
 ) -> torch.Tensor:
     """Recompute the border of `box` around `inner` in `result`, in place: there it lacks other ranks' values.

@@ -15,7 +15,7 @@ import torch
 from ...comm import Held
 from ...geometry import Box, HaloPlan, slabs
 from ...kernels.convolution import bias_gradient
-from .._core.tiles import patch
+from .._core.tiles import recompute_border
 from . import halo_taps
 from .local import LocalConvolution
 
@@ -69,7 +69,7 @@ def gradients(
         halo_taps.add_gradients(local, own_side, gx, gw, fetch, fetches_fine, w)
     else:
         if gx is not None:
-            patch(gx, fetch, produced, inner, input_gradient)
+            recompute_border(gx, fetch, produced, inner, input_gradient)
         if gw is not None:
             held = fetch.complete()
             inside = tuple(own & needed for own, needed in zip(fetch.own_box, fetch.needed, strict=True))

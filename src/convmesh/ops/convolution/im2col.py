@@ -25,8 +25,8 @@ from ...sharding.registry import Behaviour
 aten = torch.ops.aten
 Pair = tuple[int, int]
 
-UNFOLD = Behaviour("batch, channels, height, Partial sums", "halo; all-to-all where the width is sharded")
-FOLD = Behaviour("batch, channels, columns, Partial sums", "columns that reach into others' rows")
+UNFOLD = Behaviour("batch, channels, height, Partial(sum)", "halo of the input; all-to-all if the width is sharded")
+FOLD = Behaviour("batch, channels, columns, Partial(sum)", "columns that overlap rows of other ranks")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ...sharding.call import Call, Moved
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, composite, made_of_others
-from .._core.tiles import patch
+from .._core.tiles import recompute_border
 from . import halo_taps
 from .backward import gradients
 from .local import LocalConvolution
@@ -66,7 +66,7 @@ def _forward(local: LocalConvolution | None, x: torch.Tensor, w: torch.Tensor, b
     own = local.own(x, w, b)
     if halo_taps.pays(w):
         return fetch.tie(halo_taps.add_output(local, own, fetch, w))
-    return fetch.tie(patch(own, fetch, produced, inner, part))
+    return fetch.tie(recompute_border(own, fetch, produced, inner, part))
 
 
 @plan_rule(aten.convolution_backward.default, behaviour=BACKWARD)

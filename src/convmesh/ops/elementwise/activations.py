@@ -20,10 +20,10 @@ from ...sharding.table_rule import table_rule
 
 aten = torch.ops.aten
 
-ELEMENTWISE = Behaviour("all dimensions", "nothing; Partial is reduced")
+ELEMENTWISE = Behaviour("all dimensions", "nothing; Partial operands are reduced")
 GLU = Behaviour(
-    "all dimensions", "nothing; what changes its owner if the halved dimension is sharded",
-    "an odd number of what is halved",
+    "all dimensions", "nothing; elements that change owner if the halved dimension is sharded",
+    "a halved dimension of odd size",
 )  # fmt: skip
 
 

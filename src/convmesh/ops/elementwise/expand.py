@@ -19,8 +19,8 @@ from ...sharding.registry import Behaviour, rule
 aten = torch.ops.aten
 
 EXPAND = Behaviour(
-    "all dimensions but those that are repeated; in backward as the tensor was whose gradient it becomes",
-    "all-reduce of Partial, before it grows; the one index of a sharded dimension that is repeated, to all",
+    "all dimensions but the expanded ones; in backward, a gradient is placed like its tensor",
+    "nothing; all-reduce of a Partial input before it is expanded; an expanded dimension that is sharded is gathered",
 )  # fmt: skip
 
 
@@ -33,10 +33,10 @@ class ExpandPlan:
 
 
 @planned
-def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], wish: Placements | None) -> ExpandPlan | None:
+def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], preferred: Placements | None) -> ExpandPlan | None:
     """Plan an expand; None where only torch's DTensor knows what to do.
 
-    Of the placements `wish`, it takes those that cost nothing: a rank can produce any shard of a repeated dimension.
+    Of the `preferred` placements, those that cost nothing are taken: any rank can make any shard of what is repeated.
     """
     layout = Layout.of(spec)
     new = len(sizes) - len(layout.shape)
@@ -60,18 +60,18 @@ def plan_expand(spec: _torch.Spec, sizes: tuple[int, ...], wish: Placements | No
 
     placements = tuple(map(kept, layout.placements))
     grown = {*range(new), *(dim + new for dim in repeated)}
-    if wish is not None and grows:  # a replicated dimension is narrowed to the rank's shard; a sum is reduce-scattered
+    if preferred is not None and grows:  # what is replicated is narrowed to the rank's shard; a sum is reduce-scattered
         placements = tuple(
             Shard(w.dim - new) if isinstance(p, Replicate) and type(w) is Shard and w.dim not in grown else p
-            for p, w in zip(placements, wish, strict=True)
+            for p, w in zip(placements, preferred, strict=True)
         )
     source = layout.placed(placements)
     stride = (*(0,) * new, *(0 if dim in repeated else step for dim, step in enumerate(layout.stride)))
     outputs = tuple(Shard(p.dim + new) if isinstance(p, Shard) else p for p in placements)
-    if wish is not None:
-        taken = [type(p) is Shard and p.dim in grown for p in wish]
+    if preferred is not None:
         outputs = tuple(
-            w if free and isinstance(p, Replicate) else p for p, w, free in zip(outputs, wish, taken, strict=True)
+            w if type(w) is Shard and w.dim in grown and isinstance(p, Replicate) else p
+            for p, w in zip(outputs, preferred, strict=True)
         )
     return ExpandPlan(source, Layout(layout.mesh, outputs, shape, stride, layout.dtype))
 

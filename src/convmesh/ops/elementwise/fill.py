@@ -18,9 +18,12 @@ from ...strides import Stride
 
 aten = torch.ops.aten
 
-FILL = Behaviour("all dimensions, Partial", "what is written into a part of a sharded dimension, to its owners")
-
-LIKE = Behaviour("all dimensions", "nothing: like a Partial tensor they are replicated, empty ones Partial")
+FILL = Behaviour(
+    "all dimensions, Partial", "nothing; values written into a slice of a sharded dimension, to their owners"
+)
+LIKE = Behaviour(
+    "all dimensions; for a Partial tensor the result is replicated, and Partial from empty_like", "nothing"
+)
 
 
 @rule(aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, behaviour=FILL)
@@ -31,8 +34,8 @@ def fill(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     if not value:
         local.zero_()
     else:
-        whole = _whole(value[0])
-        local.fill_(whole if _layout(_torch.spec_of(target)).adds_once else 0)
+        full_value = _full_value(value[0])
+        local.fill_(full_value if _layout(_torch.spec_of(target)).adds_once else 0)
     return target
 
 
@@ -53,20 +56,20 @@ def like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
         return _torch.stock(operator, args, kwargs)  # type: ignore[no-any-return]
     keeps = operator is aten.empty_like.default
     layout = _layout_like(spec, kwargs.get("dtype"), keeps, *strides_of(operator, args, kwargs))
-    made = operator(local, *args[1:], **kwargs)
-    return _torch.wrap(layout.laid(made) if layout.present else made, layout.spec)
+    result = operator(local, *args[1:], **kwargs)
+    return _torch.wrap(layout.laid(result) if layout.present else result, layout.spec)
 
 
 @planned
 def _layout_like(spec: _torch.Spec, dtype: torch.dtype | None, keeps_partial: bool, stride: Stride) -> Layout:
     """Return the layout of a new tensor; only an empty one may be Partial."""
-    given = Layout.of(spec)
-    layout = replace(given, stride=stride).typed(dtype or given.dtype)
+    source = Layout.of(spec)
+    layout = replace(source, stride=stride).typed(dtype or source.dtype)
     return layout if keeps_partial else layout.without_partial()
 
 
-def _whole(value: Any) -> Any:
-    """Return the fill value as a full local tensor; a number is returned unchanged."""
+def _full_value(value: Any) -> Any:
+    """Return the fill value as a plain tensor, which every rank has in full; a number is returned unchanged."""
     if not isinstance(value, DTensor):
         return value
     layout = Layout.of(_torch.spec_of(value))

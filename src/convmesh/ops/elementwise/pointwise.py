@@ -14,9 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.implicit_replication import the_same_everywhere
-from ...sharding.partial import is_pending, kept, put_back, reduce_once
-from ...sharding.plan_cache import Table
+from ...sharding.implicit_replication import as_replicated
+from ...sharding.partial import cached_sum, is_partial, reduce_once, write_sum_back
+from ...sharding.plan_cache import PlanTable
 from ...sharding.redistribute import move, specs_of
 from ...sharding.registry import Behaviour, made_of_others, rule, tolerant
 from ...strides import usual
@@ -49,21 +49,22 @@ BACKWARD = (
 # fmt: on
 DIVISIONS = _torch.overloads("div")
 # These have their own rule, `scale`.
-APART = (aten.div.Scalar, aten.mul.Scalar, aten.neg.default)
+OWN_RULE = (aten.div.Scalar, aten.mul.Scalar, aten.neg.default)
 
+STAYS = "all dimensions; Partial(sum) and Partial(avg) where the operator is linear"
 POINTWISE = Behaviour(
-    "all dimensions; Partial sums and averages where the operator is linear in them",
-    "nothing; operands with other layouts; elsewhere what is Partial",
+    STAYS, "nothing; operands that are sharded differently; Partial operands are reduced where it is not linear",
 )  # fmt: skip
 IN_PLACE = Behaviour(
-    "all dimensions; Partial sums and averages where the operator is linear in them",
-    "operands with other layouts; a part of a sharded dimension, back to its owners",
+    STAYS,
+    "nothing; operands that are sharded differently; values written into a slice of a sharded dimension, to their "
+    "owners",
 )  # fmt: skip
 COPIED = ("clone", "_to_copy")
 OPERATORS = [
     operator
     for operator in _torch.overloads(*UNARY, *SEVERAL, *(f"{name}_backward" for name in BACKWARD), *COPIED)
-    if operator not in APART and _torch.gives_one_tensor(operator) and not _torch.is_composite(operator)
+    if operator not in OWN_RULE and _torch.gives_one_tensor(operator) and not _torch.is_composite(operator)
 ] + [aten.copy_.default]
 
 made_of_others(
@@ -75,7 +76,7 @@ made_of_others(
 
 def _handler(operator: _torch.Operator) -> _torch.Handler:
     """Make the rule of one operator, which caches its plans by the specs of the operands."""
-    plans = Table()
+    plans = PlanTable()
     known, writes = plans.plans, operator._schema.is_mutable
 
     @wraps(plan_pointwise)
@@ -84,8 +85,8 @@ def _handler(operator: _torch.Operator) -> _torch.Handler:
         if opened is not None:
             specs, values, _, mesh = opened
             plan = known.get(_key(specs, kwargs))
-            if plan is not None and plan.ready and plan.output.mesh is mesh:
-                for number, stride in plan.odd:
+            if plan is not None and plan.is_local and plan.output.mesh is mesh:
+                for number, stride in plan.restrided:
                     values[number] = usual(values[number], stride)
                 result = operator(*values, **kwargs)
                 if writes:
@@ -100,7 +101,7 @@ def _handler(operator: _torch.Operator) -> _torch.Handler:
         Plain tensors of one element are replicated.
         """
         mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
-        args = tuple(the_same_everywhere(arg, mesh) if _is_plain_number(arg) else arg for arg in args)
+        args = tuple(as_replicated(arg, mesh) if _is_plain_number(arg) else arg for arg in args)
         tensors = [arg if isinstance(arg, torch.Tensor) else None for arg in args]
         specs = specs_of(operator._schema.name, [(f"operand {n}", tensor) for n, tensor in enumerate(tensors)])
         plan = plans.look_up(_key(specs, kwargs), lambda: plan_pointwise(operator, args, kwargs, specs))
@@ -131,24 +132,26 @@ def _run(
     rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], plan: PointwisePlan
 ) -> Any:
     """Run a plan whose operands may have to be redistributed or narrowed first."""
-    if plan.leaves:
+    if plan.use_torch:
         return _torch.stock(operator, args, kwargs)
     on_sums = plan.reduces or (plan.writes_terms and _sum_is_known(*args))
     if on_sums or (plan.scales and _makes_infinite(operator, args)):
-        return _on_sums(rule, operator, args, kwargs)
+        return _run_reduced(rule, operator, args, kwargs)
     values = [_torch.local_of(arg) if isinstance(arg, DTensor) else arg for arg in args]
-    if plan.output.present and not plan.ready:
-        values = [_brought(arg, value, step) for arg, value, step in zip(args, values, plan.steps, strict=True)]
+    if plan.output.present and not plan.is_local:
+        values = [_prepare_operand(arg, value, step) for arg, value, step in zip(args, values, plan.steps, strict=True)]
     result = operator(*values, **kwargs)
     return args[0] if operator._schema.is_mutable else _torch.wrap(result, plan.spec(result.dtype))
 
 
 def _sum_is_known(target: DTensor, *others: Any) -> bool:
     """Whether the target's sum is cached, and no other operand is Partial, which would have to be reduced as well."""
-    return kept(target) is not None and not any(isinstance(other, DTensor) and is_pending(other) for other in others)
+    return cached_sum(target) is not None and not any(
+        isinstance(other, DTensor) and is_partial(other) for other in others
+    )
 
 
-def _brought(tensor: Any, local: Any, step: Step | None) -> Any:
+def _prepare_operand(tensor: Any, local: Any, step: Step | None) -> Any:
     """Redistribute and narrow one operand."""
     if step is None:
         return local
@@ -165,12 +168,14 @@ def _makes_infinite(operator: _torch.Operator, args: tuple[Any, ...]) -> bool:
     return any(not isfinite(number) or (number == 0 and operator in DIVISIONS) for number in numbers)
 
 
-def _on_sums(rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def _run_reduced(
+    rule: _torch.Handler, operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DTensor:
     """Run on the sums of Partial tensors: term by term is not possible, or the sums are cached anyway."""
-    sums = reduce_once([arg for arg in args if isinstance(arg, DTensor) and is_pending(arg)])
+    sums = reduce_once([arg for arg in args if isinstance(arg, DTensor) and is_partial(arg)])
     result: DTensor = rule(operator, tuple(sums.get(id(arg), arg) for arg in args), kwargs)
     if not operator._schema.is_mutable:
         return result
     target: DTensor = args[0]
-    put_back(target, sums[id(target)])
+    write_sum_back(target, sums[id(target)])
     return target

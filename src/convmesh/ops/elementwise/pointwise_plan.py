@@ -20,7 +20,7 @@ from ...sharding.layout import Layout
 from ...sharding.redistribute import layouts_of
 from ...sharding.sharding_table import Assignment, Row, choose, input_placements, output_placements
 from ...strides import Stride, has_idle_strides
-from .linear_rows import Terms, linear_rows
+from .linear_rows import PartialRow, linear_rows
 
 R = Replicate()
 
@@ -32,7 +32,7 @@ Operands = Sequence[Layout | None]
 
 # Binary operators whose meta functions give results in another dimension order than their kernels do.
 aten = torch.ops.aten
-AS_A_SUM = frozenset((
+STRIDES_OF_ADD = frozenset((
     aten.copysign.Tensor, aten.floor_divide.default, aten.special_xlog1py.default, aten.xlogy.Tensor,
     aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default,
     aten.hardtanh_backward.default, aten.logit_backward.default, aten.native_dropout_backward.default,
@@ -58,9 +58,9 @@ class PointwisePlan:
     reduces: bool = False  # the tensor that is written is a Partial(sum), and must be reduced first
     writes_terms: bool = False  # the tensor that is written is Partial, and every rank writes its own term
     scales: bool = False  # a tensor that stays Partial is multiplied or divided by a number
-    leaves: bool = False  # left to torch's DTensor: the shards or the mesh are in an unusual order
-    ready: bool = False  # no argument needs preparation
-    odd: tuple[tuple[int, Stride], ...] = ()  # (argument, full strides) where a local size is 0 or 1
+    use_torch: bool = False  # left to torch's DTensor: the shards or the mesh are in an unusual order
+    is_local: bool = False  # no argument needs preparation
+    restrided: tuple[tuple[int, Stride], ...] = ()  # (argument, full strides) where a local size is 0 or 1
     specs: dict[torch.dtype, _torch.Spec] = field(default_factory=dict)
 
     def spec(self, dtype: torch.dtype) -> _torch.Spec:
@@ -81,24 +81,24 @@ def plan_pointwise(
     shape, stride = _result(operator, args, kwargs, operands)
     model = next(layout for layout in operands if layout is not None)
     output = Layout(model.mesh, model.placements, shape, stride, model.dtype)
-    if _alike(given) and not any(isinstance(p, Partial) for p in model.placements):
-        return PointwisePlan((None,) * len(specs), output, ready=True, odd=_odd(specs))
+    if _same_layout(given) and not any(isinstance(p, Partial) for p in model.placements):
+        return PointwisePlan((None,) * len(specs), output, is_local=True, restrided=_restrided(specs))
     if not all(_torch.plain_order(spec) for spec in given) or not _torch.in_rank_order(model.mesh):
-        return PointwisePlan((), output, leaves=True)
+        return PointwisePlan((), output, use_torch=True)
     chosen = _choose(operator, operands, output, kwargs)
     if chosen is None:
         return PointwisePlan((), output, reduces=True)
     plan = _plan(operands, output.placed(output_placements(chosen, 0)), chosen, operator._schema.is_mutable)
     scales = any(isinstance(p, Partial) for p in plan.output.placements) and any(map(is_number, args))
-    return replace(plan, scales=True, ready=False) if scales else plan
+    return replace(plan, scales=True, is_local=False) if scales else plan
 
 
 def is_number(arg: Any) -> bool:
     return isinstance(arg, int | float | complex)
 
 
-def _odd(specs: Sequence[_torch.Spec | None]) -> tuple[tuple[int, Stride], ...]:
-    """The arguments whose local strides must be replaced by the full tensor's (see `PointwisePlan.odd`)."""
+def _restrided(specs: Sequence[_torch.Spec | None]) -> tuple[tuple[int, Stride], ...]:
+    """The arguments whose local strides must be replaced by the full tensor's (see `PointwisePlan.restrided`)."""
     given = [(number, spec, Layout.of(spec)) for number, spec in enumerate(specs) if spec is not None]
     return tuple(
         (number, layout.stride)
@@ -107,7 +107,7 @@ def _odd(specs: Sequence[_torch.Spec | None]) -> tuple[tuple[int, Stride], ...]:
     )
 
 
-def _alike(specs: Sequence[_torch.Spec]) -> bool:
+def _same_layout(specs: Sequence[_torch.Spec]) -> bool:
     """Whether all operands have the same shape and placements."""
     first = specs[0]
     return all(
@@ -121,18 +121,18 @@ def _result(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return shape and strides of the result on one device; torch itself raises if the shapes do not fit."""
     with _torch.meta_tensors(any(layout is not None and _torch.has_symbols(layout.shape) for layout in operands)):
-        models = [arg if layout is None else _model(layout) for arg, layout in zip(args, operands, strict=True)]
+        models = [arg if layout is None else _meta_tensor(layout) for arg, layout in zip(args, operands, strict=True)]
         options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         result = operator(*models, **options)
         tensors = [model for model in models if isinstance(model, torch.Tensor)]
-        if operator in AS_A_SUM and len(tensors) == 2:
+        if operator in STRIDES_OF_ADD and len(tensors) == 2:
             result = torch.add(*tensors)
         elif operator is aten.pow.Scalar:
             result = result.contiguous()
     return tuple(result.shape), tuple(result.stride())
 
 
-def _model(layout: Layout) -> torch.Tensor:
+def _meta_tensor(layout: Layout) -> torch.Tensor:
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
@@ -143,20 +143,20 @@ def _choose(
     shape = output.shape
     written = operands[0] if operator._schema.is_mutable else None
     rows = [Row("replicated", _by_operand(operands, lambda layout: R), (R,))]
-    rows += [_sharded(operands, shape, dim) for dim in sorted(_cut_dims(operands, len(shape)))]
+    rows += [_sharded_row(operands, shape, dim) for dim in sorted(_sharded_dims(operands, len(shape)))]
     rows += linear_rows(operator, operands, kwargs, prod(shape))
     name = operator._schema.name.removeprefix("aten::")
     named = [(f"operand {number}", layout) for number, layout in enumerate(operands)]
-    natural = [_cut_dims(operands, len(shape), mesh_dim) for mesh_dim in range(output.mesh.ndim)]
+    operand_dims = [_sharded_dims(operands, len(shape), mesh_dim) for mesh_dim in range(output.mesh.ndim)]
 
     def fits(chosen: Assignment) -> bool:
         """Never reduce-scatter a Partial(sum) where no operand is sharded: the next operator would gather it again."""
         placements = output_placements(chosen, 0)
         if written is not None and placements != written.placements:
             return False
-        return all(not isinstance(p, Shard) or p.dim in dims for p, dims in zip(placements, natural, strict=True))
+        return all(not isinstance(p, Shard) or p.dim in dims for p, dims in zip(placements, operand_dims, strict=True))
 
-    def summing(row: Row, mesh_dim: int) -> float:
+    def later_reduction(row: Row, mesh_dim: int) -> float:
         """A Partial result must still be reduced, so an operand of the result's size is not gathered for it."""
         gathers = any(
             type(layout.placements[mesh_dim]) is Shard and target == R
@@ -166,7 +166,7 @@ def _choose(
         return prod(shape) if gathers and isinstance(row.outputs[0], Partial) else 0
 
     try:
-        return choose(name, rows, named, fits=fits, extra=summing)
+        return choose(name, rows, named, fits=fits, extra=later_reduction)
     except ShardingError:
         if written is not None and any(isinstance(placement, Partial) for placement in written.placements):
             return None
@@ -177,7 +177,7 @@ def _by_operand(operands: Operands, placement: Any) -> tuple[Placement, ...]:
     return tuple(R if layout is None else placement(layout) for layout in operands)
 
 
-def _cut_dims(operands: Operands, rank: int, mesh_dim: int | None = None) -> set[int]:
+def _sharded_dims(operands: Operands, rank: int, mesh_dim: int | None = None) -> set[int]:
     """Return the result's dimensions along which an operand is sharded; with `mesh_dim`, over that mesh dimension."""
     return {
         dim + rank - len(layout.shape)
@@ -188,7 +188,7 @@ def _cut_dims(operands: Operands, rank: int, mesh_dim: int | None = None) -> set
     }
 
 
-def _sharded(operands: Operands, shape: tuple[int, ...], dim: int) -> Row:
+def _sharded_row(operands: Operands, shape: tuple[int, ...], dim: int) -> Row:
     """Return the row in which every operand that has the full dimension is sharded along it."""
 
     def placement(layout: Layout) -> Placement:
@@ -200,16 +200,16 @@ def _sharded(operands: Operands, shape: tuple[int, ...], dim: int) -> Row:
 
 def _plan(operands: Operands, output: Layout, chosen: Assignment, in_place: bool) -> PointwisePlan:
     """Return the plan for the chosen rows."""
-    here = output.mesh.get_coordinate() or ()
-    zeros = {n for row, at in zip(chosen, here, strict=False) if isinstance(row, Terms) and at for n in row.once}
+    own_rows = zip(chosen, output.mesh.get_coordinate() or (), strict=False)
+    zeros = {n for row, rank in own_rows if isinstance(row, PartialRow) and rank for n in row.first_rank_only}
     steps = tuple(
         None if layout is None else _step(layout, layout.placed(input_placements(chosen, number)), number in zeros)
         for number, layout in enumerate(operands)
     )
     writes_terms = in_place and any(isinstance(placement, Partial) for placement in output.placements)
-    given = [None if layout is None else layout.spec for layout in operands]
-    ready = not (writes_terms or any(steps))
-    return PointwisePlan(steps, output, writes_terms=writes_terms, ready=ready, odd=_odd(given) if ready else ())
+    is_local = not (writes_terms or any(steps))
+    restrided = _restrided([None if layout is None else layout.spec for layout in operands]) if is_local else ()
+    return PointwisePlan(steps, output, writes_terms=writes_terms, is_local=is_local, restrided=restrided)
 
 
 def _step(source: Layout, target: Layout, zero: bool) -> Step | None:

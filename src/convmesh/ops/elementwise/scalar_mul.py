@@ -19,7 +19,9 @@ from ...sharding.registry import Behaviour, rule
 
 aten = torch.ops.aten
 
-BEHAVIOUR = Behaviour("all dimensions, Partial sums and averages; for neg also extremes", "nothing")
+BEHAVIOUR = Behaviour(
+    "all dimensions, Partial(sum), Partial(avg); for neg also Partial(max) and Partial(min)", "nothing"
+)
 NEGATIVE: dict[Placement, Placement] = {Partial("max"): Partial("min"), Partial("min"): Partial("max")}
 
 
@@ -38,7 +40,7 @@ def plan_scale(spec: _torch.Spec, dtype: torch.dtype, expanded: tuple[int, ...],
 
 
 @planned
-def settled_sums(spec: _torch.Spec, negates: bool) -> Layout | None:
+def layout_for_scaling(spec: _torch.Spec, negates: bool) -> Layout | None:
     """Return the layout that a tensor must be redistributed to before it is scaled, or None.
 
     Sums and averages may stay Partial, and for `neg` also extremes.
@@ -53,14 +55,14 @@ def scale(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     input, *number = _torch.arguments(operator, args, kwargs)
     spec = _torch.spec_of(input)
     negates = operator is aten.neg.default
-    target = settled_sums(spec, negates)
+    target = layout_for_scaling(spec, negates)
     local = _torch.local_of(input)
     if target is not None:
         local, spec = _torch.redistribute(local, spec, target.spec), target.spec
     expanded: tuple[int, ...] = ()
     if _torch.in_backward():  # in forward the result may be written to, so it needs storage of its own
-        whole = zip(local.stride(), local.shape, spec.shape, strict=False)
-        expanded = tuple(dim for dim, (step, here, size) in enumerate(whole) if step == 0 and here == size > 1)
+        sizes = zip(local.stride(), local.shape, spec.shape, strict=False)
+        expanded = tuple(dim for dim, (step, here, size) in enumerate(sizes) if step == 0 and here == size > 1)
     small = local
     for dim in expanded:
         small = small.narrow(dim, 0, 1)

@@ -11,31 +11,35 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ...comm import owners
-from ...sharding.implicit_replication import the_same_everywhere
+from ...sharding.implicit_replication import as_replicated
 from ...sharding.layout import Layout
 from ...sharding.sharding_table import Assignment, Row
 
 aten = torch.ops.aten
 
+# Rows in which the indexed dimension is sharded: the index is replicated and each rank uses the positions that it owns;
+# or the index is sharded, and values are fetched from the owners of the positions, or sent to them.
+OWNED, FETCH, SEND = "owned positions", "fetch by index", "send by index"
 
-def has_numbers(*operands: Any) -> bool:
+
+def mixes_0d(*operands: Any) -> bool:
     """Whether 0-d tensors are mixed with 1-d ones: torch treats them as having one element."""
     return {operand.ndim for operand in operands if isinstance(operand, Layout)} == {0, 1}
 
 
-def as_lists(*values: Any) -> list[Any]:
+def at_least_1d(*values: Any) -> list[Any]:
     """Return all arguments, with 0-d tensors as 1-d tensors of one element."""
-    numbers = (isinstance(value, torch.Tensor) and not value.dim() for value in values)
-    return [aten.unsqueeze.default(value, 0) if one else value for value, one in zip(values, numbers, strict=True)]
+    are_0d = (isinstance(value, torch.Tensor) and not value.dim() for value in values)
+    return [aten.unsqueeze.default(value, 0) if is_0d else value for value, is_0d in zip(values, are_0d, strict=True)]
 
 
 def with_index(input: Any, dim: int, index: Any, *rest: Any) -> tuple[Any, ...]:
     """Make a plain index a replicated DTensor: it is a constant, the same on every rank."""
     plain = isinstance(input, DTensor) and not isinstance(index, DTensor)
-    return input, dim, the_same_everywhere(index, input.device_mesh) if plain else index, *rest
+    return input, dim, as_replicated(index, input.device_mesh) if plain else index, *rest
 
 
-def others(places: torch.Tensor, index: Layout, full: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def owner_and_offset(places: torch.Tensor, index: Layout, full: Layout, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """For each position along `dim` in the local tensor of an index, return the rank that owns it and the offset there.
 
     Both are flat, in the order of the index's elements. The rank is counted among those that share `dim`; the offset is
@@ -55,7 +59,7 @@ def others(places: torch.Tensor, index: Layout, full: Layout, dim: int) -> tuple
     return owner.flatten(), offset.flatten()
 
 
-def idle(layout: Layout, placements: tuple[Placement, ...]) -> bool:
+def leaves_ranks_empty(layout: Layout, placements: tuple[Placement, ...]) -> bool:
     """Whether a tensor would be redistributed to a dimension of which half of the ranks or more have nothing."""
     moved = layout.placed(placements)
     return any(
@@ -64,14 +68,14 @@ def idle(layout: Layout, placements: tuple[Placement, ...]) -> bool:
     )
 
 
-def is_routed_alone(assignment: Assignment, names: Sequence[str]) -> bool:
+def is_routable(assignment: Assignment, routed: str) -> bool:
     """Whether every routed position is in a local tensor: its owner has the index's range of all other dimensions.
 
-    `names` are those of the rows that route indices. A sharded dimension must not be read in two of the ways "asked",
-    "sent" and "owned" at once, either.
+    `routed` is the name of the rows that route indices. Nor may the indexed dimension be used in two of the ways
+    `OWNED`, `FETCH` and `SEND` at once.
     """
-    kinds = {row.name for row in assignment if row.name in ("asked", "sent", "owned")}
-    routed_dims = {row.inputs[1] for row in assignment if row.name in names}
+    kinds = {row.name for row in assignment if row.name in (OWNED, FETCH, SEND)}
+    routed_dims = {row.inputs[1] for row in assignment if row.name == routed}
     return len(kinds) < 2 and not any(
         row.inputs[0] in routed_dims for row in assignment if isinstance(row.inputs[0], Shard) and row.name not in kinds
     )

@@ -23,13 +23,16 @@ from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.redistribute import move
 from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import Assignment, P, R, Row, Shard, choose, input_placements, output_placements
-from .._core.index_bounds import check_within, raised_alike
-from .common import idle, replication_price, with_index
+from .._core.index_bounds import check_bounds, raise_on_all_ranks
+from .common import leaves_ranks_empty, replication_price, with_index
 
 aten = torch.ops.aten
 
-INDEX = Behaviour("all dimensions, Partial(sum)", "nothing: along the indexed dimension Partial(sum)")
-ADD = Behaviour("all dimensions, Partial(sum)", "operands of other placements")
+INDEX = Behaviour(
+    "all dimensions, Partial(sum); the result is Partial(sum) where an indexed dimension was sharded",
+    "nothing; all-gather of sharded indices",
+)
+ADD = Behaviour("all dimensions, Partial(sum)", "operands with other placements; all-gather of sharded indices")
 
 
 def local_index(index: Any) -> torch.Tensor:
@@ -42,7 +45,7 @@ def local_index(index: Any) -> torch.Tensor:
 
 def owned(index: torch.Tensor, own: Interval, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices into the local tensor, clamped to it, and a mask of those that this rank owns."""
-    check_within(index, size)
+    check_bounds(index, size)
     mine = (index >= own.start) & (index < own.stop)
     return (index - own.start).clamp(0, max(0, len(own) - 1)), mine
 
@@ -64,9 +67,9 @@ def index_select(operator: _torch.Operator, input: Layout, dim: int, index: Layo
     def run(x: torch.Tensor, _: int, index: torch.Tensor) -> torch.Tensor:
         at = index.reshape(-1)
         if not x.numel():
-            check_within(at, size)
+            check_bounds(at, size)
         if not is_sharded:
-            return raised_alike(lambda: x.index_select(dim, at), at, size)
+            return raise_on_all_ranks(lambda: x.index_select(dim, at), at, size)
         places, mine = owned(at, source.own(dim), size)
         if not x.shape[dim]:
             return x.new_zeros(output.local_shape)
@@ -93,7 +96,7 @@ def plan_add(
 
     def fits(assignment: Assignment) -> bool:
         placed = enumerate((full, source))
-        return not any(idle(layout, input_placements(assignment, number)) for number, layout in placed)
+        return not any(leaves_ranks_empty(layout, input_placements(assignment, number)) for number, layout in placed)
 
     chosen = choose(operator, rows, (("input", full), ("source", source)), fits=fits,
                     extra=lambda row, mesh_dim: replication_price(row, mesh_dim, (full, source)))  # fmt: skip
@@ -114,9 +117,9 @@ def index_add(operator: _torch.Operator, full: Layout, dim: int, index: Layout, 
             at, mine = owned(at, output.own(dim), size)
             values = values.masked_fill(_along(~mine, dim, x), 0)
         elif not x.numel():
-            check_within(at, size)
+            check_bounds(at, size)
         if not x.numel():
             return x.clone()
-        return raised_alike(lambda: x.index_add(dim, at, values, alpha=alpha), at, size)
+        return raise_on_all_ranks(lambda: x.index_add(dim, at, values, alpha=alpha), at, size)
 
     return Call((placed, index.replicated(), given), output, run)

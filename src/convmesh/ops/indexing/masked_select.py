@@ -1,9 +1,9 @@
 """Selecting elements of a tensor with a mask, where the size of the result depends on values.
 
-Every rank counts what it selects, and the counts of all ranks give each selected element its number. The results are
-sharded evenly in the order of these numbers: `x[mask]` of a sharded tensor is a sharded tensor, and so is the result of
-`nonzero`. Writing into a selection goes the other way: each rank asks for the values with its numbers. Compiled code
-cannot know how many elements are selected, so it is refused.
+Every rank counts what it selects, and the counts of all ranks give each selected element its position. The results are
+sharded evenly by position: `x[mask]` of a sharded tensor is a sharded tensor, and so is the result of `nonzero`.
+Writing into a selection goes the other way: each rank fetches the values for its positions. Compiled code cannot know
+how many elements are selected, so it is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
-from ...comm import all_gather_stacked, owners, rank_line, routed
+from ...comm import all_gather_stacked, owners, rank_line, route_rows
 from ...geometry import Shards
 from ...sharding.call import Call, Reported
 from ...sharding.errors import Unfit, refuse
@@ -28,15 +28,15 @@ from ...sharding.plan_cache import planned
 from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.redistribute import check_placed, layouts_of, move
 from ...sharding.registry import Behaviour
-from .._core.cached_tensors import Numbers
-from .._core.index_bounds import may_route
+from .._core.cached_tensors import Constant
+from .._core.index_bounds import can_route
 
 aten = torch.ops.aten
 R = Replicate()
 
 SELECTED = Behaviour(
-    "all dimensions; what is selected is sharded evenly",
-    "counts, and what changes its owner in the order of what is selected", "compiled code",
+    "all dimensions; the selected elements are sharded evenly",
+    "all-gather of the ranks' counts, and selected elements that change owner", "compiled code",
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def plan_mask(operator: str, spec: _torch.Spec, mask_spec: _torch.Spec) -> MaskP
     """Check the mask's shape, and plan by specs (cached)."""
     input, mask = layouts_of(operator, [("input", spec), ("mask", mask_spec)])
     if mask.shape != input.shape[: mask.ndim] or not mask.ndim:
-        raise refuse(operator, "the mask has not the shape of the input's first dimensions",
+        raise refuse(operator, "the mask does not have the shape of the input's first dimensions",
                      (("input", input), ("mask", mask)), "give a mask of that shape")  # fmt: skip
     return _plan_mask(input, mask)
 
@@ -67,60 +67,60 @@ def _plan_mask(input: Layout, mask: Layout) -> MaskPlan:
     mesh_dims = tuple(m for m, p in enumerate(given) if isinstance(p, Shard) and p.dim < masked)
     dim = max({p.dim for m in mesh_dims if isinstance(p := given[m], Shard)} or {0}, key=lambda dim: input.shape[dim])
     placements: tuple[Placement, ...] = tuple(Shard(dim) if m in mesh_dims else p for m, p in enumerate(given))
-    beside = tuple(p if m in mesh_dims else R for m, p in enumerate(placements))
-    return MaskPlan(input.placed(placements), mask.placed(beside), dim, mesh_dims)
+    mask_placements = tuple(p if m in mesh_dims else R for m, p in enumerate(placements))
+    return MaskPlan(input.placed(placements), mask.placed(mask_placements), dim, mesh_dims)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The elements that this rank selects, and their numbers among those that all ranks select."""
+    """The elements that this rank selects, and their positions among those that all ranks select."""
 
-    mine: torch.Tensor  # flat indices into the mask's local tensor, ascending
-    numbers: torch.Tensor
+    local_index: torch.Tensor  # flat, into the mask's local tensor, ascending
+    positions: torch.Tensor
     count: int  # how many elements all ranks select
 
 
 def select_masked(mask: torch.Tensor, plan: MaskPlan) -> Selection:
     """Number what this rank selects; the ranks that share the mask all-gather their counts."""
-    mine = mask.reshape(-1).nonzero().squeeze(1)
+    index = mask.reshape(-1).nonzero().squeeze(1)
     if not plan.mesh_dims:
-        return Selection(mine, torch.arange(len(mine), device=mask.device), len(mine))
+        return Selection(index, torch.arange(len(index), device=mask.device), len(index))
     mesh, rows = plan.source.mesh, prod(plan.mask.shape[: plan.dim])
     counts = mask.reshape(rows, mask.numel() // max(1, rows)).sum(1)
     # In the order of the full tensor, this rank's part of a row comes after the parts of the ranks before it.
-    everyone = all_gather_stacked(counts, mesh, plan.mesh_dims).t().reshape(-1)
-    along = rank_line(mesh, plan.mesh_dims)
-    before = (everyone.cumsum(0) - everyone).view(rows, along.size)[:, along.rank]
+    all_counts = all_gather_stacked(counts, mesh, plan.mesh_dims).t().reshape(-1)
+    line = rank_line(mesh, plan.mesh_dims)
+    before = (all_counts.cumsum(0) - all_counts).view(rows, line.size)[:, line.rank]
     shift = before - (counts.cumsum(0) - counts)
-    numbers = torch.arange(len(mine), device=mask.device) + shift.repeat_interleave(counts)
-    return Selection(mine, numbers, int(everyone.sum()))
+    positions = torch.arange(len(index), device=mask.device) + shift.repeat_interleave(counts)
+    return Selection(index, positions, int(all_counts.sum()))
 
 
-def _ranges(plan: MaskPlan, count: int) -> Shards:
+def _even_shards(plan: MaskPlan, count: int) -> Shards:
     """The even shards of `count` selected rows."""
     return Shards(count, tuple(plan.source.mesh.size(m) for m in plan.mesh_dims))
 
 
-def gathered(rows: torch.Tensor, chosen: Selection, plan: MaskPlan) -> torch.Tensor:
+def gather_selected(rows: torch.Tensor, selection: Selection, plan: MaskPlan) -> torch.Tensor:
     """Return this rank's shard of all selected rows; `rows` are those that it has selected itself. An all-to-all."""
     if not plan.mesh_dims:
         return rows
-    ranges = _ranges(plan, chosen.count)
-    route = routed(owners(chosen.numbers, ranges)[0], plan.source.mesh, plan.mesh_dims)
-    numbers, came = route.send(chosen.numbers), route.send(rows)
-    return torch.empty_like(came).index_copy_(0, numbers - ranges[route.line.rank].start, came)
+    ranges = _even_shards(plan, selection.count)
+    route = route_rows(owners(selection.positions, ranges)[0], plan.source.mesh, plan.mesh_dims)
+    positions, received = route.send(selection.positions), route.send(rows)
+    return torch.empty_like(received).index_copy_(0, positions - ranges[route.line.rank].start, received)
 
 
-def spread(values: torch.Tensor, chosen: Selection, plan: MaskPlan) -> torch.Tensor:
-    """Return the values for what this rank has selected, from its shard of all of them. The inverse of `gathered`."""
+def scatter_selected(values: torch.Tensor, selection: Selection, plan: MaskPlan) -> torch.Tensor:
+    """Return the values for what this rank has selected, from its shard of all of them: inverts `gather_selected`."""
     if not plan.mesh_dims:
         return values
-    owner, start, _ = owners(chosen.numbers, _ranges(plan, chosen.count))
-    route = routed(owner, plan.source.mesh, plan.mesh_dims)
-    return route.send_back(values[route.send(chosen.numbers - start)])
+    owner, start, _ = owners(selection.positions, _even_shards(plan, selection.count))
+    route = route_rows(owner, plan.source.mesh, plan.mesh_dims)
+    return route.send_back(values[route.send(selection.positions - start)])
 
 
-def output_of(plan: MaskPlan, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+def selected_layout(plan: MaskPlan, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
     """The layout of selected rows: sharded where masked dimensions were; later dimensions keep their placements."""
     behind = len(plan.mask.shape) - 1
     placements = tuple(
@@ -130,7 +130,7 @@ def output_of(plan: MaskPlan, shape: tuple[int, ...], dtype: torch.dtype) -> Lay
     return plan.source.new(shape, placements, dtype)
 
 
-COMPILED = (
+UNKNOWN_COUNT = (
     "how much a mask selects is not known in compiled code",
     "use torch.where or a sum with the mask, or call it outside of torch.compile",
 )
@@ -138,10 +138,10 @@ COMPILED = (
 
 def refuse_compiled(operator: str, tensors: Sequence[tuple[str, object]]) -> None:
     if _torch.tracing():
-        raise refuse(operator, COMPILED[0], tensors, COMPILED[1])
+        raise refuse(operator, UNKNOWN_COUNT[0], tensors, UNKNOWN_COUNT[1])
 
 
-def begin_mask(operator: str, input: Any, mask: Any) -> MaskPlan:
+def check_and_plan_mask(operator: str, input: Any, mask: Any) -> MaskPlan:
     """Return the plan of an operator with a mask; refuse compiled code."""
     refuse_compiled(operator, (("input", input),))
     specs = check_placed(operator, (("input", input), ("mask", mask)))
@@ -150,42 +150,43 @@ def begin_mask(operator: str, input: Any, mask: Any) -> MaskPlan:
 
 def index_masked(input: DTensor, mask: DTensor) -> DTensor:
     """Return `input[mask]`."""
-    plan = begin_mask("index with a mask", input, mask)
+    plan = check_and_plan_mask("index with a mask", input, mask)
     remember(_torch.spec_of(input))
-    x, truth = move(input, plan.source), move(mask, plan.mask)
+    x, local_mask = move(input, plan.source), move(mask, plan.mask)
     if not plan.source.present:
-        return _torch.wrap(x.new_empty(0), output_of(plan, (0, *input.shape[mask.dim() :]), input.dtype).spec)
-    chosen = select_masked(truth, plan)
-    rows = gathered(x.reshape(truth.numel(), *x.shape[mask.dim() :])[chosen.mine], chosen, plan)
-    return _torch.wrap(rows, output_of(plan, (chosen.count, *input.shape[mask.dim() :]), input.dtype).spec)
+        return _torch.wrap(x.new_empty(0), selected_layout(plan, (0, *input.shape[mask.dim() :]), input.dtype).spec)
+    selection = select_masked(local_mask, plan)
+    own_rows = x.reshape(local_mask.numel(), *x.shape[mask.dim() :])[selection.local_index]
+    rows = gather_selected(own_rows, selection, plan)
+    return _torch.wrap(rows, selected_layout(plan, (selection.count, *input.shape[mask.dim() :]), input.dtype).spec)
 
 
 def put_masked(full: DTensor, mask: DTensor, values: DTensor, adds: bool) -> tuple[torch.Tensor, Layout]:
     """Return the local tensor of `full` with `values` written (or added) where the mask is true, and its layout."""
-    plan = begin_mask("index_put with a mask", full, mask)
-    x, truth = move(full, plan.source).clone(memory_format=torch.contiguous_format), move(mask, plan.mask)
+    plan = check_and_plan_mask("index_put with a mask", full, mask)
+    x, local_mask = move(full, plan.source).clone(memory_format=torch.contiguous_format), move(mask, plan.mask)
     if not plan.source.present:
         return x, plan.source
-    chosen = select_masked(truth, plan)
-    rows = x.view(truth.numel(), *x.shape[mask.dim() :])
-    wanted = output_of(plan, (chosen.count, *full.shape[mask.dim() :]), full.dtype)
+    selection = select_masked(local_mask, plan)
+    rows = x.view(local_mask.numel(), *x.shape[mask.dim() :])
+    wanted = selected_layout(plan, (selection.count, *full.shape[mask.dim() :]), full.dtype)
     if tuple(values.shape) != wanted.shape:
-        raise refuse("index_put with a mask", f"it selects {wanted.shape}", (("values", values),),
+        raise refuse("index_put with a mask", f"the mask selects {wanted.shape}", (("values", values),),
                      "give as many values as are selected")  # fmt: skip
-    rows.index_put_((chosen.mine,), spread(move(values, wanted), chosen, plan), accumulate=adds)
+    rows.index_put_((selection.local_index,), scatter_selected(move(values, wanted), selection, plan), accumulate=adds)
     return x, plan.source
 
 
-def _alike(input: Any, mask: Any) -> tuple[DTensor, DTensor]:
+def _broadcast_together(input: Any, mask: Any) -> tuple[DTensor, DTensor]:
     """Broadcast both to their common shape; 0-d tensors become 1-d."""
     shape = list(torch.broadcast_shapes(input.shape, mask.shape)) or [1]
-    one, other = (aten.expand.default(t, shape) if list(t.shape) != shape else t for t in (input, mask))
-    return one, other
+    input, mask = (aten.expand.default(t, shape) if list(t.shape) != shape else t for t in (input, mask))
+    return input, mask
 
 
 @plan_rule(aten.masked_select.default, behaviour=SELECTED)
 def masked_select(operator: _torch.Operator, *_: Any) -> Made:
-    return lambda input, mask: index_masked(*_alike(input, mask))
+    return lambda input, mask: index_masked(*_broadcast_together(input, mask))
 
 
 @plan_rule(aten.masked_scatter.default, behaviour=SELECTED)
@@ -195,42 +196,42 @@ def masked_scatter(operator: _torch.Operator, *_: Any) -> Made:
 
 
 def _masked_scatter(full: Any, mask: Any, values: Any) -> Any:
-    number = not full.dim() and not mask.dim()
-    full, mask = _alike(full, mask)
-    plan = begin_mask("masked_scatter", full, mask)
+    is_0d = not full.dim() and not mask.dim()
+    full, mask = _broadcast_together(full, mask)
+    plan = check_and_plan_mask("masked_scatter", full, mask)
     count = select_masked(move(mask, plan.mask), plan).count if plan.source.present else 0
     flat = aten.view.default(aten.clone.default(values, memory_format=torch.contiguous_format), [values.numel()])
     local, layout = put_masked(full, mask, aten.slice.Tensor(flat, 0, 0, count), False)
     result = _torch.wrap(local, layout.dense.spec)
-    return aten.select.int(result, 0, 0) if number else result
+    return aten.select.int(result, 0, 0) if is_0d else result
 
 
 @plan_rule(aten.masked_scatter_backward.default, behaviour=SELECTED)
 def masked_scatter_backward(operator: _torch.Operator, gradient: Layout, mask: Layout, sizes: tuple[int, ...]) -> Made:
     """Return the gradient of the values: those that were used get theirs, the rest zero."""
 
-    def made(gradient: DTensor, mask: DTensor, sizes: Sequence[int]) -> Any:
-        taken = index_masked(*_alike(gradient, mask))
-        padded = aten.constant_pad_nd.default(taken, [0, prod(sizes) - taken.shape[0]])
+    def run(gradient: DTensor, mask: DTensor, sizes: Sequence[int]) -> Any:
+        selected = index_masked(*_broadcast_together(gradient, mask))
+        padded = aten.constant_pad_nd.default(selected, [0, prod(sizes) - selected.shape[0]])
         return aten.view.default(padded, list(sizes))
 
-    return made
+    return run
 
 
-@plan_rule(aten.nonzero.default, behaviour=SELECTED, asks=may_route, foreign=True)
+@plan_rule(aten.nonzero.default, behaviour=SELECTED, asks=can_route, foreign=True)
 def nonzero(operator: _torch.Operator, input: Layout, known: bool) -> Call | None:
     if not input.ndim:
         return None
     if not known:
-        raise Unfit(*COMPILED)
+        raise Unfit(*UNKNOWN_COUNT)
     plan = _plan_mask(input, input)
-    output = output_of(plan, (0, input.ndim), torch.int64)
-    starts = Numbers([plan.mask.own(dim).start for dim in range(input.ndim)] if output.present else ())
+    output = selected_layout(plan, (0, input.ndim), torch.int64)
+    starts = Constant([plan.mask.own(dim).start for dim in range(input.ndim)] if output.present else ())
 
     def run(local: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-        chosen = select_masked(local != 0, plan)
-        rows = gathered(local.nonzero() + starts.on(local.device), chosen, plan)
+        selection = select_masked(local != 0, plan)
+        rows = gather_selected(local.nonzero() + starts.on(local.device), selection, plan)
         # One device returns a transposed tensor: contiguous along each input dimension.
-        return rows, replace(output, shape=(chosen.count, input.ndim), stride=(1, max(1, chosen.count)))
+        return rows, replace(output, shape=(selection.count, input.ndim), stride=(1, max(1, selection.count)))
 
     return Call((plan.mask,), Reported(output), run)

@@ -6,10 +6,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.implicit_replication import the_same_everywhere
+from ...sharding.implicit_replication import as_replicated
 from ...sharding.registry import Behaviour, composite
 
-ONE_HOT = Behaviour("all dimensions", "all-reduce of one number, for bad labels")
+ONE_HOT = Behaviour("all dimensions", "all-reduce of one value, which says whether any label is bad")
 
 
 @composite("one_hot", ONE_HOT)
@@ -21,7 +21,7 @@ def one_hot(labels: DTensor, num_classes: int = -1) -> torch.Tensor:
     if labels.dtype != torch.int64 or count < 1 or (known and bool(_beyond(labels, count).item())):
         raise RuntimeError(f"one_hot: labels have to be int64 numbers of 0 to {count - 1}")
     classes = torch.arange(count, device=_torch.local_of(labels).device)
-    return (labels.unsqueeze(-1) == the_same_everywhere(classes, labels.device_mesh)).to(torch.int64)
+    return (labels.unsqueeze(-1) == as_replicated(classes, labels.device_mesh)).to(torch.int64)
 
 
 def _beyond(labels: torch.Tensor, count: int) -> torch.Tensor:

@@ -16,35 +16,43 @@ from .index_select import local_index
 aten = torch.ops.aten
 
 
-def _places(shape: tuple[int, ...], index: Any) -> list[torch.Tensor]:
+def _indices_by_dim(shape: tuple[int, ...], index: Any) -> list[torch.Tensor]:
     """Return the index along each dimension for flat indices into a tensor of `shape`."""
     flat = local_index(index)
     count = torch.Size(shape).numel()
     if not _torch.tracing() and bool(((flat < -count) | (flat >= count)).any()):
-        raise IndexError(f"a tensor of shape {shape} does not have all of the places that are asked for")
+        raise IndexError(f"index out of range for a tensor of shape {shape}, which has {count} elements")
     return list(torch.unravel_index(torch.where(flat < 0, flat + count, flat), shape))
 
 
-def _seen(input: DTensor) -> DTensor:
+def _at_least_1d(input: DTensor) -> DTensor:
     """Return the input, as 1-d if it is 0-d."""
     return input if input.dim() else aten.unsqueeze.default(input, 0)
 
 
 def _with_index(input: Any, index: Any, *rest: Any) -> tuple[Any, ...]:
-    given = with_index(input, 0, index, *rest)
-    return given[0], *given[2:]
+    input, _, *arguments = with_index(input, 0, index, *rest)
+    return input, *arguments
 
 
 @plan_rule(
-    aten.take.default, behaviour=Behaviour("nothing", "nothing: along sharded dimensions Partial(sum)"),
+    aten.take.default, behaviour=Behaviour(
+        "all dimensions; the result is Partial(sum) where the input was sharded",
+        "nothing; all-gather of sharded indices",
+    ),
     completes=_with_index,
 )  # fmt: skip
 def take(operator: _torch.Operator, *_: Any) -> Made:
-    return lambda input, index: aten.index.Tensor(_seen(input), _places(tuple(_seen(input).shape), index))
+    return _take
+
+
+def _take(input: DTensor, index: DTensor) -> Any:
+    source = _at_least_1d(input)
+    return aten.index.Tensor(source, _indices_by_dim(tuple(source.shape), index))
 
 
 @plan_rule(
-    aten.put.default, behaviour=Behaviour("all dimensions", "values that are sharded are replicated"),
+    aten.put.default, behaviour=Behaviour("all dimensions", "all-gather of sharded indices and values"),
     completes=_with_index,
 )  # fmt: skip
 def put(operator: _torch.Operator, *_: Any) -> Made:
@@ -52,6 +60,6 @@ def put(operator: _torch.Operator, *_: Any) -> Made:
 
 
 def _put(input: DTensor, index: DTensor, values: DTensor, adds: bool) -> Any:
-    seen, given = _seen(input), aten.view.default(values, list(index.shape))
-    written = aten.index_put.default(seen, _places(tuple(seen.shape), index), given, adds)
+    target, values = _at_least_1d(input), aten.view.default(values, list(index.shape))
+    written = aten.index_put.default(target, _indices_by_dim(tuple(target.shape), index), values, adds)
     return written if input.dim() else aten.squeeze.dim(written, 0)

@@ -14,7 +14,7 @@ from ...sharding.table_rule import table_rule
 
 aten = torch.ops.aten
 
-TRIANGLE = Behaviour("all dimensions, Partial(sum)", "nothing", "tensors without rows and columns")
+TRIANGLE = Behaviour("all dimensions, Partial(sum)", "nothing", "tensors with fewer than 2 dimensions")
 
 
 def _own_triangle(plan: TablePlan, input: Layout, diagonal: int) -> Callable[..., torch.Tensor]:

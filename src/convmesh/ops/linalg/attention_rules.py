@@ -18,7 +18,7 @@ from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.sharding_table import Assignment, P, R, Row, choose, input_placements
-from ..indexing.common import idle
+from ..indexing.common import leaves_ranks_empty
 from . import attention
 from .attention import ATTENTION, backward_operator, forward_operator
 from .attention_blocks import TOKENS, Blocks, Given
@@ -97,7 +97,10 @@ def _choose(
         used = {row.name for row in assignment}
         if any(row.name in ("batch", "heads", "keys") and stay[mesh_dim] for mesh_dim, row in enumerate(assignment)):
             return False
-        if any(one is not None and idle(one, input_placements(assignment, n)) for n, (_, one) in enumerate(named)):
+        if any(
+            one is not None and leaves_ranks_empty(one, input_placements(assignment, n))
+            for n, (_, one) in enumerate(named)
+        ):
             return False
         shared = prod(mesh.size(m) for m, row in enumerate(assignment) if row.name == "heads")
         aligned = heads == key.shape[HEADS] or key.shape[HEADS] % shared == 0

@@ -19,9 +19,9 @@ aten = torch.ops.aten
 
 MATRICES = Behaviour(
     "batch dimensions",
-    "nothing; where matrices are sharded an all-to-all to the batch; without a batch they are replicated",
+    "nothing; sharded matrices: an all-to-all to the batch, or an all-gather if there is no batch",
 )
-MOST = 4  # results of any of these operators
+MAX_RESULTS = 4  # results of any of these operators
 
 
 def _contiguous_alike(layout: Layout, local: torch.Tensor) -> torch.Tensor:
@@ -39,8 +39,8 @@ def _contiguous_alike(layout: Layout, local: torch.Tensor) -> torch.Tensor:
 )  # fmt: skip
 def decomposition(matrices: Layout, *rest: object) -> Iterator[Row]:
     operands = [matrices, *(argument for argument in rest if isinstance(argument, Layout))]
-    yield Row("replicated", (R,) * len(operands), (R,) * MOST)
+    yield Row("replicated", (R,) * len(operands), (R,) * MAX_RESULTS)
     batch = matrices.shape[:-2]
     if all(layout.shape[: len(batch)] == batch and layout.ndim > len(batch) for layout in operands):
         for dim in range(len(batch)):
-            yield Row("batch", (Shard(dim),) * len(operands), (Shard(dim),) * MOST)
+            yield Row("batch", (Shard(dim),) * len(operands), (Shard(dim),) * MAX_RESULTS)

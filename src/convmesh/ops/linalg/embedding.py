@@ -15,26 +15,25 @@ from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import P, R, Row, Shard
 from ...sharding.table_plan import TablePlan
 from ...sharding.table_rule import table_rule
-from .._core.index_bounds import check_within, raised_alike
+from .._core.index_bounds import check_bounds, raise_on_all_ranks
 from ..indexing.index_select import owned
 
 aten = torch.ops.aten
 
 EMBEDDING = Behaviour(
-    "all dimensions of the indices, both of the weight",
-    "nothing: Partial(sum) where the weight's rows are sharded; on CPUs one number, for bad indices, where these are "
-    "sharded",
+    "all dimensions of indices and weight; the result is Partial(sum) where rows of the weight are sharded",
+    "nothing; on CPUs an all-reduce of one value, which says whether any of the sharded indices is bad",
     "sparse gradients",
 )  # fmt: skip
 
 
-def _looked_up(plan: TablePlan, weight: Layout, indices: Layout, *_: object) -> Callable[..., torch.Tensor]:
+def _local_lookup(plan: TablePlan, weight: Layout, indices: Layout, *_: object) -> Callable[..., torch.Tensor]:
     """Look up the local rows; zeros for indices that other ranks own. A bad index raises on all ranks."""
     count = weight.shape[0]
 
     def rows(local: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         if not local.numel():
-            check_within(at, count)
+            check_bounds(at, count)
         if 0 not in weight.sharded_dims:
             found: torch.Tensor = aten.embedding.default(local, at)
             return found
@@ -44,10 +43,10 @@ def _looked_up(plan: TablePlan, weight: Layout, indices: Layout, *_: object) -> 
         found = aten.embedding.default(local, places)
         return found.masked_fill(~mine.unsqueeze(-1), 0)
 
-    return lambda local, at, *_: raised_alike(lambda: rows(local, at), at, count, indices)
+    return lambda local, at, *_: raise_on_all_ranks(lambda: rows(local, at), at, count, indices)
 
 
-@table_rule(aten.embedding.default, behaviour=EMBEDDING, local=_looked_up, communicates=True)
+@table_rule(aten.embedding.default, behaviour=EMBEDDING, local=_local_lookup, communicates=True)
 def embedding(weight: Layout, indices: Layout, *_: object) -> Iterator[Row]:
     yield Row("replicated", (R, R), (R,))
     yield Row("columns", (Shard(1), R), (Shard(-1),))

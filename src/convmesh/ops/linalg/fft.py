@@ -19,8 +19,8 @@ from ...sharding.table_rule import table_rule
 aten = torch.ops.aten
 
 FOURIER = Behaviour(
-    "dimensions that are not transformed, Partial(sum); another is sharded in place of a transformed one",
-    "nothing; an all-to-all where a transformed dimension is sharded, an all-gather if there is no other",
+    "dimensions that are not transformed, Partial(sum); one of them is sharded in place of a transformed one",
+    "nothing; an all-to-all where a transformed dimension is sharded, or an all-gather if there is no other dimension",
 )  # fmt: skip
 
 

@@ -32,8 +32,8 @@ LINEAR = Behaviour("all dimensions before the last, features in and out, Partial
 @composite("linear")
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`[... I] [O I] [O] -> [... O]`"""
-    if _is_pointwise(input, weight, bias):
-        return _pointwise(input, weight, bias)
+    if _is_supported(input, weight, bias):
+        return _linear_or_convolution(input, weight, bias)
     result: torch.Tensor = _torch.composite(aten.linear.default, (input, weight, bias), {})
     return result
 
@@ -41,14 +41,14 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 @composite("matmul", LINEAR)
 def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """A product with a 2-d second operand is a linear layer; all others are left to torch."""
-    if _is_pointwise(input, other, None):
-        return _pointwise(input, other.t(), None)
+    if _is_supported(input, other, None):
+        return _linear_or_convolution(input, other.t(), None)
     result: torch.Tensor = _torch.composite(aten.matmul.default, (input, other), {})
     return result
 
 
-def _is_pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether a linear layer is computed by `_pointwise`, rather than by torch's decomposition."""
+def _is_supported(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a linear layer is computed by `_linear_or_convolution`, rather than by torch's decomposition."""
     placed = all(tensor is None or isinstance(tensor, DTensor) for tensor in (input, weight, bias))
     if not placed or weight.dim() != 2 or not input.dtype.is_floating_point:
         return False
@@ -57,8 +57,8 @@ def _is_pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return input.dim() in (3, 4, 5)  # a plain matrix has a rule of its own
 
 
-def _pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute a linear layer as one operator or, where that cannot be recorded, as a convolution."""
+def _linear_or_convolution(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute a linear layer as one operator or, where autograd cannot record that, as a convolution."""
     if _torch.records_whole():
         result: torch.Tensor = _torch.recorded(aten.linear.default, (input, weight, bias))
         return result
@@ -173,17 +173,17 @@ def linear_gradients(
     ]
     bias = tuple(Shard(0) if p == Shard(0) else R for p in weight.placements)
     results = [input.new(input.shape), weight.dense, weight.new(weight.shape[:1], bias)]
-    wishes = [
+    preferences = [
         Wanted(result.placements, prod(result.shape), or_sharded=number > 0) if mask[number] else None
         for number, result in enumerate(results)
     ]
     named = (("input", input), ("grad_output", gradient), ("weight", weight))
-    chosen = choose("linear_backward", rows, named, wishes, fits=_fits(input))
+    chosen = choose("linear_backward", rows, named, preferences, fits=_fits(input))
     moved: list[Moved | None] = []
-    for number, (result, wish) in enumerate(zip(results, wishes, strict=True)):
+    for number, (result, preferred) in enumerate(zip(results, preferences, strict=True)):
         at = output_placements(chosen, number)
-        goes = at if wish is None else tuple(wish.becomes(*entry) for entry in enumerate(at))
-        moved.append(None if wish is None else Moved(result.placed(at), result.placed(goes)))
+        wanted = at if preferred is None else tuple(preferred.becomes(*entry) for entry in enumerate(at))
+        moved.append(None if preferred is None else Moved(result.placed(at), result.placed(wanted)))
     operands = [one.placed(input_placements(chosen, number)) for number, (_, one) in enumerate(named)]
     for_input, for_weight, for_bias = mask
 

@@ -23,13 +23,14 @@ from ...sharding.plan_cache import planned
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import Assignment, P, R, Row, Wanted, choose, input_placements, output_placements
-from ..indexing.common import idle, replication_price
+from ..indexing.common import leaves_ranks_empty, replication_price
 
 aten = torch.ops.aten
 
 PRODUCT = Behaviour(
-    "batch, rows, columns; Partial(sum) where what is summed over is sharded; Partial(sum)",
-    "nothing; where rows and columns are sharded over the same ranks an all-to-all to the batch, or the smaller one",
+    "batch, rows, columns, Partial(sum); the product is Partial(sum) where the summed dimension is sharded",
+    "nothing; where rows and columns are sharded over the same ranks, an all-to-all to the batch, or the smaller "
+    "operand is replicated",
     "shapes that do not fit",
 )  # fmt: skip
 
@@ -52,31 +53,33 @@ ROWS = {batched: tuple(_rows(batched)) for batched in (False, True)}
 
 
 def _plan(
-    operator: _torch.Operator, given: Sequence[Layout], like: Placements | None
+    operator: _torch.Operator, operands: Sequence[Layout], preferred: Placements | None
 ) -> tuple[Sequence[Layout], Layout]:
     """Return the layouts of the operands (first, second and, if any, added) and of the product.
 
-    `like` are the placements that the product should get, if they are known.
+    `preferred` are the placements that the product should get, if they are known.
     """
-    first, second, added = *given[:2], given[2] if len(given) > 2 else None
+    first, second, added = *operands[:2], operands[2] if len(operands) > 2 else None
     shape = _shape(first, second, added)
 
     def price(row: Row, mesh_dim: int) -> float:
         """A Partial product must be reduced later, and replicated operands take storage."""
         size = first.mesh.size(mesh_dim)
-        reduced = 2 * prod(shape) * (size - 1) / size if row.outputs[0] == P and like is None else 0
-        return replication_price(row, mesh_dim, given) + reduced
+        reduced = 2 * prod(shape) * (size - 1) / size if row.outputs[0] == P and preferred is None else 0
+        return replication_price(row, mesh_dim, operands) + reduced
 
     def fits(assignment: Assignment) -> bool:
         """Whether nothing is redistributed to a dimension of which half of the ranks or more would have nothing."""
-        return not any(idle(layout, input_placements(assignment, number)) for number, layout in enumerate(given))
+        return not any(
+            leaves_ranks_empty(layout, input_placements(assignment, number)) for number, layout in enumerate(operands)
+        )
 
-    wanted = [] if like is None else [Wanted(like, prod(shape))]
+    wanted = [] if preferred is None else [Wanted(preferred, prod(shape))]
     rows = [new for row in ROWS[len(shape) == 3] for new in _with_added(row, added, shape)]
-    named = list(zip(("first", "second", "added"), given, strict=False))
+    named = list(zip(("first", "second", "added"), operands, strict=False))
     chosen = choose(_torch.name_of(operator), rows, named, wanted, fits=fits, extra=price)
-    operands = [layout.placed(input_placements(chosen, number)) for number, layout in enumerate(given)]
-    return operands, first.new(shape, output_placements(chosen, 0))
+    placed = [layout.placed(input_placements(chosen, number)) for number, layout in enumerate(operands)]
+    return placed, first.new(shape, output_placements(chosen, 0))
 
 
 def _shape(first: Layout, second: Layout, added: Layout | None) -> tuple[int, ...]:
@@ -110,7 +113,7 @@ def _with_added(row: Row, added: Layout | None, shape: tuple[int, ...]) -> list[
 _factors = Hints()
 
 
-def _like(first: _torch.Spec, second: _torch.Spec) -> Placements | None:
+def _gradient_hint(first: _torch.Spec, second: _torch.Spec) -> Placements | None:
     """In backward, return the placements of the factor whose gradient this product is; in forward, remember them."""
     if _torch.in_backward():
         return _factors.recall((first.mesh, tuple(first.shape), tuple(second.shape)))
@@ -140,17 +143,17 @@ def _transposed(spec: _torch.Spec) -> Placements:
     return tuple(flip.get(placement, placement) for placement in spec.placements)
 
 
-@plan_rule(aten.mm.default, aten.bmm.default, behaviour=PRODUCT, asks=_like)
-def product(operator: _torch.Operator, first: Layout, second: Layout, like: Placements | None) -> Call:
-    return Call(*_plan(operator, (first, second), like), operator)
+@plan_rule(aten.mm.default, aten.bmm.default, behaviour=PRODUCT, asks=_gradient_hint)
+def product(operator: _torch.Operator, first: Layout, second: Layout, preferred: Placements | None) -> Call:
+    return Call(*_plan(operator, (first, second), preferred), operator)
 
 
-def _forgets(added: _torch.Spec, first: _torch.Spec, second: _torch.Spec, *_: object) -> None:
+def _remember_only(added: _torch.Spec, first: _torch.Spec, second: _torch.Spec, *_: object) -> None:
     """Remember the factors' placements for backward; this product itself needs no hint."""
-    _like(first, second)
+    _gradient_hint(first, second)
 
 
-@plan_rule(aten.addmm.default, aten.baddbmm.default, behaviour=PRODUCT, asks=_forgets)
+@plan_rule(aten.addmm.default, aten.baddbmm.default, behaviour=PRODUCT, asks=_remember_only)
 def product_and_sum(operator: _torch.Operator, added: Layout, first: Layout, second: Layout, *_: object) -> Call:
     """Plan `beta * added + alpha * first @ second`.
 

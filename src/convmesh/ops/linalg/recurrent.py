@@ -19,8 +19,9 @@ from ...sharding.buffers import Buffer
 from ...sharding.registry import Behaviour, composite
 
 RECURRENT = Behaviour(
-    "batch; time and features, if there is more than one sample",
-    "nothing for batch; time and features are exchanged for the batch before, and back after; of one sample each step",
+    "batch, time, features",
+    "nothing if the batch is sharded; an all-to-all from time or features to the batch before the first step, and one "
+    "back after the last; with a single sample, communication in every step",
 )
 
 
@@ -35,14 +36,14 @@ def _layer(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
         """`[T B I]` or, batch first, `[B T I]`, and states `[L B H]` -> `[T B O]`, states."""
         batch_first = rest[-1]
         if not isinstance(input, DTensor) or isinstance(input, Buffer) or input.dim() != 3:
-            return _steps(operator, input, state, rest)
+            return _decomposed(operator, input, state, rest)
         batch, before = (0 if batch_first else 1), input.placements
-        placements = _over_batch(before, batch, input.shape[batch])
+        placements = _shard_batch(before, batch, input.shape[batch])
         if placements != before:
             input = input.redistribute(placements=placements)
         at = tuple(Shard(1) if isinstance(p, Shard) and p.dim == batch else Replicate() for p in placements)
-        states = [_placed(one, at) for one in ([state] if isinstance(state, torch.Tensor) else state)]
-        output, *last = _steps(operator, input, states[0] if isinstance(state, torch.Tensor) else states, rest)
+        states = [_place_state(one, at) for one in ([state] if isinstance(state, torch.Tensor) else state)]
+        output, *last = _decomposed(operator, input, states[0] if isinstance(state, torch.Tensor) else states, rest)
         if isinstance(output, DTensor) and placements != before:
             back = [p if isinstance(p, Shard) else q for p, q in zip(before, output.placements, strict=True)]
             output = output.redistribute(placements=back)
@@ -51,21 +52,21 @@ def _layer(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     return layer
 
 
-def _steps(operator: Any, input: torch.Tensor, state: Any, rest: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+def _decomposed(operator: Any, input: torch.Tensor, state: Any, rest: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """Run the layer as torch decomposes it."""
-    made: tuple[torch.Tensor, ...] = _torch.composite(operator, (input, state, *rest), {})
-    return made
+    results: tuple[torch.Tensor, ...] = _torch.composite(operator, (input, state, *rest), {})
+    return results
 
 
-def _over_batch(placements: Sequence[Placement], batch: int, samples: int) -> tuple[Placement, ...]:
+def _shard_batch(placements: Sequence[Placement], batch: int, samples: int) -> tuple[Placement, ...]:
     """Return placements that shard the batch instead of time or features; unchanged if there is only one sample."""
     return tuple(Shard(batch) if isinstance(p, Shard) and samples > 1 else p for p in placements)
 
 
-def _placed(state: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+def _place_state(state: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
     """Give a state these placements."""
-    if isinstance(state, Buffer) and state.undecided():
-        state.lie_at(placements, state.content.mesh)
+    if isinstance(state, Buffer) and state.is_buffer():
+        state.place_at(placements, state.content.mesh)
         return state
     return state.redistribute(placements=placements) if isinstance(state, DTensor) else state
 

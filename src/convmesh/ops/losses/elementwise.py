@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 NONE, MEAN, SUM = 0, 1, 2
 
-FORWARD = Behaviour("all dimensions", "nothing; all-reduce of one number for mean and sum")
+FORWARD = Behaviour("all dimensions", "nothing; all-reduce of one value for mean and sum")
 BACKWARD = Behaviour("all dimensions", "nothing")
 
 made_of_others(
@@ -41,9 +41,9 @@ def _with_reduction(plan: TablePlan, values: tuple[Any, ...], reduction: int) ->
     return result
 
 
-def _reduced(plan: TablePlan, *arguments: Any) -> Callable[..., torch.Tensor]:
+def _local_loss(plan: TablePlan, *arguments: Any) -> Callable[..., torch.Tensor]:
     """Return the local loss, whose mean or sum is over all ranks."""
-    reduction = _before_reduction(arguments)[-1]
+    reduction = _through_reduction(arguments)[-1]
     mesh, count = plan.operand().mesh, _count(plan)
     mesh_dims = sorted({mesh_dim for _, layout in plan.operands for mesh_dim in layout.sharded_over()})
 
@@ -59,24 +59,24 @@ def _reduced(plan: TablePlan, *arguments: Any) -> Callable[..., torch.Tensor]:
 
 @table_rule(
     aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.binary_cross_entropy.default,
-    aten.binary_cross_entropy_with_logits.default, aten.soft_margin_loss.default, behaviour=FORWARD, local=_reduced,
+    aten.binary_cross_entropy_with_logits.default, aten.soft_margin_loss.default, behaviour=FORWARD, local=_local_loss,
     communicates=True,
 )  # fmt: skip
 def loss(*arguments: Any) -> Iterator[Row]:
-    *tensors, reduction = _before_reduction(arguments)
+    *tensors, reduction = _through_reduction(arguments)
     for row in elementwise_rows(tensors):
         yield Row(row.name, row.inputs, (R,) if reduction else row.outputs)
 
 
-def _before_reduction(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _through_reduction(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments up to the reduction: the tensors, and the first integer after them."""
     end = next(place for place, argument in enumerate(arguments) if isinstance(argument, int))
     return arguments[: end + 1]
 
 
-def _of_all(plan: TablePlan, *arguments: Any) -> Callable[..., torch.Tensor]:
+def _local_backward(plan: TablePlan, *arguments: Any) -> Callable[..., torch.Tensor]:
     """Return the local backward: a mean is over all ranks' elements, of which the kernel knows only its own."""
-    reduction, count = _before_reduction(arguments)[-1], _count(plan)
+    reduction, count = _through_reduction(arguments)[-1], _count(plan)
 
     def backward(gradient: torch.Tensor, *values: Any) -> torch.Tensor:
         gradient = gradient / count if reduction == MEAN else gradient
@@ -88,9 +88,9 @@ def _of_all(plan: TablePlan, *arguments: Any) -> Callable[..., torch.Tensor]:
 @table_rule(
     aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
     aten.binary_cross_entropy_backward.default, aten.soft_margin_loss_backward.default, behaviour=BACKWARD,
-    local=_of_all,
+    local=_local_backward,
 )  # fmt: skip
 def loss_backward(*arguments: Any) -> Iterator[Row]:
     """The gradient of a mean or sum is one value; in a double backward it may be one for each element."""
-    *tensors, _ = _before_reduction(arguments)
+    *tensors, _ = _through_reduction(arguments)
     yield from elementwise_rows(tensors)

@@ -22,9 +22,9 @@ from ...kernels.batch_norm import Merge
 from ...kernels.normalization import Pair
 from ...sharding.layout import Layout
 from ...sharding.sharding_table import Assignment, Row, Wanted, choose, input_placements
-from .._core.cached_tensors import Numbers
+from .._core.cached_tensors import Constant
 from ..reductions.plan import counts
-from ..reductions.variance import merge
+from ..reductions.variance import merge_moments
 
 Named = Sequence[tuple[str, Layout | None]]
 
@@ -56,7 +56,7 @@ class Spread:
         )
 
     def merge(self, mean: torch.Tensor, var: torch.Tensor) -> Pair:
-        return merge(mean, var, self.weights, self.mesh, self.mesh_dims)
+        return merge_moments(mean, var, self.weights, self.mesh, self.mesh_dims)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """The moments of each rank, [1 2 C] -> [rank 2 C]; those of all together, [1 2 C], where they are many."""
@@ -65,8 +65,8 @@ class Spread:
         return all_gather_summaries(own, self.mesh, self.mesh_dims)
 
     @cached_property
-    def weights(self) -> Numbers:
-        return Numbers(self.shares)
+    def weights(self) -> Constant:
+        return Constant(self.shares)
 
     def merging(self, moments: torch.Tensor) -> Merge:
         """How what `gather` has brought is merged."""
@@ -74,14 +74,14 @@ class Spread:
 
     @cached_property
     def _of_ranks(self) -> Merge:
-        owners = Numbers([rank for rank, count in enumerate(self.counts) if count]).on if 0 in self.counts else None
-        owned = Numbers([count for count in self.counts if count]).on
+        owners = Constant([rank for rank, count in enumerate(self.counts) if count]).on if 0 in self.counts else None
+        owned = Constant([count for count in self.counts if count]).on
         return Merge(self.weights.on, len(set(self.shares)) <= 1, self.count, owned, owners)
 
     @cached_property
     def _of_all(self) -> Merge:
         """Of moments which are those of all ranks together."""
-        return Merge(Numbers([1.0]).on, True, self.count, Numbers([self.count]).on)
+        return Merge(Constant([1.0]).on, True, self.count, Constant([self.count]).on)
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""

@@ -20,7 +20,7 @@ from ...sharding.errors import refuse
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, made_of_others
-from .._core.cached_tensors import Numbers
+from .._core.cached_tensors import Constant
 from ..reductions.plan import counts, wide
 from .common import Named, Spread, arrange, parameter_gradient, rows  # fmt: skip
 
@@ -48,9 +48,9 @@ class GroupNormPlan:
         return self._columns.on(device)
 
     @cached_property
-    def _columns(self) -> Numbers:
+    def _columns(self) -> Constant:
         first = self.channels.start // self.per_group if self.full_groups else 0
-        return Numbers([at // self.per_group - first for at in range(self.channels.start, self.channels.stop)])
+        return Constant([at // self.per_group - first for at in range(self.channels.start, self.channels.stop)])
 
     def by_channel(self, numbers: torch.Tensor, dims: int) -> torch.Tensor:
         """[N G] -> [N C 1 1 ...], with so many dimensions: for each channel that of its group."""

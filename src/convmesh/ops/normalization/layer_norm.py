@@ -22,9 +22,7 @@ aten = torch.ops.aten
 
 made_of_others(aten.layer_norm.default, aten.rms_norm.default)
 
-LAYER_NORM = Behaviour(
-    "all dimensions", "nothing; all-reduce of 2 numbers a row and rank where normalised dimensions are sharded"
-)
+LAYER_NORM = Behaviour("all dimensions", "nothing; 2 values per row and rank where normalized dimensions are sharded")
 
 Shape = Sequence[int]
 

@@ -20,7 +20,7 @@ from .layer_norm import Shape, backward_rows, forward_rows, spread_of
 aten = torch.ops.aten
 
 RMS_NORM = Behaviour(
-    "all dimensions", "nothing; all-reduce of one number a row where normalised dimensions are sharded"
+    "all dimensions", "nothing; all-reduce of one value per row where normalized dimensions are sharded"
 )
 
 

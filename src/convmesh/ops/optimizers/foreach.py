@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ... import _torch
 from ...comm import all_reduce
 from ...sharding.layout import Layout
-from ...sharding.partial import is_pending, reduce_once
+from ...sharding.partial import is_partial, reduce_once
 from ...sharding.registry import Behaviour, rule, tolerant, while_installed
 from ...sharding.result_strides import as_on_one_device
 from .tensor_lists import Lists, of_one_layout
@@ -34,16 +34,16 @@ OPTIMIZERS = ("adam", "adamw", "sgd", "adagrad")
 
 
 FOREACH = Behaviour(
-    "all; Partial sums where the operator is linear",
-    "Partial elsewhere: one all-reduce for all tensors of a call, once for all uses",
+    "all dimensions; Partial(sum) where the operator is linear",
+    "nothing; elsewhere one all-reduce for all Partial tensors of a call, whose sums are kept for later calls",
     "lists with plain tensors beside DTensors, shapes that differ",
 )  # fmt: skip
 FUSED = Behaviour(
-    "all", "Partial gradients: one all-reduce for all of them",
+    "all dimensions", "nothing; one all-reduce for all Partial gradients",
     "parameters, gradients or states that are plain tensors beside DTensors",
 )  # fmt: skip
-NORM = Behaviour("all", "one all-reduce of a number for each tensor; Partial sums before", "nothing")
-UNSCALE = Behaviour("all", "one all-reduce of one number; Partial sums before", "nothing")
+NORM = Behaviour("all dimensions", "one all-reduce of a value for each tensor, after one for all Partial tensors")
+UNSCALE = Behaviour("all dimensions", "one all-reduce of one value, after one for all Partial tensors")
 
 
 def _moved(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +89,7 @@ def pointwise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
 
 
-@rule(aten._foreach_zero_.default, behaviour=Behaviour("all, Partial sums", "nothing"))
+@rule(aten._foreach_zero_.default, behaviour=Behaviour("all dimensions, Partial(sum)", "nothing"))
 def zero(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Zero all tensors; a sum of zeros is zero, so nothing has to be reduced."""
     _torch.call(operator, Lists(operator, args, kwargs, reduce=False).local())
@@ -182,12 +182,12 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
             same = isinstance(parameter, DTensor) and gradient.placements == parameter.placements
-            if same and not is_pending(gradient):
+            if same and not is_partial(gradient):
                 continue  # nearly always
             given.append((parameter, gradient))
             if isinstance(parameter, DTensor) and parameter.device_mesh == gradient.device_mesh:
                 like[id(gradient)] = parameter
-    like = {key: parameter for key, parameter in like.items() if not is_pending(parameter)}
+    like = {key: parameter for key, parameter in like.items() if not is_partial(parameter)}
     sums = reduce_once([gradient for _, gradient in given], like)
     _stepping[id(optimizer)] = [
         (parameter, gradient, sums[id(gradient)]) for parameter, gradient in given if id(gradient) in sums

@@ -15,7 +15,7 @@ from ... import _torch
 from ...sharding.assign import assign
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout, is_sum
-from ...sharding.partial import is_pending, kept, put_back, reduce_once
+from ...sharding.partial import cached_sum, is_partial, reduce_once, write_sum_back
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
 from ...strides import Stride, format_of, has_idle_strides, usual
@@ -118,7 +118,7 @@ class Lists:
                 if memory != _torch.memory_of(_torch.local_of(tensor)):
                     sum = self._reduced.get(id(tensor))
                     if sum is not None and memory == _torch.memory_of(_torch.local_of(sum)):
-                        put_back(tensor, sum)
+                        write_sum_back(tensor, sum)
                     else:
                         assign(tensor, _torch.wrap(result, target.spec))
 
@@ -143,7 +143,7 @@ class Lists:
                 return False
             alike = all((one.placements, one.shape) == (first.placements, first.shape) for one in others)
             summed = all(type(p) in (Replicate, Shard) or is_sum(p) for p in first.placements)
-            known = is_pending(first) and any(kept(tensor) is not None for tensor in (first, *others))
+            known = is_partial(first) and any(cached_sum(tensor) is not None for tensor in (first, *others))
             return alike and summed and not known
 
         return all(alone(*together) for together in zip(*(self.values[n] for n in self._lists), strict=True))

@@ -22,12 +22,12 @@ from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, composite
 from .._core.tiles import Tiling
 from ..reductions.plan import wide
-from .plan import PoolPlan, Side, plan_pool, plan_pool_backward
+from .plan import PoolPlan, SpatialDim, plan_pool, plan_pool_backward
 from .window import PARTS, STAYS, name_of, spatial_of
 
 aten = torch.ops.aten
 
-FEW = 16  # kinds of windows (lengths and steps) up to which summing by hand pays
+MOST_KINDS = 16  # of windows (by length and step) along a dimension that is still summed by hand
 
 AVERAGE = Behaviour(f"{STAYS}, Partial(sum)", PARTS)
 
@@ -35,14 +35,14 @@ AVERAGE = Behaviour(f"{STAYS}, Partial(sum)", PARTS)
 @plan_rule(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, behaviour=AVERAGE)
 def adaptive_average(operator: _torch.Operator, input: Layout, sizes: tuple[int, ...]) -> Call:
     plan = plan_pool(name_of(operator), AdaptivePooling(sizes), True, input)
-    by_hand = _by_hand(plan)
+    manual = _manual_dims(plan)
 
     def run(tiling: Tiling, x: torch.Tensor, *_: Any) -> torch.Tensor:
         shape = plan.readers_shape(x)
         if not prod(shape) or not x.numel():
             return tiling.sum_targets(x.new_zeros(shape))
-        parts = reduce(_share_of_means, by_hand, x)
-        return tiling.sum_targets(operator(parts, shape[plan.first :]).to(x.dtype))
+        means = reduce(_partial_means, manual, x)
+        return tiling.sum_targets(operator(means, shape[plan.first :]).to(x.dtype))
 
     return plan.call(run)
 
@@ -51,20 +51,21 @@ def adaptive_average(operator: _torch.Operator, input: Layout, sizes: tuple[int,
 def adaptive_average_backward(operator: _torch.Operator, gradient: Layout, input: Layout) -> Call:
     pooling = AdaptivePooling(gradient.shape[-spatial_of(operator) :])
     plan = plan_pool_backward(name_of(operator), pooling, gradient, input)
-    by_hand, others = _by_hand(plan), [side for side in plan.sides if side not in _by_hand(plan)]
+    manual = _manual_dims(plan)
+    others = [spatial for spatial in plan.spatial_dims if spatial not in manual]
 
     def run(tiling: Tiling, gy: torch.Tensor, _: Any) -> torch.Tensor:
         fetch = tiling.fetch_targets(gy)
         gx = fetch.complete().read(tiling.readers)
-        own = [*gy.shape[: plan.first], *(len(side.sources) for side in plan.sides)]
+        own = [*gy.shape[: plan.first], *(len(spatial.sources) for spatial in plan.spatial_dims)]
         if not prod(own) or not gx.numel():
             return fetch.tie(gy.new_zeros(own))
         if others:
             shape = own.copy()
-            for side in by_hand:
-                shape[side.dim] = len(side.readers)
+            for spatial in manual:
+                shape[spatial.dim] = len(spatial.readers)
             gx = operator(gx, gx.new_empty(shape))
-        return fetch.tie(reduce(_share_of_gradients, reversed(by_hand), gx))
+        return fetch.tie(reduce(_source_gradients, reversed(manual), gx))
 
     return plan.call(run, None)
 
@@ -87,32 +88,32 @@ def _pooled(operator: _torch.Operator, input: torch.Tensor, output_size: list[in
     return result
 
 
-def _by_hand(plan: PoolPlan) -> list[Side]:
+def _manual_dims(plan: PoolPlan) -> list[SpatialDim]:
     """Return the dimensions along which windows are summed by hand; none if nothing is sharded."""
-    if not any(side.sharded for side in plan.sides):
+    if not any(spatial.sharded for spatial in plan.spatial_dims):
         return []
-    return [side for side in plan.sides if side.sharded or len(side.strided_windows) <= FEW]
+    return [spatial for spatial in plan.spatial_dims if spatial.sharded or len(spatial.strided_windows) <= MOST_KINDS]
 
 
-def _share_of_means(x: torch.Tensor, side: Side) -> torch.Tensor:
+def _partial_means(x: torch.Tensor, spatial: SpatialDim) -> torch.Tensor:
     """Return what this rank's sources contribute to the mean of each window that has any of them."""
     shape = list(x.shape)
-    shape[side.dim] = len(side.readers)
+    shape[spatial.dim] = len(spatial.readers)
     means = x.new_zeros(shape, dtype=wide(x.dtype))
-    for windows in side.strided_windows:
-        total = _windows(x, side.dim, windows).sum(side.dim + 1, dtype=means.dtype)
-        _targets(means, side.dim, windows).copy_(total.div_(windows.full_length))
+    for windows in spatial.strided_windows:
+        total = _windows(x, spatial.dim, windows).sum(spatial.dim + 1, dtype=means.dtype)
+        _targets(means, spatial.dim, windows).copy_(total.div_(windows.full_length))
     return means
 
 
-def _share_of_gradients(gy: torch.Tensor, side: Side) -> torch.Tensor:
-    """The adjoint of `_share_of_means`: each source gets its share of the gradients of the windows that it is in."""
+def _source_gradients(gy: torch.Tensor, spatial: SpatialDim) -> torch.Tensor:
+    """The adjoint of `_partial_means`: each source gets its share of the gradients of the windows that it is in."""
     shape = list(gy.shape)
-    shape[side.dim] = len(side.sources)
+    shape[spatial.dim] = len(spatial.sources)
     gx = gy.new_zeros(shape)
-    for windows in side.strided_windows:
-        share = _targets(gy, side.dim, windows) / windows.full_length
-        _windows(gx, side.dim, windows).add_(share.unsqueeze(side.dim + 1))
+    for windows in spatial.strided_windows:
+        share = _targets(gy, spatial.dim, windows) / windows.full_length
+        _windows(gx, spatial.dim, windows).add_(share.unsqueeze(spatial.dim + 1))
     return gx
 
 

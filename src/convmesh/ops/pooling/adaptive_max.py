@@ -16,7 +16,7 @@ from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
 from .._core.tiles import Tiling
 from .flat_index import coordinates, flatten
-from .plan import Side, plan_pool, plan_pool_backward
+from .plan import SpatialDim, plan_pool, plan_pool_backward
 from .window import PARTS, STAYS, name_of, spatial_of
 
 aten = torch.ops.aten
@@ -37,13 +37,13 @@ def adaptive_max(operator: _torch.Operator, input: Layout, sizes: tuple[int, ...
         shape = plan.readers_shape(x)
         values, indices = x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
         if values.numel():
-            width = [side.padded_windows.width for side in plan.sides]
-            padded = _padded_windows(x, plan.sides)
+            width = [spatial.padded_windows.width for spatial in plan.spatial_dims]
+            padded = _padded_windows(x, plan.spatial_dims)
             padded = padded if plan.first > 1 else padded.contiguous()  # the kernels merge channels and volume
             values, indices = MAXIMUM[len(width)](padded, width, width)
             along = coordinates(indices, padded.shape[plan.first :])
-            indices = flatten([*map(_source_of, along, plan.sides)], plan.source_sizes)
-        return plan.tiling.combine_targets([values, indices], (0, -1), _keep_better)
+            indices = flatten([*map(_source_of, along, plan.spatial_dims)], plan.source_sizes)
+        return plan.tiling.combine_targets([values, indices], (0, -1), _update_max)
 
     return plan.call_with_indices(run)
 
@@ -55,7 +55,7 @@ def adaptive_max(operator: _torch.Operator, input: Layout, sizes: tuple[int, ...
 def adaptive_max_backward(operator: _torch.Operator, gradient: Layout, input: Layout, indices: Layout) -> Call:
     pooling = AdaptivePooling(gradient.shape[-spatial_of(operator) :])
     plan = plan_pool_backward(name_of(operator), pooling, gradient, input, indices)
-    own = [len(side.sources) for side in plan.sides]
+    own = [len(spatial.sources) for spatial in plan.spatial_dims]
 
     def run(tiling: Tiling, gy: torch.Tensor, _: Any, at: torch.Tensor) -> torch.Tensor:
         # The compiler may move what does not depend on the gradient into the forward pass, on some ranks only: so the
@@ -63,15 +63,15 @@ def adaptive_max_backward(operator: _torch.Operator, gradient: Layout, input: La
         fetches = [tiling.fetch_targets(gy), tiling.fetch_targets(_torch.tie(at, gy))]
         gy, at = (fetch.complete().read(tiling.readers) for fetch in fetches)
         along = coordinates(at, plan.source_sizes)
-        for side, index in zip(plan.sides, along, strict=True):
-            if side.sharded:  # where the maximum is on another rank, that rank adds it
-                mine = (index >= side.sources.start) & (index < side.sources.stop)
+        for spatial, index in zip(plan.spatial_dims, along, strict=True):
+            if spatial.sharded:  # where the maximum is on another rank, that rank adds it
+                mine = (index >= spatial.sources.start) & (index < spatial.sources.stop)
                 gy = torch.where(mine, gy, 0)
         gx = gy.new_zeros([*gy.shape[: plan.first], prod(own)])
         if gx.numel() and gy.numel():
             local = [
-                (index - side.sources.start).clamp(0, len(side.sources) - 1)
-                for side, index in zip(plan.sides, along, strict=True)
+                (index - spatial.sources.start).clamp(0, len(spatial.sources) - 1)
+                for spatial, index in zip(plan.spatial_dims, along, strict=True)
             ]
             gx.scatter_add_(-1, flatten(local, own).flatten(plan.first), gy.flatten(plan.first))
         for fetch in fetches:
@@ -81,22 +81,22 @@ def adaptive_max_backward(operator: _torch.Operator, gradient: Layout, input: La
     return plan.call(run, None)
 
 
-def _padded_windows(x: torch.Tensor, sides: Sequence[Side]) -> torch.Tensor:
+def _padded_windows(x: torch.Tensor, spatial_dims: Sequence[SpatialDim]) -> torch.Tensor:
     """Concatenate all windows, padded to one length."""
-    for side in sides:
-        if not side.padded_windows.trivial or len(side.padded_windows.positions) != x.shape[side.dim]:
-            x = x.index_select(side.dim, side.positions.on(x.device))
+    for spatial in spatial_dims:
+        if not spatial.padded_windows.trivial or len(spatial.padded_windows.positions) != x.shape[spatial.dim]:
+            x = x.index_select(spatial.dim, spatial.positions.on(x.device))
     return x
 
 
-def _source_of(index: torch.Tensor, side: Side) -> torch.Tensor:
+def _source_of(index: torch.Tensor, spatial: SpatialDim) -> torch.Tensor:
     """Return the source indices for these indices into the padded windows."""
-    if side.padded_windows.trivial:
-        return index + side.sources.start
-    return side.positions.on(index.device)[index] + side.sources.start
+    if spatial.padded_windows.trivial:
+        return index + spatial.sources.start
+    return spatial.positions.on(index.device)[index] + spatial.sources.start
 
 
-def _keep_better(best: torch.Tensor, at: torch.Tensor, value: torch.Tensor, index: torch.Tensor) -> None:
+def _update_max(best: torch.Tensor, at: torch.Tensor, value: torch.Tensor, index: torch.Tensor) -> None:
     """Update `best` and `at` in place. As on one device, the first of equal values wins, but the last of NaNs."""
     better = (at < 0) | (value > best) | ((value == best) & (index < at))
     better |= value.isnan() & (~best.isnan() | (index > at))

@@ -23,16 +23,16 @@ from ...geometry import (
 from ...sharding.call import Call, Moved
 from ...sharding.errors import refuse
 from ...sharding.layout import Layout
-from .._core.cached_tensors import Numbers
-from .._core.tile_plan import TiledPlan, ask_for_memory, plan_sources, plan_targets
+from .._core.cached_tensors import Constant
+from .._core.tile_plan import TiledPlan, check_memory, plan_sources, plan_targets
 from .._core.tiles import Tiling
 
-Named = Sequence[tuple[str, Layout]]
+NamedLayouts = Sequence[tuple[str, Layout]]
 AnyPooling = Pooling | AdaptivePooling
 
 
 @dataclass(frozen=True)
-class Side:
+class SpatialDim:
     """One spatial dimension: what this rank owns of it, what its targets read, and which targets read its sources."""
 
     dim: int
@@ -46,11 +46,11 @@ class Side:
     readers: Interval
 
     @staticmethod
-    def of(dim: int, dependence: Dependence, source_size: int, target_size: int, tiling: Tiling) -> Side:
+    def of(dim: int, dependence: Dependence, source_size: int, target_size: int, tiling: Tiling) -> SpatialDim:
         sources, read = (tiling.side(box, dim, source_size) for box in (tiling.sources, tiling.sources_read))
         targets, readers = (tiling.side(box, dim, target_size) for box in (tiling.targets, tiling.readers))
         sizes = source_size, target_size
-        return Side(dim, dependence, dim in tiling.dims, *sizes, sources, read, targets, readers)
+        return SpatialDim(dim, dependence, dim in tiling.dims, *sizes, sources, read, targets, readers)
 
     @cached_property
     def padding(self) -> int:
@@ -63,9 +63,9 @@ class Side:
         return PaddedWindows.of(cast(AdaptiveWindows, self.dependence), self.sources, self.readers)
 
     @cached_property
-    def positions(self) -> Numbers:
+    def positions(self) -> Constant:
         """The sources that the padded windows read."""
-        return Numbers(self.padded_windows.positions)
+        return Constant(self.padded_windows.positions)
 
     @cached_property
     def strided_windows(self) -> tuple[StridedWindows, ...]:
@@ -77,16 +77,16 @@ class Side:
 class PoolPlan(TiledPlan):
     """The layouts and the tile of a pooling, and its spatial dimensions, which start at dimension `first`."""
 
-    sides: tuple[Side, ...]  # none on a rank outside of the mesh
+    spatial_dims: tuple[SpatialDim, ...]  # none on a rank outside of the mesh
     first: int
 
     @cached_property
     def source_sizes(self) -> list[int]:
-        return [side.source_size for side in self.sides]
+        return [spatial.source_size for spatial in self.spatial_dims]
 
     @cached_property
     def padding(self) -> list[int]:
-        return [side.padding for side in self.sides]
+        return [spatial.padding for spatial in self.spatial_dims]
 
     def call_with_indices(self, run: Callable[..., Any]) -> Call:
         """Return the `Call` of a max pooling, which returns values and indices."""
@@ -95,15 +95,15 @@ class PoolPlan(TiledPlan):
 
     def readers_shape(self, x: torch.Tensor) -> list[int]:
         """The shape of what this rank computes for the targets that read its sources."""
-        return [*x.shape[: self.first], *(len(side.readers) for side in self.sides)]
+        return [*x.shape[: self.first], *(len(spatial.readers) for spatial in self.spatial_dims)]
 
 
 def plan_pool(operator: str, pooling: AnyPooling, linear: bool, source: Layout) -> PoolPlan:
     """Plan the forward pass: input -> output (and indices)."""
     shape = _target_shape(operator, (("input", source),), source, pooling)
     if isinstance(pooling, AdaptivePooling):  # whose output may have any size
-        ask_for_memory(source, shape)
-    return _localized(plan_targets(source, shape, _dependences(source, pooling), linear), source, shape, pooling)
+        check_memory(source, shape)
+    return _pool_plan(plan_targets(source, shape, _dependences(source, pooling), linear), source, shape, pooling)
 
 
 def plan_pool_backward(
@@ -116,7 +116,7 @@ def plan_pool_backward(
         if layout.shape != shape:
             raise refuse(operator, f"the output has shape {shape}, and {name} {layout.shape}",
                          [*named, ("input", source)], "give it the output's shape")  # fmt: skip
-    return _localized(plan_sources(operator, named, source, _dependences(source, pooling)), source, shape, pooling)
+    return _pool_plan(plan_sources(operator, named, source, _dependences(source, pooling)), source, shape, pooling)
 
 
 def _dependences(source: Layout, pooling: AnyPooling) -> dict[int, Dependence]:
@@ -125,16 +125,16 @@ def _dependences(source: Layout, pooling: AnyPooling) -> dict[int, Dependence]:
     return dict(enumerate(pooling.dependences(sizes), len(source.shape) - pooling.spatial))
 
 
-def _localized(plan: TiledPlan, source: Layout, shape: Sequence[int], pooling: AnyPooling) -> PoolPlan:
+def _pool_plan(plan: TiledPlan, source: Layout, shape: Sequence[int], pooling: AnyPooling) -> PoolPlan:
     """Add this rank's part of each spatial dimension to the plan."""
     tiling, dependences = plan.tiling, _dependences(source, pooling)
-    sides = [] if tiling is None else [
-        Side.of(dim, along, source.shape[dim], shape[dim], tiling) for dim, along in dependences.items()
+    spatial_dims = [] if tiling is None else [
+        SpatialDim.of(dim, along, source.shape[dim], shape[dim], tiling) for dim, along in dependences.items()
     ]  # fmt: skip
-    return PoolPlan(*plan.fields, tuple(sides), min(dependences))
+    return PoolPlan(*plan.fields, tuple(spatial_dims), min(dependences))
 
 
-def _target_shape(operator: str, tensors: Named, source: Layout, pooling: AnyPooling) -> tuple[int, ...]:
+def _target_shape(operator: str, tensors: NamedLayouts, source: Layout, pooling: AnyPooling) -> tuple[int, ...]:
     """Check the arguments as torch does, and return the output's shape."""
     named = [*tensors, ("geometry", pooling)]
     spatial = pooling.spatial

@@ -29,9 +29,10 @@ made_of_others(
 )
 
 STAYS = "batch, channels, space"
-HALO = "halo of the input, where windows overlap or shards do not align with them"
-GRADIENTS = "the gradient's halo, likewise"
-PARTS = "for each window that spans several ranks, one number a channel and rank"
+WHERE = "where windows overlap or shards do not align with them"
+HALO = f"halo of the input, {WHERE}"
+GRADIENTS = f"halo of the gradient, {WHERE}"
+PARTS = "for each window that spans several ranks, one value per channel from each of them"
 
 
 def name_of(operator: _torch.Operator) -> str:
@@ -68,12 +69,12 @@ class _MaxPool:
     def __init__(self, operator: _torch.Operator, plan: PoolPlan, pooling: Pooling):
         # The operator pads in front, so that a window in which no value wins returns its first index, as on one device;
         # behind, the block is filled with a value that never wins against an earlier one.
-        self._starts, paddings, box = [0] * len(plan.sides), [*plan.padding], []
-        for axis, side in enumerate(plan.sides):
-            if side.sharded:
-                self._starts[axis] = max(0, side.read.start)
-                paddings[axis] = self._starts[axis] - side.read.start
-                stop = max(min(side.read.stop, side.source_size), side.read.stop - paddings[axis])
+        self._starts, paddings, box = [0] * len(plan.spatial_dims), [*plan.padding], []
+        for axis, spatial in enumerate(plan.spatial_dims):
+            if spatial.sharded:
+                self._starts[axis] = max(0, spatial.read.start)
+                paddings[axis] = self._starts[axis] - spatial.read.start
+                stop = max(min(spatial.read.stop, spatial.source_size), spatial.read.stop - paddings[axis])
                 box.append(Interval(self._starts[axis], stop))
         self._geometry = pooling.kernel, pooling.stride, paddings, pooling.dilation, pooling.ceil
         self._operator, self._plan, self._box = operator, plan, tuple(box)
@@ -113,7 +114,7 @@ def max_pool_backward(
     *window, ceil, indices = rest
     pooling = _pooling(operator, input.shape, window, ceil)
     plan = plan_pool_backward(name_of(operator), pooling, gradient, input, indices)
-    by = [-side.read.start for side in plan.sides]
+    by = [-spatial.read.start for spatial in plan.spatial_dims]
     geometry = pooling.kernel, pooling.stride, plan.padding, pooling.dilation, ceil
 
     def run(tiling: Tiling, gy: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -130,7 +131,7 @@ def max_pool_backward(
 
 def _source_block(plan: PoolPlan, gy: torch.Tensor) -> torch.Tensor:
     """Allocate a block for the sources that this rank's targets read, with padding. Kernels only read its shape."""
-    return gy.new_empty([*gy.shape[: plan.first], *(len(side.read) for side in plan.sides)])
+    return gy.new_empty([*gy.shape[: plan.first], *(len(spatial.read) for spatial in plan.spatial_dims)])
 
 
 @plan_rule(aten.avg_pool2d.default, aten.avg_pool3d.default, behaviour=Behaviour(f"{STAYS}, Partial(sum)", HALO))
@@ -180,10 +181,10 @@ def avg_pool_backward(operator: _torch.Operator, gradient: Layout, input: Layout
 
 def _reweighted(targets: torch.Tensor, plan: PoolPlan, pooling: Pooling, with_padding: bool) -> torch.Tensor:
     """Rescale targets that were divided by the kernel's size to a division by the number of indices averaged over."""
-    for axis, side in enumerate(plan.sides):
-        counts, kernel = pooling.counts(axis, side.source_size, side.targets, with_padding), pooling.kernel[axis]
+    for axis, spatial in enumerate(plan.spatial_dims):
+        counts, kernel = pooling.counts(axis, spatial.source_size, spatial.targets, with_padding), pooling.kernel[axis]
         if any(count != kernel for count in counts):
             shape = [1] * targets.dim()
-            shape[side.dim] = -1
+            shape[spatial.dim] = -1
             targets = targets * targets.new_tensor([kernel / count for count in counts]).view(shape)
     return targets

@@ -28,27 +28,27 @@ BLOCK = 1 << 17
 WORDS = 2  # that the generator gives for one number
 
 
-def zeros_and_ones(
+def bernoulli_shard(
     layout: Layout, device: torch.device, into: torch.Tensor | None, p: float, generator: torch.Generator | None
 ) -> torch.Tensor | None:
     """Return this rank's shard of what `bernoulli_(p)` draws on one device, in `into` or in a new tensor.
 
     None, with nothing done, where torch is not known to draw one number per element in storage order.
     """
-    if not is_generator_of(device) or not 0 <= p <= 1 or _torch.tracing() or not _fills_memory(layout):
+    if not is_generator_of(device) or not 0 <= p <= 1 or _torch.tracing() or not _is_dense(layout):
         return None
     share = plan_share(layout.spec)
-    together = share is not None and share.pays() and _all_can_share(layout.mesh)
-    if not together and not _one_by_one():
+    shared = share is not None and share.pays() and _all_can_share(layout.mesh)
+    if not shared and not _uses_64_bits_per_element():
         return None
     if not layout.sharded_dims:
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).bernoulli_(p, generator=generator)
     order = layout.memory_order
     own = tuple(layout.own(dim) for dim in order)
     result = into.permute(order) if into is not None else torch.empty([len(side) for side in own], dtype=layout.dtype)
-    if share is not None and together:
+    if share is not None and shared:
         drawn = _draw_share(share, p, generator or torch.default_generator)
-        result.copy_(share.handed_out(drawn).reshape(result.shape))
+        result.copy_(share.exchange(drawn).reshape(result.shape))
     else:
         _draw_all(result, tuple(layout.shape[dim] for dim in order), own, p, generator)
     return result.permute(layout.back_from_memory_order)
@@ -57,7 +57,7 @@ def zeros_and_ones(
 @planned
 def _all_can_share(mesh: DeviceMesh) -> bool:
     """Whether all ranks can share. They may run on different CPUs; those that can would wait forever for the others."""
-    able = torch.tensor([float(_one_by_one() and can_advance())])
+    able = torch.tensor([float(_uses_64_bits_per_element() and can_advance())])
     return bool(all_reduce(able, mesh, range(mesh.ndim), "min").item())
 
 
@@ -71,7 +71,7 @@ def _draw_share(share: Share, p: float, generator: torch.Generator) -> torch.Ten
             generator.set_state(advanced(generator.get_state(), WORDS * (part.start - at)))
         for start in range(part.start, part.stop, BLOCK):
             drawn = numbers[: part.stop - start].random_(generator=generator)
-            _decide(drawn, p, out=result[filled : filled + len(drawn)])
+            _below_threshold(drawn, p, out=result[filled : filled + len(drawn)])
             filled += len(drawn)
         at = part.stop
     return result
@@ -87,11 +87,11 @@ def _draw_all(
         drawn = numbers[: prod(sizes)].random_(generator=generator)
         common = tuple(a & b for a, b in zip(block, own, strict=True))
         if all(common):
-            ones = Held.own(_decide(drawn, p).view(sizes), dims, block).read(common)
+            ones = Held.own(_below_threshold(drawn, p).view(sizes), dims, block).read(common)
             Held.own(result, dims, own).read(common).copy_(ones)
 
 
-def _fills_memory(layout: Layout) -> bool:
+def _is_dense(layout: Layout) -> bool:
     """Whether a tensor has no gaps in its storage and does not overlap itself."""
     step = 1
     for dim in reversed(layout.memory_order):
@@ -101,19 +101,19 @@ def _fills_memory(layout: Layout) -> bool:
     return True
 
 
-def _decide(numbers: torch.Tensor, p: float, out: torch.Tensor | None = None) -> torch.Tensor:
+def _below_threshold(numbers: torch.Tensor, p: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return which numbers give a 1: those whose last 53 bits, as a fraction, are less than `p`. Changes `numbers`."""
     return torch.lt(numbers.bitwise_and_(2**BITS - 1), ceil(p * 2**BITS), out=out)
 
 
 @cache
-def _one_by_one() -> bool:
+def _uses_64_bits_per_element() -> bool:
     """Whether torch makes every element of 64 bits of the generator like this. On some CPUs it calls a library."""
     p, elements = 0.3, 1000
-    theirs, ours = torch.Generator(), torch.Generator()
-    expected = torch.empty(elements).bernoulli_(p, generator=theirs)
-    found = _decide(torch.empty(elements, dtype=torch.int64).random_(generator=ours), p)
-    return torch.equal(expected, found.float()) and torch.equal(theirs.get_state(), ours.get_state())
+    torch_generator, own_generator = torch.Generator(), torch.Generator()
+    expected = torch.empty(elements).bernoulli_(p, generator=torch_generator)
+    found = _below_threshold(torch.empty(elements, dtype=torch.int64).random_(generator=own_generator), p)
+    return torch.equal(expected, found.float()) and torch.equal(torch_generator.get_state(), own_generator.get_state())
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[Box]:

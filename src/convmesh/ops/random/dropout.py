@@ -12,8 +12,8 @@ from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import made_of_others, unlisted
-from .bernoulli import zeros_and_ones
-from .replicated_draw import SHARED, draw_own, where_drawn
+from .bernoulli import bernoulli_shard
+from .replicated_draw import SHARED, draw_shard, drawing_layout
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ def dropout(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, 
 
 @plan_rule(aten.native_dropout.default, behaviour=SHARED)
 def native_dropout(operator: _torch.Operator, input: Layout, p: float, train: bool | None) -> Call:
-    layout = where_drawn(input)
+    layout = drawing_layout(input)
 
     def run(local: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if train is False or p == 0:
@@ -51,7 +51,7 @@ def native_dropout(operator: _torch.Operator, input: Layout, p: float, train: bo
 def _noise(operator: _torch.Operator, layout: Layout, device: torch.device, p: float) -> torch.Tensor:
     """Return the noise, 0 or 1 / (1 - p), drawn exactly as the operator draws it on this device."""
     # A CPU draws in the order of the dimensions, whatever the input's strides are.
-    ones = zeros_and_ones(layout.new(layout.shape), device, None, 1 - p, None)
+    ones = bernoulli_shard(layout.new(layout.shape), device, None, 1 - p, None)
     if ones is not None:
         return ones.mul_(1 / (1 - p))
 
@@ -60,4 +60,4 @@ def _noise(operator: _torch.Operator, layout: Layout, device: torch.device, p: f
             return operator(empty.fill_(1), p, True)[0]
         return empty.bernoulli_(1 - p, generator=source).div_(1 - p)
 
-    return draw_own(layout, device, None, draw)
+    return draw_shard(layout, device, None, draw)

@@ -15,8 +15,8 @@ from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
 from ...strides import Stride
-from .bernoulli import zeros_and_ones
-from .replicated_draw import DRAWN, SHARED, draw_own, narrowed, where_drawn
+from .bernoulli import bernoulli_shard
+from .replicated_draw import DRAWN, SHARED, draw_shard, drawing_layout, narrowed
 
 aten = torch.ops.aten
 
@@ -46,11 +46,13 @@ Strides = tuple[Stride | None, ...]
 
 @plan_rule(*IN_PLACE, behaviour=DRAWN, varies=(*NUMBERS, "p"))
 def fill(operator: _torch.Operator, tensor: Layout, *_: Any) -> Call:
-    layout = where_drawn(tensor)
+    layout = drawing_layout(tensor)
 
     def run(local: torch.Tensor, *rest: Any) -> torch.Tensor:
         *numbers, generator = rest
-        return draw_own(layout, local.device, generator, lambda e, source: _torch.call(operator, [e, *numbers, source]))
+        return draw_shard(
+            layout, local.device, generator, lambda e, source: _torch.call(operator, [e, *numbers, source])
+        )
 
     return Call((tensor,), layout, run, writes=True)
 
@@ -58,7 +60,7 @@ def fill(operator: _torch.Operator, tensor: Layout, *_: Any) -> Call:
 @plan_rule(*LIKE, behaviour=DRAWN, varies=NUMBERS, strided=True)
 def like(operator: _torch.Operator, tensor: Layout, *rest: Any) -> Call:
     names = _torch.signature(operator).names
-    layout = where_drawn(tensor, rest[names.index("dtype") - 1], *rest[-1])
+    layout = drawing_layout(tensor, rest[names.index("dtype") - 1], *rest[-1])
     uniform = operator._schema.name == "aten::rand_like"
 
     def run(local: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -69,46 +71,48 @@ def like(operator: _torch.Operator, tensor: Layout, *rest: Any) -> Call:
                 return empty.random_(given.get("low", 0), given["high"], generator=source)
             return empty.uniform_(generator=source) if uniform else empty.normal_(generator=source)
 
-        return draw_own(layout, local.device, given.get("generator"), draw)
+        return draw_shard(layout, local.device, given.get("generator"), draw)
 
     return Call((tensor,), layout, run)
 
 
 @plan_rule(aten.bernoulli_.float, behaviour=SHARED, varies=("generator",))
 def bernoulli_in_place(operator: _torch.Operator, tensor: Layout, p: float, _: Any) -> Call:
-    layout = where_drawn(tensor)
+    layout = drawing_layout(tensor)
     same = layout.placements == tensor.placements
 
     def run(local: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor:
-        return _zeros_and_ones(layout, local.device, p, generator, local if same else None)
+        return _draw_bernoulli(layout, local.device, p, generator, local if same else None)
 
     return Call((tensor,), layout, run, writes=True)
 
 
 @plan_rule(aten.bernoulli.p, behaviour=SHARED, varies=("generator",), strided=True)
 def bernoulli_like(operator: _torch.Operator, tensor: Layout, p: float, _: Any, strides: Strides) -> Call:
-    layout = where_drawn(tensor, None, *strides)
-    return Call((tensor,), layout, lambda local, *how: _zeros_and_ones(layout, local.device, *how))
+    layout = drawing_layout(tensor, None, *strides)
+    return Call((tensor,), layout, lambda local, *how: _draw_bernoulli(layout, local.device, *how))
 
 
 @plan_rule(aten.bernoulli.default, aten.bernoulli_.Tensor, behaviour=SHARED, varies=("generator",), strided=True)
 def bernoulli(operator: _torch.Operator, tensor: Layout, *rest: Any) -> Call:
     """One probability per element, compared with a uniform number, as one CPU does it."""
-    *chances, _, strides = rest
-    layout, writes = where_drawn(tensor, None, *strides), bool(chances)
-    chance = chances[0] if writes else tensor
-    wide = layout.typed(torch.float64 if chance.dtype == torch.float64 else torch.float32)
+    *probabilities, _, strides = rest
+    layout, writes = drawing_layout(tensor, None, *strides), bool(probabilities)
+    probability = probabilities[0] if writes else tensor
+    uniform_layout = layout.typed(torch.float64 if probability.dtype == torch.float64 else torch.float32)
 
     def run(*values: Any) -> torch.Tensor:
         *tensors, generator = values
-        given = _broadcast(tensors[-1], chance, layout)
-        uniform = draw_own(wide, given.device, generator, lambda empty, source: empty.uniform_(generator=source))
-        return (uniform < given).to(layout.dtype)
+        p = _broadcast(tensors[-1], probability, layout)
+        uniform = draw_shard(
+            uniform_layout, p.device, generator, lambda empty, source: empty.uniform_(generator=source)
+        )
+        return (uniform < p).to(layout.dtype)
 
-    return Call((*((tensor,) if writes else ()), _beside(chance, layout)), layout, run, writes=writes)
+    return Call((*((tensor,) if writes else ()), _operand_layout(probability, layout)), layout, run, writes=writes)
 
 
-def _beside(operand: Layout, layout: Layout) -> Layout:
+def _operand_layout(operand: Layout, layout: Layout) -> Layout:
     """The layout of an operand that is used elementwise: the tensor's placements, or replicated if it is broadcast."""
     return operand.placed(layout.placements) if operand.shape == layout.shape else operand.replicated()
 
@@ -137,7 +141,9 @@ def _normal(mean: Any, std: Any, generator: torch.Generator | None) -> Any:
     return aten.add.Tensor(scaled, mean) if isinstance(mean, torch.Tensor) else aten.add.Scalar(scaled, mean)
 
 
-RRELU = Behaviour("all; numbers that do not depend on the sharding, but are not those of one device", "nothing")
+RRELU = Behaviour(
+    "all dimensions; the numbers do not depend on the sharding, but are not those of one device", "nothing"
+)
 
 
 @rule(aten.rrelu_with_noise.default, behaviour=RRELU)
@@ -148,23 +154,25 @@ def rrelu_with_noise(operator: _torch.Operator, args: tuple[Any, ...], kwargs: d
     """
     input, noise, lower, upper, training, generator = _torch.arguments(operator, args, kwargs)
     check_placed("rrelu_with_noise", (("self", input), ("noise", noise)))
-    layout = where_drawn(Layout.of(_torch.spec_of(input)))
+    layout = drawing_layout(Layout.of(_torch.spec_of(input)))
     x = move(input, layout)
     if not layout.present:
         return layout.absent(x)
     if not training:
         return _torch.wrap(torch.nn.functional.leaky_relu(x, (lower + upper) / 2), layout.spec)
-    slope = draw_own(layout, x.device, generator, lambda empty, source: empty.uniform_(lower, upper, generator=source))
+    slope = draw_shard(
+        layout, x.device, generator, lambda empty, source: empty.uniform_(lower, upper, generator=source)
+    )
     slope = torch.where(x <= 0, slope, 1)
     assign(noise, _torch.wrap(slope, layout.spec))
     return _torch.wrap(x * slope, layout.spec)
 
 
-def _zeros_and_ones(
+def _draw_bernoulli(
     layout: Layout, device: torch.device, p: float, generator: torch.Generator | None, into: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Draw this rank's shard of Bernoulli numbers, in `into` if possible."""
-    drawn = zeros_and_ones(layout, device, into, p, generator)
+    drawn = bernoulli_shard(layout, device, into, p, generator)
     if drawn is not None:
         return drawn
-    return draw_own(layout, device, generator, lambda empty, source: empty.bernoulli_(p, generator=source))
+    return draw_shard(layout, device, generator, lambda empty, source: empty.bernoulli_(p, generator=source))

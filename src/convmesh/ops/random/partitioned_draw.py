@@ -40,7 +40,7 @@ class Share:
         """Whether sharing saves more time than the jumps cost."""
         return self.saved > self.jumps * JUMP
 
-    def handed_out(self, drawn: torch.Tensor) -> torch.Tensor:
+    def exchange(self, drawn: torch.Tensor) -> torch.Tensor:
         """Exchange the drawn numbers: return this rank's shard of the tensor. Both are in storage order."""
         if self.schedule is None:
             return drawn

@@ -30,29 +30,29 @@ LARGEST_DRAWN = 1 << 26
 TILES = 8  # along each dimension of at least `SMALLEST_TILED` indices
 SMALLEST_TILED = 64
 
-STAYS = "all; the numbers are those of one device, if all ranks have the same seed"
+STAYS = "all dimensions; the numbers are those of one device if all ranks have the same seed"
 TILES_BEYOND = (
-    "every rank draws all numbers and keeps its own; over 2^26 elements it draws tiles, and the numbers are no longer "
-    "those of one device, yet the same for every sharding"
+    "every rank draws all numbers and keeps its shard. More than 2^26 elements are drawn in tiles, whose numbers are "
+    "the same for every sharding, but not those of one device"
 )
 DRAWN = Behaviour(STAYS, f"nothing: {TILES_BEYOND}")
 SHARED = Behaviour(STAYS,
-    "where millions of elements have one probability on a CPU: every rank draws a share of the numbers and sends which "
-    "elements are ones, a byte each, unless its own are a few ranges of memory; the numbers are those of one device at "
-    f"any size. Otherwise nothing: {TILES_BEYOND}",
+    "on CPUs, for millions of elements with one probability: every rank draws a part of the numbers and sends zeros "
+    "and ones, a byte each, to the ranks that own them, unless shards are a few ranges of memory; at any size these "
+    f"are the numbers of one device. Otherwise nothing: {TILES_BEYOND}",
 )  # fmt: skip
 
 Draw = Callable[[torch.Tensor, torch.Generator | None], Any]
 """Takes an empty tensor and a generator (None: the default one) and returns the tensor filled."""
 
 
-def where_drawn(layout: Layout, dtype: torch.dtype | None = None, stride: Stride | None = None) -> Layout:
+def drawing_layout(layout: Layout, dtype: torch.dtype | None = None, stride: Stride | None = None) -> Layout:
     """The layout in which numbers for a tensor are drawn: not Partial, with the strides of one device's result."""
     drawn = layout.without_partial().typed(dtype or layout.dtype)
     return drawn if stride is None else replace(drawn, stride=stride)
 
 
-def draw_own(layout: Layout, device: torch.device, generator: torch.Generator | None, draw: Draw) -> torch.Tensor:
+def draw_shard(layout: Layout, device: torch.device, generator: torch.Generator | None, draw: Draw) -> torch.Tensor:
     """Return this rank's shard of what `draw` fills an empty full tensor with."""
     own = tuple(layout.own(dim) for dim in range(len(layout.shape)))
     if prod(layout.shape) > LARGEST_DRAWN and not _torch.tracing():

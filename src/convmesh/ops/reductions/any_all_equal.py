@@ -16,7 +16,7 @@ from ...sharding.registry import Behaviour, rule
 from .basic import SMALL, extreme_of
 from .plan import Reduction
 
-EQUAL = Behaviour("all dimensions", "all-reduce of one number; operands of other placements")
+EQUAL = Behaviour("all dimensions", "all-reduce of one value; operands with other placements")
 
 
 aten = torch.ops.aten
@@ -36,8 +36,8 @@ def equal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
     layout = Layout.of(_torch.spec_of(one)).without_partial()
     if not layout.present:
         return True
-    mine, beside = move(one, layout), move(other, Layout.of(_torch.spec_of(other)).placed(layout.placements))
-    same = torch.tensor(int(mine.equal(beside)), device=mine.device)
+    local, other_local = move(one, layout), move(other, Layout.of(_torch.spec_of(other)).placed(layout.placements))
+    same = torch.tensor(int(local.equal(other_local)), device=local.device)
     return bool(all_reduce(same, layout.mesh, layout.sharded_over(), "min").item())
 
 
@@ -53,7 +53,7 @@ def allclose(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str,
     aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default,
     aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default, behaviour=SMALL,
 )  # fmt: skip
-def quantified(operator: _torch.Operator, input: Layout, dim: Any = None, keepdim: bool = False) -> Call:
+def any_all(operator: _torch.Operator, input: Layout, dim: Any = None, keepdim: bool = False) -> Call:
     """`any` is the maximum of the truth values, and `all` the minimum."""
     plan = Reduction.of(input, dim, keepdim)
     greatest = "any" in _torch.name_of(operator)

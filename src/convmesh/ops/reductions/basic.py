@@ -12,21 +12,23 @@ from ... import _torch
 from ...sharding.call import Call
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
-from ...sharding.partial import is_pending, reduce_once
+from ...sharding.partial import is_partial, reduce_once
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
 from .plan import Reduction, wide
 
 aten = torch.ops.aten
 
-STAYS = "all dimensions; reduced ones come out replicated"
-AT_ONCE = "all-reduce of the result, at once: every rank can print a loss"
-LINEAR = Behaviour(STAYS + "; Partial sums and averages stay Partial", AT_ONCE)
-SUM = Behaviour(STAYS + "; Partial sums and averages stay Partial", f"{AT_ONCE} (later in backward)")
+STAYS = "all dimensions; the result is replicated where a reduced dimension was sharded"
+AT_ONCE = "immediate all-reduce of the result, so that every rank can print a loss"
+LINEAR = Behaviour(STAYS + "; Partial(sum) and Partial(avg) stay Partial", AT_ONCE)
+SUM = Behaviour(LINEAR.stays, f"{AT_ONCE}; in backward the result may stay Partial(sum)")
 SMALL = Behaviour(STAYS, "all-reduce of the result")
 TWICE = Behaviour(STAYS, "two all-reduces of the result's size")
 EXTREME = Behaviour(
-    STAYS + "; a Partial extreme of the same kind stays Partial", "all-reduce of the result", "reducing over nothing"
+    STAYS + "; Partial(max) stays Partial in maxima, Partial(min) in minima",
+    "all-reduce of the result",
+    "a reduction over no elements",
 )
 
 
@@ -43,8 +45,8 @@ def summed_dtype(input: Layout, dtype: torch.dtype | None) -> torch.dtype:
 
 @plan_rule(aten.mean.default, aten.mean.dim, behaviour=LINEAR, remembers=True)
 def mean(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
-    dim, keepdim, asked = dims_and_dtype(how)
-    dtype = asked or input.dtype
+    dim, keepdim, requested_dtype = dims_and_dtype(how)
+    dtype = requested_dtype or input.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         raise Unfit(f"there is no mean of dtype {dtype}", "give a floating point dtype")
     plan = Reduction.of(input, dim, keepdim, ("sum", "avg"))
@@ -60,25 +62,25 @@ def mean(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
 @plan_rule(
     aten.sum.default, aten.sum.dim_IntList, behaviour=SUM, remembers=True, asks=lambda *_: _torch.in_backward()
 )  # fmt: skip
-def total(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
+def sum_(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
     """Plan a sum, which is all-reduced at once.
 
     A loss is often printed by one rank alone, which could not reduce it, and is used several times. torch would also
     reduce-scatter a Partial result over another dimension than the input's, and gather activations to match the two. In
     backward the result stays Partial: mostly it is the gradient of a parameter, and these are reduced together.
     """
-    *given, in_backward = how
-    dim, keepdim, asked = dims_and_dtype(tuple(given))
-    dtype = summed_dtype(input, asked)
+    *arguments, in_backward = how
+    dim, keepdim, requested_dtype = dims_and_dtype(tuple(arguments))
+    dtype = summed_dtype(input, requested_dtype)
     plan = Reduction.of(input, dim, keepdim, ("sum", "avg"))
-    added_in = wide(dtype) if plan.mesh_dims else dtype
-    later = in_backward and added_in == dtype
+    sum_dtype = wide(dtype) if plan.mesh_dims else dtype
+    stays_partial = in_backward and sum_dtype == dtype
 
     def run(local: torch.Tensor) -> torch.Tensor:
-        summed = local.sum(plan.dims, keepdim=True, dtype=added_in)
-        return summed if later else plan.combine(summed)
+        summed = local.sum(plan.dims, keepdim=True, dtype=sum_dtype)
+        return summed if stays_partial else plan.combine(summed)
 
-    return plan.call(run, dtype, output=plan.partial if later else plan.output)
+    return plan.call(run, dtype, output=plan.partial if stays_partial else plan.output)
 
 
 @plan_rule(
@@ -87,7 +89,7 @@ def total(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
 def extreme(operator: _torch.Operator, input: Layout, dim: Any = None, keepdim: bool = False) -> Call:
     name = _torch.name_of(operator)
     plan = Reduction.of(input, dim, keepdim, (name[-3:],))
-    plan.check_filled()
+    plan.check_not_empty()
     return plan.call(lambda local: extreme_of(plan, local, greatest=name.endswith("max")), input.dtype)
 
 
@@ -105,10 +107,10 @@ def local_extreme(plan: Reduction, local: torch.Tensor, greatest: bool) -> torch
     if local.numel():
         return local.amax(plan.dims, keepdim=True) if greatest else local.amin(plan.dims, keepdim=True)
     shape = [1 if dim in plan.dims else size for dim, size in enumerate(local.shape)]
-    return local.new_full(shape, _loser(local.dtype, greatest))
+    return local.new_full(shape, _neutral_element(local.dtype, greatest))
 
 
-def _loser(dtype: torch.dtype, greatest: bool) -> float | int | bool:
+def _neutral_element(dtype: torch.dtype, greatest: bool) -> float | int | bool:
     """The value that loses against all others."""
     if dtype.is_floating_point:
         return -inf if greatest else inf
@@ -120,7 +122,7 @@ def _loser(dtype: torch.dtype, greatest: bool) -> float | int | bool:
 
 def _summed_gradient(input: Any, *how: Any) -> tuple[Any, ...]:
     """Reduce a Partial gradient for its norm and keep the sum: clipping uses the gradient again afterwards."""
-    if isinstance(input, DTensor) and not input.requires_grad and is_pending(input):
+    if isinstance(input, DTensor) and not input.requires_grad and is_partial(input):
         input = reduce_once([input]).get(id(input), input)
     return input, *how
 
@@ -131,7 +133,7 @@ def vector_norm(
 ) -> Call:
     plan = Reduction.of(input, dim, keepdim)
     if abs(order) == inf or order < 0:
-        plan.check_filled()
+        plan.check_not_empty()
 
     def run(local: torch.Tensor) -> torch.Tensor:
         if not plan.mesh_dims:

@@ -17,7 +17,7 @@ from ...comm import all_reduce
 from ...sharding.call import Call
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
-from .._core.cached_tensors import Numbers
+from .._core.cached_tensors import Constant
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -40,16 +40,16 @@ class Reduction:
 
     @staticmethod
     def of(
-        given: Layout, dim: int | Sequence[int] | None = None, keepdim: bool = False, partial: tuple[str, ...] = ()
+        input: Layout, dim: int | Sequence[int] | None = None, keepdim: bool = False, partial: tuple[str, ...] = ()
     ) -> Reduction:
         """Plan a reduction. A Partial input stays Partial if its `reduce_op` is in `partial`: the two must commute."""
         dims = dim if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-        rank = given.ndim
+        rank = input.ndim
         if dims is not None and any(not -max(rank, 1) <= dim < max(rank, 1) for dim in dims):
             raise Unfit(f"the input has no dimensions {dims}", "give dimensions it has")
         # As in torch, no dimensions mean all of them.
         reduced = tuple(sorted({dim % rank for dim in dims})) if dims and rank else tuple(range(rank))
-        operand = given.without_partial(*partial)
+        operand = input.without_partial(*partial)
         mesh_dims = operand.sharded_over(reduced)
         output = operand.without(reduced, keepdim)
         return Reduction(operand, reduced, keepdim, output, mesh_dims, counts(operand, reduced, mesh_dims))
@@ -60,15 +60,15 @@ class Reduction:
         return sum(self.counts)
 
     @cached_property
-    def shares(self) -> Numbers:
+    def shares(self) -> Constant:
         """Each rank's fraction of the values of one result."""
-        return Numbers([count / max(1, self.count) for count in self.counts])
+        return Constant([count / max(1, self.count) for count in self.counts])
 
     @property
     def mesh(self) -> DeviceMesh:
         return self.operand.mesh
 
-    def check_filled(self) -> None:
+    def check_not_empty(self) -> None:
         """Refuse to reduce over no values."""
         if self.count == 0 and 0 not in self.output.shape:
             raise Unfit("it would reduce over no values", "give an input that has values")
@@ -85,23 +85,25 @@ class Reduction:
 
     def call(self, run: Callable[[torch.Tensor], Any], *dtypes: torch.dtype, output: Layout | None = None) -> Call:
         """Return a `Call` of `run`: local tensor -> one or more results, in which reduced dimensions have size 1."""
-        lost = () if self.keepdim else self.dims
+        removed = () if self.keepdim else self.dims
         layouts = [(output or self.output).typed(dtype) for dtype in dtypes]
 
-        def one(local: torch.Tensor, *_: object) -> torch.Tensor:
-            made: torch.Tensor = run(local)
-            return made.squeeze(lost) if lost else made
+        def one_result(local: torch.Tensor, *_: object) -> torch.Tensor:
+            result: torch.Tensor = run(local)
+            return result.squeeze(removed) if removed else result
 
-        def several(local: torch.Tensor, *_: object) -> list[torch.Tensor]:
-            return [made.squeeze(lost) if lost else made for made in run(local)]
+        def several_results(local: torch.Tensor, *_: object) -> list[torch.Tensor]:
+            return [result.squeeze(removed) if removed else result for result in run(local)]
 
-        return Call((self.operand,), layouts, several) if len(layouts) > 1 else Call((self.operand,), layouts[0], one)
+        if len(layouts) > 1:
+            return Call((self.operand,), layouts, several_results)
+        return Call((self.operand,), layouts[0], one_result)
 
 
 def counts(layout: Layout, dims: Sequence[int], mesh_dims: tuple[int, ...]) -> tuple[int, ...]:
     """Return how many elements each rank has along `dims`, in the order of the ranks along `mesh_dims`."""
-    found = []
+    counts_by_rank = []
     for place in product(*(range(layout.mesh.size(mesh_dim)) for mesh_dim in mesh_dims)):
         at = dict(zip(mesh_dims, place, strict=True))
-        found.append(prod(layout.part_at(dim, at).size for dim in dims))
-    return tuple(found)
+        counts_by_rank.append(prod(layout.part_at(dim, at).size for dim in dims))
+    return tuple(counts_by_rank)

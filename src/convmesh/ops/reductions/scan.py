@@ -12,37 +12,37 @@ from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
-from ..sorting.sort_topk import Order
-from .basic import dims_and_dtype, summed_dtype
+from ..sorting.sort_topk import OrderedDim
+from .basic import STAYS, dims_and_dtype, summed_dtype
 from .plan import Reduction
 
 aten = torch.ops.aten
 
-RUNNING = Behaviour("all dimensions", "nothing; each rank's total, to all other ranks, if the dimension is sharded")
-PRODUCT = Behaviour("all dimensions; reduced ones come out replicated", "each rank's product to all other ranks")
+CUMULATIVE = Behaviour("all dimensions", "nothing; all-gather of the ranks' totals if the dimension is sharded")
+PRODUCT = Behaviour(STAYS, "all-gather of the ranks' products")
 
 
-@plan_rule(aten.cumsum.default, aten.cumprod.default, behaviour=RUNNING, remembers=True)
-def running(operator: _torch.Operator, input: Layout, dim: int, asked: torch.dtype | None) -> Call:
-    order, dtype = Order.of(input, dim), summed_dtype(input, asked)
-    given, mesh_dims, adds = order.given, order.mesh_dims, operator is aten.cumsum.default
+@plan_rule(aten.cumsum.default, aten.cumprod.default, behaviour=CUMULATIVE, remembers=True)
+def cumulative(operator: _torch.Operator, input: Layout, dim: int, requested_dtype: torch.dtype | None) -> Call:
+    order, dtype = OrderedDim.of(input, dim), summed_dtype(input, requested_dtype)
+    layout, mesh_dims, adds = order.input, order.mesh_dims, operator is aten.cumsum.default
     if not mesh_dims:
         return order.call(operator, order.length, dtype)
 
     def run(local: torch.Tensor, *_: Any) -> torch.Tensor:
         own = operator(local, order.dim, dtype=dtype)
         combined = (local.sum if adds else local.prod)(order.dim, keepdim=True, dtype=dtype)
-        before = all_gather_stacked(combined, given.mesh, mesh_dims)[: rank_line(given.mesh, mesh_dims).rank]
+        before = all_gather_stacked(combined, layout.mesh, mesh_dims)[: rank_line(layout.mesh, mesh_dims).rank]
         own = own + before.sum(0) if adds else own * before.prod(0)
         return _torch.after_the_last(own)  # the first rank uses nothing of the all-gather
 
-    return Call((given,), given.typed(dtype).dense, run)
+    return Call((layout,), layout.typed(dtype).dense, run)
 
 
 @plan_rule(aten.prod.default, aten.prod.dim_int, behaviour=PRODUCT, remembers=True)
 def prod(operator: _torch.Operator, input: Layout, *how: Any) -> Call:
-    dim, keepdim, asked = dims_and_dtype(how)
-    dtype = summed_dtype(input, asked)
+    dim, keepdim, requested_dtype = dims_and_dtype(how)
+    dtype = summed_dtype(input, requested_dtype)
     plan = Reduction.of(input, dim, keepdim)
 
     def run(local: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ from .plan import Reduction, wide
 
 aten = torch.ops.aten
 
-FORWARD = Behaviour("all dimensions", "nothing; two all-reduces of one number a row if it is sharded")
-BACKWARD = Behaviour("all dimensions", "nothing; all-reduce of one number a row if it is sharded")
+FORWARD = Behaviour("all dimensions", "nothing; two all-reduces of one value per row if rows are sharded")
+BACKWARD = Behaviour("all dimensions", "nothing; all-reduce of one value per row if rows are sharded")
 
 made_of_others(aten.softmax.int, aten.log_softmax.int)
 

@@ -20,7 +20,7 @@ from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, made_of_others
-from .._core.cached_tensors import Numbers
+from .._core.cached_tensors import Constant
 from .basic import STAYS
 from .plan import Reduction, wide
 
@@ -37,8 +37,8 @@ made_of_others(
 )
 
 
-def merge(
-    mean: torch.Tensor, var: torch.Tensor, shares: Numbers, mesh: DeviceMesh, mesh_dims: tuple[int, ...]
+def merge_moments(
+    mean: torch.Tensor, var: torch.Tensor, shares: Constant, mesh: DeviceMesh, mesh_dims: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and variance of all values, from those of each rank along `mesh_dims`.
 
@@ -47,7 +47,7 @@ def merge(
     both = torch.stack([mean, var])
     if not are_few(both, mesh, mesh_dims):
         own = shares.on(mean.device, torch.float64)[rank_line(mesh, mesh_dims).rank]
-        return added_up(mean, var, own, mesh, mesh_dims)
+        return merge_by_all_reduce(mean, var, own, mesh, mesh_dims)
     parts = all_gather_summaries(both.contiguous().unsqueeze(0), mesh, mesh_dims)
     means, variances = parts[:, 0], parts[:, 1]
     weights = shares.on(mean.device, mean.dtype)
@@ -56,7 +56,7 @@ def merge(
     return common, (weights * (variances + (means - common).square())).sum(0)
 
 
-def added_up(
+def merge_by_all_reduce(
     mean: torch.Tensor, var: torch.Tensor, share: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and variance of all values from sums over all ranks, to which this rank adds its `share`.
@@ -85,10 +85,10 @@ def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.T
         return mean, var
     if mean.is_complex():  # real and imaginary parts are merged separately; the variance is their sum
         real, imaginary = (
-            merge(part, var / 2, plan.shares, plan.mesh, plan.mesh_dims) for part in (mean.real, mean.imag)
+            merge_moments(part, var / 2, plan.shares, plan.mesh, plan.mesh_dims) for part in (mean.real, mean.imag)
         )
         return torch.complex(real[0], imaginary[0]), real[1] + imaginary[1]
-    return merge(mean, var, plan.shares, plan.mesh, plan.mesh_dims)
+    return merge_moments(mean, var, plan.shares, plan.mesh, plan.mesh_dims)
 
 
 @plan_rule(
@@ -108,8 +108,8 @@ def variance(operator: _torch.Operator, input: Layout, dim: Any, correction: flo
             mean, var = mean * nan, var * nan
         # As in torch: with no degrees of freedom the result is infinite, or NaN where nothing varies.
         var = var * plan.count / torch.full_like(var, degrees)
-        spread = var.sqrt() if name.startswith("std") else var
-        return (spread, mean) if name.endswith("_mean") else spread
+        deviation = var.sqrt() if name.startswith("std") else var
+        return (deviation, mean) if name.endswith("_mean") else deviation
 
     means = (input.dtype,) if name.endswith("_mean") else ()
     return plan.call(run, input.dtype.to_real(), *means)

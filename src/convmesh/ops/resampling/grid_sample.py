@@ -26,7 +26,7 @@ made_of_others(aten.grid_sampler.default)
 STAYS = "batch, channels, space of the grid and so of the output, Partial(sum)"
 GATHERED = "nothing; all-gather of an input that is sharded in space, because a grid may point anywhere"
 SAMPLING = Behaviour(STAYS, GATHERED)
-AFFINE = Behaviour("batch, Partial(sum)", "nothing; maps that are sharded themselves are replicated")
+AFFINE = Behaviour("batch, Partial(sum)", "nothing; matrices that are sharded are replicated")
 
 
 def _check(input: Layout, grid: Layout) -> range:

@@ -18,7 +18,7 @@ from ...sharding.call import Call, Moved
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, keep_whole, rule
-from .._core.tiles import patch
+from .._core.tiles import recompute_border
 from .interpolate_plan import ResamplePlan, Resampling, plan_resample
 from .weighted_sum import WeightedSums
 
@@ -56,7 +56,7 @@ def resample(operator: _torch.Operator, input: Layout, sizes: Sequence[int], *re
     return _call(operator, input, _resampling(FORWARD[operator], input.shape[2:], sizes, rest, backward=False), rest)
 
 
-@rule(*NAMED, behaviour=Behaviour(STAYS, "as the operator that it is made of"))
+@rule(*NAMED, behaviour=Behaviour(STAYS, "halo of the input"))
 def resample_by_factors(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Reaches DTensor undecomposed in inference mode. torch's own decomposition indexes with plain tensors."""
     input, sizes, *align_corners, factors = _torch.arguments(operator, args, kwargs)
@@ -109,7 +109,7 @@ class _Resample:
         if 0 in self._shape:
             return fetch.tie(x.new_empty(self._shape))
         if plan.inner is not None:
-            y = patch(self._by_operator(x, self._shape), fetch, tiling.targets, plan.inner, self._strip)
+            y = recompute_border(self._by_operator(x, self._shape), fetch, tiling.targets, plan.inner, self._strip)
         else:
             y = self._strip(fetch.complete(), tiling.targets).to(x.dtype)
         return fetch.tie(y)

@@ -14,7 +14,7 @@ from ...geometry import Box, Interval, Taps, TransposedTaps, taps
 from ...kernels.resampling import cubic_copies_equal_sizes, nearest_is_general, nearest_rounds_scales
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
-from .._core.tile_plan import TiledPlan, ask_for_memory, plan_targets
+from .._core.tile_plan import TiledPlan, check_memory, plan_targets
 from .._core.tiles import LARGEST_BORDER, Tiling
 from .weighted_sum import WeightedSum, WeightedSums
 
@@ -53,7 +53,7 @@ class ResamplePlan(TiledPlan):
 def plan_resample(given: Layout, resampling: Resampling) -> ResamplePlan:
     _check(given, resampling)
     shape = (*given.shape[:2], *(resampling.sources if resampling.backward else resampling.targets))
-    ask_for_memory(given, shape)
+    check_memory(given, shape)
     mapped = dict(enumerate(_all_taps(given, resampling), 2))
     layouts = plan_targets(given, shape, mapped, True)
     tiling = layouts.tiling

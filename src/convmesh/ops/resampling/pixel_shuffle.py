@@ -22,7 +22,9 @@ from .._core.tiles import Tiling
 aten = torch.ops.aten
 
 
-SHUFFLE = Behaviour("batch, channels, space, Partial(sum)", "nothing where shards align, else what does not")
+SHUFFLE = Behaviour(
+    "batch, channels, space, Partial(sum)", "nothing where shards align, else elements that change owner"
+)
 
 
 @plan_rule(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, behaviour=SHUFFLE)

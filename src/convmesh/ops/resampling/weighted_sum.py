@@ -9,7 +9,7 @@ import torch
 
 from ... import _torch
 from ...geometry import Weighted
-from .._core.cached_tensors import Numbers
+from .._core.cached_tensors import Constant
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class WeightedSum:
     """Along one dimension: each target is the sum over `taps` of one index of a block times a weight."""
 
     dim: int
-    taps: tuple[tuple[Numbers, Numbers | None], ...]  # no weights: all are 1
-    unread: Numbers  # targets that nothing adds to
+    taps: tuple[tuple[Constant, Constant | None], ...]  # no weights: all are 1
+    unread: Constant  # targets that nothing adds to
 
     @staticmethod
     def of(dim: int, targets: Sequence[Weighted], start: int) -> WeightedSum:
@@ -29,8 +29,8 @@ class WeightedSum:
             picked = [taps[min(number, len(taps) - 1)] if taps else (start, 0.0) for taps in targets]
             weights = [tap[1] if number < len(taps) else 0.0 for tap, taps in zip(picked, targets, strict=True)]
             plain = all(weight == 1 for weight, taps in zip(weights, targets, strict=True) if taps)
-            rows.append((Numbers([tap[0] - start for tap in picked]), None if plain else Numbers(weights)))
-        return WeightedSum(dim, tuple(rows), Numbers([at for at, taps in enumerate(targets) if not taps]))
+            rows.append((Constant([tap[0] - start for tap in picked]), None if plain else Constant(weights)))
+        return WeightedSum(dim, tuple(rows), Constant([at for at, taps in enumerate(targets) if not taps]))
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor | None = None

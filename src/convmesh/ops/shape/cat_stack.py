@@ -17,18 +17,18 @@ from ... import _torch
 from ...geometry import IndexMap, index_map
 from ...sharding.call import Call
 from ...sharding.errors import Unfit
-from ...sharding.implicit_replication import the_same_everywhere
+from ...sharding.implicit_replication import as_replicated
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import P, R, Row, Shard, choose, input_placements, output_placements
-from .._core.index_copy import Remap
+from .._core.index_copy import DistributedCopy
 from .slice_split import bounds
 
 aten = torch.ops.aten
 
-JOIN = Behaviour("all dimensions, Partial sums", "what changes its owner; operands that have another layout")
-PUT = Behaviour("all dimensions, Partial sums", "what changes its owner; a part that has another layout")
+JOIN = Behaviour("all dimensions, Partial(sum)", "elements that change owner; operands with other placements")
+PUT = Behaviour("all dimensions, Partial(sum)", "elements that change owner; a part with other placements")
 
 
 def _placed(tensors: Sequence[Any]) -> list[Any]:
@@ -36,7 +36,7 @@ def _placed(tensors: Sequence[Any]) -> list[Any]:
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     if mesh is None or not _torch.in_backward():
         return list(tensors)
-    return [tensor if isinstance(tensor, DTensor) else the_same_everywhere(tensor, mesh) for tensor in tensors]
+    return [tensor if isinstance(tensor, DTensor) else as_replicated(tensor, mesh) for tensor in tensors]
 
 
 def _list_placed(tensors: Sequence[Any], dim: int) -> tuple[Any, ...]:
@@ -57,7 +57,7 @@ def _rows(operands: Sequence[Layout], shift: Callable[[int], int] = lambda dim: 
 def _join(
     operator: _torch.Operator, operands: Sequence[Layout], rows: Sequence[Row], shape: tuple[int, ...],
     dtype: torch.dtype, along: tuple[int, IndexMap] | None = None,
-) -> tuple[list[Layout], Layout, Remap | None]:  # fmt: skip
+) -> tuple[list[Layout], Layout, DistributedCopy | None]:  # fmt: skip
     """Return the layouts of the operands, that of the result, and the copies along a sharded joined dimension.
 
     `along` is the joined dimension and its index map. The copies are None where that dimension is not sharded.
@@ -70,7 +70,7 @@ def _join(
     remap = None
     if output.present and along is not None and output.sharded_over(along[:1]):
         dim, joined = along
-        remap = Remap.of(output, {dim: joined}, [layout.shape[dim] for layout in placed])
+        remap = DistributedCopy.of(output, {dim: joined}, [layout.shape[dim] for layout in placed])
     return placed, output, remap
 
 
@@ -129,7 +129,7 @@ def slice_scatter(
     count, first = bounds(full.shape[dim], start, stop, step)
     if part.shape != (*full.shape[:dim], count, *full.shape[dim + 1 :]):
         raise Unfit(f"replaces {count} of dimension {dim}", "give a part of the slice's shape")
-    scattered = index_map.scattered(full.shape[dim], count, first, step)
+    scattered = index_map.slice_scatter(full.shape[dim], count, first, step)
     pair = (full, part)
     placed, output, remap = _join(operator, pair, _rows(pair), full.shape, full.dtype, (dim, scattered))
 

@@ -18,7 +18,7 @@ from .._core.index_copy_plan import copy_plan
 
 aten = torch.ops.aten
 
-TURN = Behaviour("all dimensions, Partial sums", "what changes its owner along the turned dimensions")
+TURN = Behaviour("all dimensions, Partial(sum)", "nothing; elements that change owner along sharded dimensions")
 
 
 @plan_rule(aten.flip.default, behaviour=TURN)
@@ -40,7 +40,7 @@ def roll(
     if not dims:
         return _roll_flattened
     if len(shifts) != len(dims):
-        raise Unfit(f"{len(shifts)} shifts for {len(dims)} dimensions", "give as many")
+        raise Unfit(f"{len(shifts)} shifts for {len(dims)} dimensions", "give as many shifts as dimensions")
     total: dict[int, int] = {}
     for shift, dim in zip(shifts, dims, strict=True):
         total[dim % input.ndim] = total.get(dim % input.ndim, 0) + shift
@@ -57,10 +57,10 @@ def _roll_flattened(input: DTensor, shifts: list[int], dims: list[int]) -> Any:
 def rot90(operator: _torch.Operator, input: Layout, turns: int, dims: tuple[int, ...]) -> Made:
     if len(dims) != 2 or (dims[0] - dims[1]) % max(1, input.ndim) == 0:
         raise Unfit(f"cannot turn dimensions {dims}", "name two different ones")
-    return _turned
+    return _rotated
 
 
-def _turned(input: DTensor, turns: int, dims: list[int]) -> Any:
+def _rotated(input: DTensor, turns: int, dims: list[int]) -> Any:
     """Rotate the input by `turns` quarter turns. One is a flip of one of the two dimensions, then a transpose."""
     first, second = dims
     if turns % 4 == 0:

@@ -15,17 +15,17 @@ from ...sharding.errors import Unfit, refuse
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, composite
-from .._core.index_copy_plan import CopyPlan, Maps, Stock, copy_plan
+from .._core.index_copy_plan import CopyPlan, LocalOp, Maps, copy_plan
 
 aten = torch.ops.aten
 Pads = tuple[int, ...]
-Make = Callable[[int, int, int], IndexMap]
+MakeMap = Callable[[int, int, int], IndexMap]
 
-PAD = Behaviour("all dimensions, Partial", "halo, where shard borders move")
-PAD_BACKWARD = Behaviour("all dimensions, Partial sums", "gradient of the halo, where shard borders move")
+PAD = Behaviour("all dimensions, Partial", "nothing; elements that change owner if a padded dimension is sharded")
+PAD_BACKWARD = Behaviour("all dimensions, Partial(sum)", "gradients of the elements that had changed owner")
 
 
-def _each(pads: Pads, dims: int) -> dict[int, tuple[int, int]]:
+def _pads_by_dim(pads: Pads, dims: int) -> dict[int, tuple[int, int]]:
     """Return {dim: (before, after)} of the padded dimensions. torch lists the last dimension first."""
     pairs = {dims - 1 - number: (pads[2 * number], pads[2 * number + 1]) for number in range(len(pads) // 2)}
     return {dim: pair for dim, pair in sorted(pairs.items()) if any(pair)}
@@ -36,7 +36,7 @@ def constant_pad(operator: _torch.Operator, input: Layout, pads: Pads, value: fl
     """Plan constant padding. Its gradient is the same operator with the padding negated."""
     if len(pads) % 2 or len(pads) > 2 * input.ndim:
         raise Unfit("the padding must be pairs, for at most all dimensions", "give pairs")
-    pairs = _each(pads, input.ndim)
+    pairs = _pads_by_dim(pads, input.ndim)
     for dim, (before, after) in pairs.items():
         size = input.shape[dim]
         if size + min(0, before) < 0 or size + min(0, after) < 0 or size + before + after < 0:
@@ -45,58 +45,58 @@ def constant_pad(operator: _torch.Operator, input: Layout, pads: Pads, value: fl
     return copy_plan(input, maps).call(lambda x, fill: aten.constant_pad_nd.default(x, pads, fill), value)
 
 
-def _border_maps(input: Layout, make: Make, pads: Pads, batched_dims: int) -> Maps:
+def _border_maps(input: Layout, make: MakeMap, pads: Pads, batched_dims: int) -> Maps:
     """Return the index maps of reflection or replication padding, after the checks that torch makes."""
     dims, spatial = input.ndim, batched_dims - 2
     if len(pads) != 2 * spatial or dims not in (batched_dims, batched_dims - 1):
-        raise Unfit(f"needs {2 * spatial} numbers and an input of {batched_dims - 1} or {batched_dims} dimensions",
-                    "give as many")  # fmt: skip
+        raise Unfit(f"needs {2 * spatial} paddings and an input of {batched_dims - 1} or {batched_dims} dimensions",
+                    "give two paddings for each spatial dimension")  # fmt: skip
     if any(size == 0 for size in input.shape[dims - spatial - 1 :]):
         raise Unfit("an input without values has none to repeat", "give values")
-    for dim, (before, after) in _each(pads, dims).items():
+    for dim, (before, after) in _pads_by_dim(pads, dims).items():
         size = input.shape[dim]
         if make is index_map.reflection_pad and max(before, after) >= size:
             raise Unfit(f"can reflect less than the {size} of dimension {dim}", "pad less")
         if size + before + after < 1 or size + min(0, before) + min(0, after) < 0:
             raise Unfit(f"nothing of dimension {dim} is left", "crop less")
-    return {dim: make(input.shape[dim], *pair) for dim, pair in _each(pads, dims).items()}
+    return {dim: make(input.shape[dim], *pair) for dim, pair in _pads_by_dim(pads, dims).items()}
 
 
-def own_pads(plan: CopyPlan, make: Make, pads: Pads) -> Pads | None:
+def local_padding(plan: CopyPlan, make: MakeMap, pads: Pads) -> Pads | None:
     """Return the padding with which torch's kernel computes this rank's result from its local tensor.
 
     None if there is none, or if ranks need values of each other. The kernel writes whole rows; copying piece by piece
     writes columns, and each element to another cache line.
     """
     empty = 0 in plan.source.local_shape or 0 in plan.output.local_shape
-    if plan.remap is None or empty or not all(part.silent for axis in plan.remap.axes for part in axis.plans):
+    if plan.copy is None or empty or not all(part.silent for axis in plan.copy.axes for part in axis.plans):
         return None
-    found = list(pads)
-    for axis in plan.remap.axes:
-        before, _ = _each(pads, plan.source.ndim)[axis.dim]
+    local = list(pads)
+    for axis in plan.copy.axes:
+        before, _ = _pads_by_dim(pads, plan.source.ndim)[axis.dim]
         own, out = axis.plans[0].owned[axis.rank], axis.out
         around = own.start + before - out.start, out.stop - before - own.stop
-        mine = tuple(
+        pieces = tuple(
             replace(piece, out_start=piece.out_start - out.start, in_start=piece.in_start - own.start)
             for piece in axis.map.within(out)
         )
-        if make(len(own), *around).pieces != mine:
+        if make(len(own), *around).pieces != pieces:
             return None
         last = 2 * (plan.source.ndim - axis.dim)
-        found[last - 2 : last] = around
-    return tuple(found)
+        local[last - 2 : last] = around
+    return tuple(local)
 
 
-def _border_pad(spatial: int, kind: str, make: Make) -> None:
+def _border_pad(spatial: int, kind: str, make: MakeMap) -> None:
     """Declare the rules of one kind of padding in 1d, 2d or 3d, which differ only in their names."""
     name = f"{kind}_pad{spatial}d"
 
     @plan_rule(getattr(aten, name).default, behaviour=PAD)
     def forward(operator: _torch.Operator, input: Layout, pads: Pads) -> Call:
         plan = copy_plan(input, _border_maps(input, make, pads, spatial + 2))
-        mine = own_pads(plan, make, pads)
-        alone: Stock | None = None if mine is None else lambda x, fill: operator(x, mine)
-        return plan.call(lambda x, fill: operator(x, pads), alone=alone)
+        local_pads = local_padding(plan, make, pads)
+        without_exchange: LocalOp | None = None if local_pads is None else lambda x, fill: operator(x, local_pads)
+        return plan.call(lambda x, fill: operator(x, pads), without_exchange=without_exchange)
 
     @plan_rule(getattr(aten, f"{name}_backward").default, behaviour=PAD_BACKWARD)
     def backward(operator: _torch.Operator, gradient: Layout, input: Layout, pads: Pads) -> Call:
@@ -108,8 +108,8 @@ def _border_pad(spatial: int, kind: str, make: Make) -> None:
         shape = plan.source.local_shape
 
         def run(gy: torch.Tensor, x: torch.Tensor | None, pads: Pads) -> torch.Tensor:
-            if plan.remap is not None:
-                return plan.remap.adjoint(gy)
+            if plan.copy is not None:
+                return plan.copy.adjoint(gy)
             gx: torch.Tensor = operator(gy, gy.new_empty(shape), pads) if gy.numel() else gy.new_zeros(shape)
             return gx
 
@@ -136,7 +136,7 @@ def _circular(input: DTensor, pads: list[int]) -> torch.Tensor:
         raise refuse("pad (circular)", "the padding must be pairs for all spatial dimensions",
                      (("input", input), ("pad", pads)), "give pairs")  # fmt: skip
     result: torch.Tensor = input.clone(memory_format=torch.contiguous_format)
-    for dim, (before, after) in _each(tuple(pads), input.dim()).items():
+    for dim, (before, after) in _pads_by_dim(tuple(pads), input.dim()).items():
         size = result.shape[dim]
         left = size + min(0, before) + min(0, after)
         if before > left or after > left or left < 0:

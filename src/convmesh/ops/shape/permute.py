@@ -18,14 +18,15 @@ from ...sharding.layout import Layout, is_plain
 from ...sharding.local_views import local_views
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, rule
+from .select import SQUEEZED
 
 aten = torch.ops.aten
 
-RENAME = Behaviour("all dimensions, Partial sums", "nothing")
-IN_PLACE = Behaviour("all dimensions, Partial sums", "nothing; of a sharded dimension that goes, its one index")
+VIEW = Behaviour("all dimensions, Partial(sum)", "nothing")
+IN_PLACE = Behaviour("all dimensions, Partial(sum)", SQUEEZED)
 
 # The out-of-place variant of each in-place operator.
-NEW: dict[_torch.Operator, _torch.Operator] = {
+OUT_OF_PLACE: dict[_torch.Operator, _torch.Operator] = {
     aten.unsqueeze_.default: aten.unsqueeze.default,
     aten.transpose_.default: aten.transpose.int,
     aten.t_.default: aten.t.default,
@@ -35,7 +36,7 @@ NEW: dict[_torch.Operator, _torch.Operator] = {
 }
 
 
-def _seen(operator: _torch.Operator, input: Layout, *dims: Any) -> Layout | None:
+def _view_layout(operator: _torch.Operator, input: Layout, *dims: Any) -> Layout | None:
     """Return the layout of the view; None where only torch's DTensor knows it, or raises."""
     if not all(map(is_plain, input.placements)):
         return None
@@ -44,8 +45,8 @@ def _seen(operator: _torch.Operator, input: Layout, *dims: Any) -> Layout | None
             viewed = operator(torch.empty_strided(input.shape, input.stride, dtype=input.dtype, device="meta"), *dims)
     except (RuntimeError, IndexError):
         return None
-    places = _places(operator, input.ndim, dims[0] if operator is aten.permute.default else dims)
-    placements = tuple(Shard(places[p.dim]) if isinstance(p, Shard) else p for p in input.placements)
+    positions = _new_positions(operator, input.ndim, dims[0] if operator is aten.permute.default else dims)
+    placements = tuple(Shard(positions[p.dim]) if isinstance(p, Shard) else p for p in input.placements)
     if any(isinstance(p, Shard) and p.dim >= viewed.dim() for p in placements):
         return None  # the dimension of real and imaginary parts is itself sharded
     return Layout(input.mesh, placements, tuple(viewed.shape), viewed.stride(), viewed.dtype)
@@ -57,24 +58,24 @@ def _without_conj(input: DTensor) -> tuple[DTensor]:
     return (_torch.wrap(local.resolve_conj(), _torch.spec_of(input)) if local.is_conj() else input,)
 
 
-def _itself(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
+def _quick_alias(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
     """Return a view of the same tensor: autograd detaches results when it saves them, and again when it uses them."""
     return _torch.view_of_itself(operator, args[0])
 
 
-@plan_rule(aten.view_as_complex.default, aten._conj.default, aten._neg_view.default, behaviour=RENAME, foreign=True)
-@plan_rule(aten.view_as_real.default, behaviour=RENAME, foreign=True, adapt=_without_conj)
-@plan_rule(aten.detach.default, aten.alias.default, behaviour=RENAME, foreign=True, quick=_itself)
+@plan_rule(aten.view_as_complex.default, aten._conj.default, aten._neg_view.default, behaviour=VIEW, foreign=True)
+@plan_rule(aten.view_as_real.default, behaviour=VIEW, foreign=True, adapt=_without_conj)
+@plan_rule(aten.detach.default, aten.alias.default, behaviour=VIEW, foreign=True, quick=_quick_alias)
 @plan_rule(
-    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, behaviour=RENAME, foreign=True,
-    quick=local_views(_seen),
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, behaviour=VIEW, foreign=True,
+    quick=local_views(_view_layout),
 )  # fmt: skip
-def rename(operator: _torch.Operator, input: Layout, *dims: Any) -> Call | None:
-    output = _seen(operator, input, *dims)
+def view_dims(operator: _torch.Operator, input: Layout, *dims: Any) -> Call | None:
+    output = _view_layout(operator, input, *dims)
     return None if output is None else Call((input,), output, operator, view=True)
 
 
-def _places(operator: _torch.Operator, rank: int, dims: tuple[int, ...]) -> list[int]:
+def _new_positions(operator: _torch.Operator, rank: int, dims: tuple[int, ...]) -> list[int]:
     """For each dimension, its number in the result."""
     order = list(range(rank))
     if operator is aten.unsqueeze.default:
@@ -87,9 +88,9 @@ def _places(operator: _torch.Operator, rank: int, dims: tuple[int, ...]) -> list
     return [order.index(dim) for dim in range(rank)]
 
 
-@rule(*NEW, behaviour=IN_PLACE)
-def rename_in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@rule(*OUT_OF_PLACE, behaviour=IN_PLACE)
+def view_dims_in_place(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give the argument itself the other layout."""
-    renamed = NEW[operator](*args, **kwargs)
-    _torch.relocate(args[0], _torch.local_of(renamed), _torch.spec_of(renamed))
+    view = OUT_OF_PLACE[operator](*args, **kwargs)
+    _torch.relocate(args[0], _torch.local_of(view), _torch.spec_of(view))
     return _torch.as_view(operator, args, kwargs, args[0])

@@ -20,19 +20,19 @@ from ...sharding.layout import Layout, dense_stride, reduced
 from ...sharding.redistribute import check_placed, move
 from ...sharding.registry import Behaviour, made_of_others, rule
 from . import merged_dims
-from .reshape_plan import full_shape, is_strided, plan_local_view, plan_parts_view, plan_view
+from .reshape_plan import full_shape, is_strided, plan_local_view, plan_shard_view, plan_view
 
 aten = torch.ops.aten
 
 VIEW = Behaviour(
-    "dimensions that keep their parts; others are exchanged for one that does",
-    "nothing, or an all-to-all; a gather only where all dimensions are too short for most ranks",
+    "dimensions whose shards are shards of the new shape, too; for others, another dimension is sharded instead",
+    "nothing; an all-to-all where another dimension is sharded, or an all-gather if all others are too short",
 )  # fmt: skip
 
 made_of_others(aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int)
 
 
-_came_from = Hints()
+_original_placements = Hints()
 
 
 @rule(aten.view.default, aten._unsafe_view.default, behaviour=VIEW)
@@ -47,28 +47,28 @@ def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     before = tuple(map(_torch.known, input.shape))
     shape = full_shape(before, tuple(map(_torch.known, wanted)))
     if not prod(before) and not prod(shape):
-        return _without_elements(_torch.spec_of(input), _torch.local_of(input), shape)
+        return _empty_result(_torch.spec_of(input), _torch.local_of(input), shape)
     if not any(type(p) is Shard for p in input.placements) or any(is_strided(p) for p in input.placements):
         output = plan_local_view(_torch.spec_of(input), shape)
         if output is None:
             return _torch.stock(operator, args, kwargs)
-        return _as_it_is(operator, args, kwargs, output)
-    back = _came_from.recall((input.device_mesh, before, shape, input.placements))
+        return _view_shards(operator, args, kwargs, output)
+    preferred = _original_placements.recall((input.device_mesh, before, shape, input.placements))
     if prod(shape) == prod(before):
         merged_dims.remember(_torch.spec_of(input), shape)
-        back = merged_dims.recall(_torch.spec_of(input), shape) if back is None else back
-    plan = plan_view(_torch.spec_of(input), shape, back)
+        preferred = merged_dims.recall(_torch.spec_of(input), shape) if preferred is None else preferred
+    plan = plan_view(_torch.spec_of(input), shape, preferred)
     if plan is None:
-        output = plan_parts_view(_torch.spec_of(input), shape)
-        return _torch.stock(operator, args, kwargs) if output is None else _as_it_is(operator, args, kwargs, output)
+        output = plan_shard_view(_torch.spec_of(input), shape)
+        return _torch.stock(operator, args, kwargs) if output is None else _view_shards(operator, args, kwargs, output)
     check_placed("view", (("input", input),))
-    went_to = (input.device_mesh, shape, before, plan.output.placements)
-    _came_from.remember(went_to, tuple(reduced(placement, "sum") for placement in input.placements))
+    gradient_key = (input.device_mesh, shape, before, plan.output.placements)
+    _original_placements.remember(gradient_key, tuple(reduced(placement, "sum") for placement in input.placements))
     is_sent = _is_sent(input, plan.source)
     local = move(input, plan.source) if is_sent else _torch.local_of(input)
     if plan.output.present:
-        local = (local if plan.flow is None else plan.flow(local)).reshape(plan.output.local_shape)
-    if plan.wanted is plan.output and plan.flow is None and not is_sent:
+        local = (local if plan.reshard is None else plan.reshard(local)).reshape(plan.output.local_shape)
+    if plan.wanted is plan.output and plan.reshard is None and not is_sent:
         return _torch.as_view(operator, args, kwargs, _torch.wrap(local, plan.output.spec))
     # A redistributed tensor may have gaps in its storage, but the next view of it relies on the strides in its spec.
     result = _torch.wrap(plan.output.laid(local), plan.output.spec)
@@ -83,7 +83,7 @@ def _is_sent(input: DTensor, target: Layout) -> bool:
     return any(p != q and target.mesh.size(m) > 1 for m, (p, q) in enumerate(placements))
 
 
-def _as_it_is(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Layout) -> Any:
+def _view_shards(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Layout) -> Any:
     """View every rank's own shard, or copy it where its strides differ from those of the full tensor's spec.
 
     Shards that were gathered, or computed from redistributed tensors, may have such strides, perhaps on some ranks
@@ -91,21 +91,21 @@ def _as_it_is(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str
     """
     local = _torch.local_of(args[0])
     try:
-        seen = local.view(output.local_shape)
+        viewed = local.view(output.local_shape)
     except RuntimeError:
         return _copy(_torch.wrap(local.reshape(output.local_shape), output.spec), args[0])
-    return _torch.as_view(operator, args, kwargs, _torch.wrap(seen, output.spec))
+    return _torch.as_view(operator, args, kwargs, _torch.wrap(viewed, output.spec))
 
 
 def _copy(result: DTensor, input: DTensor) -> DTensor:
     """Note that `result` is a copy of `input` that torch takes for a view, so that writes into it are put back."""
     shape, before = tuple(result.shape), tuple(input.shape)
     ways = lambda full: aten.view.default(full, shape), lambda full, part: aten.view.default(part, before)
-    made: DTensor = copy_of(result, input, ways)
-    return made
+    copy: DTensor = copy_of(result, input, ways)
+    return copy
 
 
-def _without_elements(spec: _torch.Spec, local: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
+def _empty_result(spec: _torch.Spec, local: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
     """Return an empty result, which is replicated: torch divides by its size."""
     layout = Layout.of(spec)
     replicated = (Replicate(),) * layout.mesh.ndim

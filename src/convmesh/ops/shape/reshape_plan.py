@@ -15,11 +15,11 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ... import _torch
-from ...geometry import merged, where_sharded
+from ...geometry import are_merged, dim_with_same_shards
 from ...sharding.gradient_placements import Placements
 from ...sharding.layout import Layout, dense_stride, reduced
 from ...sharding.plan_cache import planned
-from .flat_reshard import Flow, flow_of
+from .flat_reshard import FlatReshard, plan_flat_reshard
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ViewPlan:
     source: Layout
     output: Layout
     wanted: Layout
-    flow: Flow | None = None  # how the flattened elements are resharded, if they are
+    reshard: FlatReshard | None = None  # how the flattened elements are resharded, if they are
 
 
 def full_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
@@ -38,12 +38,12 @@ def full_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ..
     return tuple(prod(shape) // max(1, known) if size == -1 else size for size in wanted)
 
 
-def viewed(placements: Placements, layout: Layout, shape: tuple[int, ...]) -> Placements | None:
+def placements_after_view(placements: Placements, layout: Layout, shape: tuple[int, ...]) -> Placements | None:
     """Return the placements of the result if every rank reshapes its own shard; None where that is not possible."""
     placed = layout.placed(placements)
     moved: dict[int, int] = {}
     for dim, mesh_dims in placed.sharded_dims.items():
-        new = where_sharded(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in mesh_dims))
+        new = dim_with_same_shards(dim, layout.shape, shape, tuple(layout.mesh.size(m) for m in mesh_dims))
         if new is None:
             return None
         moved[dim] = new
@@ -53,36 +53,36 @@ def viewed(placements: Placements, layout: Layout, shape: tuple[int, ...]) -> Pl
 
 
 @planned
-def plan_view(spec: _torch.Spec, shape: tuple[int, ...], back: Placements | None) -> ViewPlan | None:
+def plan_view(spec: _torch.Spec, shape: tuple[int, ...], preferred: Placements | None) -> ViewPlan | None:
     """Plan a reshape that needs communication; None where every rank can reshape its shard.
 
-    `back` are the placements that the result should get, if they are known.
+    `preferred` are the placements that the result should get, if they are known.
     """
     layout = Layout.of(spec)
     if prod(layout.shape) != prod(shape) or not prod(shape):
         return None  # torch raises, or there is nothing to send
-    given = tuple(reduced(p, "sum") for p in layout.placements)
-    as_it_is = viewed(given, layout, shape)
-    stays = as_it_is is not None and (back is None or as_it_is == back)
-    if as_it_is is not None and stays and not _resizes_uneven(given, as_it_is, layout, shape):
+    current = tuple(reduced(p, "sum") for p in layout.placements)
+    without_exchange = placements_after_view(current, layout, shape)
+    stays = without_exchange is not None and (preferred is None or without_exchange == preferred)
+    if without_exchange is not None and stays and not _resizes_uneven(current, without_exchange, layout, shape):
         return None
-    source, local = (given, True) if as_it_is is not None else _nearest(given, layout, shape)
-    placements = viewed(source, layout, shape)
+    source, local = (current, True) if without_exchange is not None else _choose_placements(current, layout, shape)
+    placements = placements_after_view(source, layout, shape)
     assert placements is not None, "a replicated tensor can be reshaped"
-    flow = None if local else flow_of(layout.placed(given), shape, back)
-    if flow is not None:
-        source, placements = flow.source, flow.target
-    output = _new_tensor(layout, placements, shape)
-    return ViewPlan(layout.placed(source), output, output if back is None else output.placed(back), flow)
+    reshard = None if local else plan_flat_reshard(layout.placed(current), shape, preferred)
+    if reshard is not None:
+        source, placements = reshard.source, reshard.target
+    output = _layout_of_copy(layout, placements, shape)
+    return ViewPlan(layout.placed(source), output, output if preferred is None else output.placed(preferred), reshard)
 
 
-def _new_tensor(layout: Layout, placements: Placements, shape: tuple[int, ...]) -> Layout:
+def _layout_of_copy(layout: Layout, placements: Placements, shape: tuple[int, ...]) -> Layout:
     """Return the layout of a result that is a new tensor.
 
     It has the dimension order of one device's view, which is the order in which random numbers are drawn; or it is
     contiguous where one device would copy.
     """
-    view = _view_of_all(layout, placements, shape)
+    view = _full_view(layout, placements, shape)
     if view is None:
         return Layout(layout.mesh, placements, shape, dense_stride(shape, torch.contiguous_format), layout.dtype)
     with _torch.no_modes():
@@ -96,7 +96,7 @@ def _resizes_uneven(before: Placements, after: Placements, layout: Layout, shape
     return any(layout.shape[p.dim] != shape[q.dim] and not layout.shards(p.dim).even for p, q in pairs)
 
 
-def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> tuple[Placements, bool]:
+def _choose_placements(current: Placements, layout: Layout, shape: tuple[int, ...]) -> tuple[Placements, bool]:
     """Choose placements from which every rank can reshape its shard.
 
     Other dimensions are sharded over the mesh dimensions that stand in the way: preferably the batch, if it is large
@@ -106,32 +106,32 @@ def _nearest(given: Placements, layout: Layout, shape: tuple[int, ...]) -> tuple
     Also return whether the choice is one of the first two.
     """
     cheapest: tuple[int, ...] | None = None
-    best = given
-    for choice in product(*(_choices(p, layout) for p in given)):
-        if viewed(choice, layout, shape) is None:
+    best = current
+    for choice in product(*(_candidates(p, layout) for p in current)):
+        if placements_after_view(choice, layout, shape) is None:
             continue
-        changes = [after for before, after in zip(given, choice, strict=True) if before != after]
+        changes = [after for before, after in zip(current, choice, strict=True) if before != after]
         sharded_dims = layout.placed(choice).sharded_dims
-        idle = sum(
+        empty_ranks = sum(
             layout.shape[dim] < prod(layout.mesh.size(m) for m in mesh_dims) for dim, mesh_dims in sharded_dims.items()
         )
         twice = sum(len(mesh_dims) > 1 for mesh_dims in sharded_dims.values())
-        apart = sum(_apart(before, after, layout, shape) for before, after in zip(given, choice, strict=True))
-        price = (sum(not isinstance(after, Shard) for after in changes), len(changes), idle, twice, apart)
+        unrelated = sum(_is_unrelated(*change, layout, shape) for change in zip(current, choice, strict=True))
+        price = (sum(not isinstance(after, Shard) for after in changes), len(changes), empty_ranks, twice, unrelated)
         if cheapest is None or price < cheapest:
             cheapest, best = price, choice
     assert cheapest is not None, "a replicated tensor can be reshaped"
     return best, not (cheapest[0] or cheapest[2] or cheapest[4])
 
 
-def _apart(before: Placement, after: Placement, layout: Layout, shape: tuple[int, ...]) -> bool:
+def _is_unrelated(before: Placement, after: Placement, layout: Layout, shape: tuple[int, ...]) -> bool:
     """Whether the newly sharded dimension is neither the batch nor merged with the one that was sharded."""
     if not isinstance(before, Shard) or not isinstance(after, Shard) or after.dim == 0:
         return False
-    return not merged(before.dim, after.dim, layout.shape, shape)
+    return not are_merged(before.dim, after.dim, layout.shape, shape)
 
 
-def _choices(placement: Placement, layout: Layout) -> list[Placement]:
+def _candidates(placement: Placement, layout: Layout) -> list[Placement]:
     """Return the placements to try in place of this one: itself, Shard of any dimension of more than one index,
     Replicate()."""
     if not isinstance(placement, Shard):
@@ -145,18 +145,18 @@ def plan_local_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
     layout = Layout.of(spec)
     if any(isinstance(p, Shard) or is_strided(p) for p in layout.placements) or not layout.present:
         return None
-    return _view_of_all(layout, layout.placements, shape)
+    return _full_view(layout, layout.placements, shape)
 
 
 @planned
-def plan_parts_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
+def plan_shard_view(spec: _torch.Spec, shape: tuple[int, ...]) -> Layout | None:
     """Return the layout of a view of every rank's own shard; None where the full tensor cannot be viewed like that."""
     layout = Layout.of(spec)
-    placements = viewed(layout.placements, layout, shape) if _torch.plain_order(spec) else None
-    return None if placements is None else _view_of_all(layout, placements, shape)
+    placements = placements_after_view(layout.placements, layout, shape) if _torch.plain_order(spec) else None
+    return None if placements is None else _full_view(layout, placements, shape)
 
 
-def _view_of_all(layout: Layout, placements: Placements, shape: tuple[int, ...]) -> Layout | None:
+def _full_view(layout: Layout, placements: Placements, shape: tuple[int, ...]) -> Layout | None:
     """Return the layout of the view, with the strides of one device; None if one device cannot view the tensor."""
     try:
         with _torch.no_modes():

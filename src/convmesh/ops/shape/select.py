@@ -28,7 +28,8 @@ from .slice_split import index_copy
 
 aten = torch.ops.aten
 
-SELECT = Behaviour("all other dimensions", "the one index, from its owner to all")
+SQUEEZED = "nothing; a squeezed dimension that is sharded is broadcast by its owner"
+SELECT = Behaviour("all other dimensions", "nothing; the index of a sharded dimension is broadcast by its owner")
 
 
 def _local_select(operator: _torch.Operator, input: Layout, dim: int, index: int) -> Layout | None:
@@ -49,49 +50,50 @@ def select(operator: _torch.Operator, input: Layout, dim: int, index: int) -> Ca
     if not -size <= index < size:
         raise Unfit(f"dimension {dim} has no index {index}", "give one that it has")
     source, at = input.without_partial("sum"), index % size
-    mesh_dims, one = source.sharded_over((dim,)), Interval(at, at + 1)
+    mesh_dims, selected = source.sharded_over((dim,)), Interval(at, at + 1)
     schedule, own = None, Interval(0, 0)
     if source.present and mesh_dims:
         schedule, own = broadcast_from_owner(rank_line(source.mesh, mesh_dims), size, at), source.own(dim)
 
     def run(x: torch.Tensor, *_: int) -> torch.Tensor:
-        local = x.narrow(dim, at, 1) if schedule is None else fetch(schedule, x, (dim,), (own,), (one,))
+        local = x.narrow(dim, at, 1) if schedule is None else fetch(schedule, x, (dim,), (own,), (selected,))
         return _torch.tie(local.squeeze(dim).clone(memory_format=torch.contiguous_format), x)
 
     return Call((source,), source.without((dim,)), run, copies=[index_copy(dim, index)])
 
 
-def _was(gradient: _torch.Spec, sizes: tuple[int, ...], *_: int) -> Placements | None:
+def _remembered_placements(gradient: _torch.Spec, sizes: tuple[int, ...], *_: int) -> Placements | None:
     """The placements that the selected tensor had, if they are known."""
     return placements_of(gradient.mesh, sizes)
 
 
 @plan_rule(
-    aten.select_backward.default, asks=_was,
-    behaviour=Behaviour("all dimensions, Partial sums",
-                        "nothing; a Partial sum, of the one index of a dimension that was sharded"),
+    aten.select_backward.default, asks=_remembered_placements,
+    behaviour=Behaviour("all dimensions, Partial(sum)",
+                        "nothing; all-reduce of a Partial gradient where the selected dimension was sharded"),
 )  # fmt: skip
 def select_backward(
-    operator: _torch.Operator, gradient: Layout, shape: tuple[int, ...], dim: int, index: int, was: Placements | None
-) -> Call:
+    operator: _torch.Operator, gradient: Layout, shape: tuple[int, ...], dim: int, index: int,
+    remembered: Placements | None,
+) -> Call:  # fmt: skip
     """Every rank has the gradient of the one index; only the owner of the index writes it."""
     dim %= len(shape)
     if gradient.shape != (*shape[:dim], *shape[dim + 1 :]) or not -shape[dim] <= index < shape[dim]:
         raise Unfit(f"not the gradient of an index of a tensor of shape {shape}",
                     "give a gradient of the selected shape")  # fmt: skip
-    was_sharded = [at == Shard(dim) for at in was or gradient.placements] if was else [False] * gradient.mesh.ndim
+    was_sharded = [p == Shard(dim) for p in remembered] if remembered else [False] * gradient.mesh.ndim
     # A Partial would have the size of the full tensor on every rank: the one index is reduced instead.
     source = gradient.placed(
         Replicate() if sharded and isinstance(p, Partial) else reduced(p, "sum")
         for p, sharded in zip(gradient.placements, was_sharded, strict=True)
     )
 
-    def grown(placement: Placement, sharded: bool) -> Placement:
+    def grown_placement(placement: Placement, sharded: bool) -> Placement:
         if isinstance(placement, Shard):
             return Shard(placement.dim + (placement.dim >= dim))
         return Shard(dim) if sharded and isinstance(placement, Replicate) else placement
 
-    result = gradient.new(shape, map(grown, source.placements, was_sharded))
+    result = gradient.new(shape, map(grown_placement, source.placements, was_sharded))
     at, own = index % shape[dim], result.own(dim) if result.present else Interval(0, 0)
 
     def run(local: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -105,7 +107,7 @@ def select_backward(
 
 @plan_rule(
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, foreign=True,
-    behaviour=Behaviour("all other dimensions", "nothing; of a sharded dimension its one index, to all"),
+    behaviour=Behaviour("all other dimensions", SQUEEZED),
 )  # fmt: skip
 def squeeze(operator: _torch.Operator, input: Layout, *which: Any) -> Made | None:
     """Select the only index of a sharded dimension; torch's DTensor does the rest."""

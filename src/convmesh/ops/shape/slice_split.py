@@ -24,7 +24,9 @@ from .._core.index_copy_plan import copy_plan
 
 aten = torch.ops.aten
 
-SLICE = Behaviour("all dimensions, Partial sums", "what changes its owner along the sliced dimension")
+SLICE = Behaviour(
+    "all dimensions, Partial(sum)", "nothing; elements that change owner if the sliced dimension is sharded"
+)
 
 
 # These reach DTensor in inference mode only; DTensor would narrow every rank's own shard.
@@ -33,17 +35,19 @@ made_of_others(
     aten.split.sizes, aten.hsplit.int, aten.vsplit.int, aten.dsplit.int,
 )  # fmt: skip
 
-SPLIT = Behaviour("all dimensions, Partial(sum)", "what changes its owner, for each part")
-SLICE_BACKWARD = Behaviour("all dimensions, Partial sums", "what changes its owner along the dimension")
+SPLIT = Behaviour(
+    "all dimensions, Partial(sum)", "nothing; elements of each part that change owner if the dimension is sharded"
+)
+SLICE_BACKWARD = Behaviour(SLICE.stays, "nothing; elements that change owner if the dimension is sharded")
 
 
 def bounds(size: int, start: int | None, stop: int | None, step: int) -> tuple[int, int]:
     """Return how many indices a slice has, and the first of them."""
-    first, last = 0 if start is None else _index(start, size), size if stop is None else _index(stop, size)
+    first, last = 0 if start is None else _clamped(start, size), size if stop is None else _clamped(stop, size)
     return max(0, -((first - last) // step)), first
 
 
-def _index(at: int, size: int) -> int:
+def _clamped(at: int, size: int) -> int:
     """Clamp the start or end of a slice to `[0, size]`; negative values count from the end."""
     return min(at, size) if at >= 0 else max(at + size, 0)
 
@@ -79,14 +83,16 @@ def slice_backward(
     dim %= len(sizes)
     count, first = bounds(sizes[dim], start, stop, step)
     if count != gradient.shape[dim]:
-        raise Unfit(f"a slice of {count} has a gradient of as many", "give a gradient of the slice's shape")
+        raise Unfit(
+            f"the slice has {count} indices, its gradient {gradient.shape[dim]}", "give a gradient of the slice's shape"
+        )
 
-    def stock(local: torch.Tensor, fill: object) -> torch.Tensor:
+    def local_op(local: torch.Tensor, fill: object) -> torch.Tensor:
         shape = [sizes[dim] if other == dim else size for other, size in enumerate(local.shape)]
         result: torch.Tensor = operator(local, shape, dim, start, stop, step)
         return result
 
-    return copy_plan(gradient, {dim: index_map.spread(sizes[dim], count, first, step)}).call(stock)
+    return copy_plan(gradient, {dim: index_map.slice_backward(sizes[dim], count, first, step)}).call(local_op)
 
 
 @plan_rule(aten.split.Tensor, aten.split_with_sizes.default, behaviour=SPLIT, foreign=True)
@@ -104,10 +110,10 @@ def _part_sizes(total: int, sizes: int | Sequence[int]) -> list[int]:
     """Return the sizes of the parts. For a symbolic dimension the compiled code holds only for this number of parts."""
     if isinstance(sizes, Sequence):
         if sum(sizes) != total or min(sizes, default=0) < 0:
-            raise Unfit(f"parts of {list(sizes)} do not make up {total}", "make them")
+            raise Unfit(f"the sizes {list(sizes)} do not add up to {total}", "give sizes that do")
         return list(sizes)
     if sizes < 0 or (sizes == 0 and total):
-        raise Unfit(f"parts of {sizes} do not make up {total}", "give a positive size")
+        raise Unfit(f"a dimension of {total} indices has no parts of {sizes}", "give a positive size")
     if not total:
         return [0]
     before = int(-(-total // sizes)) - 1
@@ -116,7 +122,7 @@ def _part_sizes(total: int, sizes: int | Sequence[int]) -> list[int]:
 
 @plan_rule(
     aten.unbind.int, foreign=True,
-    behaviour=Behaviour("all other dimensions", "all-to-all: another dimension is sharded"),
+    behaviour=Behaviour("all other dimensions", "nothing; if this one is sharded, an all-to-all to another one"),
 )  # fmt: skip
 def unbind(operator: _torch.Operator, input: Layout, dim: int) -> Call | None:
     """All indices of a dimension together are the full tensor, so another dimension is sharded instead."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...sharding.registry import Behaviour, composite
-
-SPLIT = Behaviour("all dimensions, Partial(sum)", "what changes its owner, for each part")
+from ...sharding.registry import composite
+from .slice_split import SPLIT
 
 
 @composite("tensor_split.tensor_indices_or_sections", SPLIT)

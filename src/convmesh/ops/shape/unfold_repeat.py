@@ -1,6 +1,6 @@
 """Tensors that repeat their input: windows (`Tensor.unfold`) and copies (`repeat`).
 
-Along a sharded dimension both are composed of slices and joins, each of which sends what changes its owner.
+Along a sharded dimension both are composed of slices and joins, each of which sends elements that change owner.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.registry import Behaviour
-from .._core.tile_plan import ask_for_memory
+from .._core.tile_plan import check_memory
 
 aten = torch.ops.aten
 
-WINDOWS = Behaviour("all dimensions, Partial sums", "for each place in a window, what changes its owner")
-REPEAT = Behaviour("all dimensions, Partial sums", "what changes its owner along a repeated dimension")
+WINDOWS = Behaviour(
+    "all dimensions, Partial(sum)",
+    "nothing; if the dimension is sharded, elements that change owner, for each index of a window",
+)
+REPEAT = Behaviour(
+    "all dimensions, Partial(sum)", "nothing; elements that change owner if a repeated dimension is sharded"
+)
 
 
-def _places(length: int, size: int, step: int) -> list[tuple[int, int, int]]:
+def _slices_by_position(length: int, size: int, step: int) -> list[tuple[int, int, int]]:
     """Return the slice (start, stop, step) of each position within a window."""
     if not 0 <= size <= length or step < 1:
         raise Unfit(f"no windows of {size}, {step} apart, fit into {length}",
@@ -40,7 +45,7 @@ def unfold(operator: _torch.Operator, input: Layout, dim: int, size: int, step: 
     if not input.ndim:
         return None
     dim %= input.ndim
-    where = _places(input.shape[dim], size, step)
+    where = _slices_by_position(input.shape[dim], size, step)
     if dim in input.sharded_dims:
         return lambda input, *_: aten.stack.default([aten.slice.Tensor(input, dim, *place) for place in where], -1)
     count = (input.shape[dim] - size) // step + 1
@@ -54,9 +59,9 @@ def unfold_backward(
     operator: _torch.Operator, gradient: Layout, sizes: tuple[int, ...], dim: int, size: int, step: int
 ) -> Made:
     dim %= len(sizes)
-    where = _places(sizes[dim], size, step)
+    where = _slices_by_position(sizes[dim], size, step)
 
-    def made(gradient: DTensor, *_: Any) -> Any:
+    def compose(gradient: DTensor, *_: Any) -> Any:
         if not where:
             return aten.new_zeros.default(gradient, sizes)
         each = [
@@ -65,7 +70,7 @@ def unfold_backward(
         ]
         return reduce(aten.add.Tensor, each)
 
-    return made
+    return compose
 
 
 @plan_rule(aten.repeat.default, behaviour=REPEAT, foreign=True)
@@ -74,12 +79,12 @@ def repeat(operator: _torch.Operator, input: Layout, repeats: Sequence[int]) -> 
     repeated = [dim for dim in input.sharded_dims if new >= 0 and repeats[new + dim] != 1]
     if not repeated or any(count < 1 for count in repeats):
         return None
-    ask_for_memory(input, [count * size for count, size in zip(repeats[new:], input.shape, strict=True)])
+    check_memory(input, [count * size for count, size in zip(repeats[new:], input.shape, strict=True)])
     rest = [1 if number - new in repeated else count for number, count in enumerate(repeats)]
 
-    def made(input: DTensor, repeats: list[int]) -> Any:
+    def compose(input: DTensor, repeats: list[int]) -> Any:
         for dim in repeated:
             input = aten.cat.default([input] * repeats[new + dim], dim)
         return _torch.stock(operator, (input, rest), {})
 
-    return made
+    return compose

@@ -12,13 +12,13 @@ from ... import _torch
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.registry import composite
-from .._core.index_bounds import may_route
+from .._core.index_bounds import can_route
 from .sort_topk import SORTED
 
 aten = torch.ops.aten
 
 
-@plan_rule(aten.median.default, behaviour=SORTED, asks=may_route, foreign=True)
+@plan_rule(aten.median.default, behaviour=SORTED, asks=can_route, foreign=True)
 def median(operator: _torch.Operator, input: Layout, routes: bool) -> Made | None:
     """The median of all values: the lower of the two in the middle; NaN if any value is NaN."""
     return _median if routes and input.sharded_dims and prod(input.shape) else None

@@ -14,7 +14,7 @@ from ...sharding.table_rule import table_rule
 
 aten = torch.ops.aten
 
-SEARCH = Behaviour("all dimensions of the values", "nothing; sorted rows that are sharded are replicated")
+SEARCH = Behaviour("all dimensions of the values", "nothing; all-gather of sorted rows that are sharded")
 
 
 @table_rule(aten.searchsorted.Tensor, behaviour=SEARCH, prepare=contiguous)

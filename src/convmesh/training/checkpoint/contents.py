@@ -128,7 +128,7 @@ def _compare(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], path: 
     dtypes = [f"{key} {its.dtype} for {mine.dtype}" for key, mine, its in pairs if its.dtype != mine.dtype]
     found = {"missing:": missing, "unexpected:": unknown, "of another shape:": shapes,
              "of another dtype:": dtypes, "a tensor on one side only:": kinds}  # fmt: skip
-    problems = [f"{title} {some(keys)}" for title, keys in found.items() if keys]
+    problems = [f"{title} {first_few(keys)}" for title, keys in found.items() if keys]
     if problems:
         raise CheckpointError(
             f"load_checkpoint: {path} is of another model: {'; '.join(problems)}\n"
@@ -139,6 +139,6 @@ def _compare(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], path: 
                               "  remedy: model.to_empty(device=...) first")  # fmt: skip
 
 
-def some(keys: list[str]) -> str:
+def first_few(keys: list[str]) -> str:
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return ", ".join(keys[:_SHOWN]) + more

@@ -84,7 +84,7 @@ def load_checkpoint(
     ranks = Ranks(model, process_group, f"loading {wanted} from {place}", "load an earlier step")
     wanted_objects = {"model": model, "optimizer": optimizer, **extra}
     contents = Contents({name: value for name, value in wanted_objects.items() if value is not None})
-    path, checksum = ranks.on_first(lambda: _found(place, step))
+    path, checksum = ranks.on_first(lambda: _locate(place, step))
     found, loaded = ranks.agree(lambda: _stage(Path(path), checksum, contents, random_state))
     undo: Undo = []
     try:
@@ -97,7 +97,7 @@ def load_checkpoint(
     return found
 
 
-def _found(place: Path, step: int | None) -> tuple[str, str]:
+def _locate(place: Path, step: int | None) -> tuple[str, str]:
     """Return the path of the checkpoint and the checksum of its manifest, after checking that all files are there."""
     path = find(place, step)
     manifest, checksum = read_manifest(path)
@@ -114,9 +114,9 @@ def _stage(path: Path, checksum: str, contents: Contents, random_state: bool) ->
             f"load_checkpoint: {path / NAME} is another one on {gethostname()} than on the first rank's host\n"
             "  remedy: a folder that is shared between all hosts"
         )
-    targets = contents.targets(_decoded(manifest, {}), random_state, path)
+    targets = contents.targets(_decode(manifest, {}), random_state, path)
     staged = {target.saved.name: _read(path, target, manifest.block) for target in targets}
-    loaded = _decoded(manifest, staged)
+    loaded = _decode(manifest, staged)
     return Checkpoint(path, loaded["step"], loaded["values"]), loaded
 
 
@@ -124,7 +124,7 @@ def _read(path: Path, target: Target, block: int) -> torch.Tensor:
     return target.build(files.read(path, target.saved, target.box, block))
 
 
-def _decoded(manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _decode(manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the sections of a checkpoint. Tensors that were not staged stay `Saved` entries of the manifest."""
     tensors = {**manifest.tensors, **staged}
     return {section: decode(value, tensors) for section, value in manifest.tree.items()}

@@ -39,7 +39,7 @@ class Ranks:
             try:
                 self._channel = _Channel(tuple(self.ranks))
             except RuntimeError as error:
-                raise self._absent("some rank", error) from error
+                raise self._missing_rank("some rank", error) from error
 
     @property
     def first(self) -> bool:
@@ -48,7 +48,7 @@ class Ranks:
     def agree(self, work: Callable[[], Result]) -> Result:
         """Return this rank's result, once all ranks have one."""
         own: list[Result] = []
-        self._round(lambda: own.append(work()))
+        self._report_and_answer(lambda: own.append(work()))
         return own[0]
 
     def gather(self, work: Callable[[], Any]) -> list[Any]:
@@ -56,13 +56,13 @@ class Ranks:
 
         They are sent as JSON.
         """
-        return self._round(work)[0]
+        return self._report_and_answer(work)[0]
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Return the first rank's result on all ranks. It is sent as JSON."""
-        return self._round(lambda: work() if self.first else None)[1]
+        return self._report_and_answer(lambda: work() if self.first else None)[1]
 
-    def _round(self, work: Callable[[], Any]) -> tuple[list[Any], Any]:
+    def _report_and_answer(self, work: Callable[[], Any]) -> tuple[list[Any], Any]:
         """Let all ranks do their work and report to the first rank, which answers all.
 
         Errors of any rank are raised on all.
@@ -72,50 +72,52 @@ class Ranks:
             result = work()
         except Exception as error:
             failure = error
-        mine = {"what": self.what, "result": result, "error": _described(failure), "known": _is_known(failure)}
-        everyone: list[dict[str, Any]] = [mine]
+        own_report = {"what": self.what, "result": result, "error": _described(failure), "known": _is_known(failure)}
+        reports: list[dict[str, Any]] = [own_report]
         if self._channel is not None and not self.first:
             try:
-                self._channel.send(mine, 0)
+                self._channel.send(own_report, 0)
                 verdict = self._channel.receive(0)
             except RuntimeError as error:
-                raise self._absent(f"rank {self.ranks[0]}", error) from (failure or error)
+                raise self._missing_rank(f"rank {self.ranks[0]}", error) from (failure or error)
         else:
-            everyone += [self._hear(number) for number in range(1, len(self.ranks))]
-            verdict = {"error": self._verdict(everyone), "result": result}
+            reports += [self._receive_report(number) for number in range(1, len(self.ranks))]
+            verdict = {"error": self._verdict(reports), "result": result}
             for number in range(1, len(self.ranks)):
-                self._tell(number, verdict)
+                self._send_verdict(number, verdict)
         if verdict["error"] is not None:
             raise CheckpointError(verdict["error"]) from failure
         if self._channel is not None:
             self._channel.timeout = max(self._channel.timeout, _DISK)
-        return [said["result"] for said in everyone] if self.first else [], verdict["result"]
+        return [report["result"] for report in reports] if self.first else [], verdict["result"]
 
-    def _hear(self, number: int) -> dict[str, Any]:
+    def _receive_report(self, number: int) -> dict[str, Any]:
         assert self._channel is not None
         try:
             return self._channel.receive(number)
         except RuntimeError as error:
-            gone = str(self._absent(f"rank {self.ranks[number]}", error))
-            return {"what": self.what, "result": None, "error": gone, "known": True}
+            reason = str(self._missing_rank(f"rank {self.ranks[number]}", error))
+            return {"what": self.what, "result": None, "error": reason, "known": True}
 
-    def _tell(self, number: int, verdict: dict[str, Any]) -> None:
+    def _send_verdict(self, number: int, verdict: dict[str, Any]) -> None:
         assert self._channel is not None
         try:
             self._channel.send(verdict, number)
         except RuntimeError as error:
             if verdict["error"] is None:  # it was there a moment ago, and others have been told of success
-                raise self._absent(f"rank {self.ranks[number]}", error) from error
+                raise self._missing_rank(f"rank {self.ranks[number]}", error) from error
 
-    def _verdict(self, everyone: list[dict[str, Any]]) -> str | None:
+    def _verdict(self, reports: list[dict[str, Any]]) -> str | None:
         """Return the one error message that all ranks raise, or None."""
-        if any(said["what"] != self.what for said in everyone):
-            each = "\n".join(f"  rank {rank}: {said['what']}" for rank, said in zip(self.ranks, everyone, strict=True))
+        if any(report["what"] != self.what for report in reports):
+            each = "\n".join(
+                f"  rank {rank}: {report['what']}" for rank, report in zip(self.ranks, reports, strict=True)
+            )
             return f"checkpoint: ranks do different things\n{each}\n  remedy: the same call on all ranks"
         by_error: dict[tuple[str, bool], list[int]] = {}
-        for rank, said in zip(self.ranks, everyone, strict=True):
-            if said["error"] is not None:
-                by_error.setdefault((said["error"], said["known"]), []).append(rank)
+        for rank, report in zip(self.ranks, reports, strict=True):
+            if report["error"] is not None:
+                by_error.setdefault((report["error"], report["known"]), []).append(rank)
         texts = []
         for (error, known), ranks in by_error.items():
             where = "" if len(ranks) == len(self.ranks) else f"on rank {', '.join(map(str, ranks))}: "
@@ -124,7 +126,7 @@ class Ranks:
         more = [f"and {len(texts) - _SHOWN} more errors on other ranks"] if len(texts) > _SHOWN else []
         return "\n".join([*texts[:_SHOWN], *more]) or None
 
-    def _absent(self, who: str, error: Exception) -> CheckpointError:
+    def _missing_rank(self, who: str, error: Exception) -> CheckpointError:
         reason = (str(error).splitlines() or [""])[0]
         return CheckpointError(
             f"{self.what} failed: {who} has ended, or takes no part\n  reason: {reason}\n"

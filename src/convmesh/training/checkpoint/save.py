@@ -18,7 +18,7 @@ from torch import nn
 from ...geometry import Box
 from ..errors import CheckpointError
 from . import files, folder, manifest, pending
-from .contents import Contents, some
+from .contents import Contents, first_few
 from .files import File
 from .manifest import Manifest
 from .pending import PendingCheckpoint as PendingCheckpoint
@@ -92,7 +92,7 @@ def save_checkpoint(
 
 
 @dataclass
-class _Job:
+class _RankSave:
     """This rank's part of a save: what it has to write, and the manifest entries for it."""
 
     ranks: Ranks
@@ -141,7 +141,7 @@ class _Job:
         unknown = sorted({name for part in parts for name in part["chunks"]} - self.tensors.keys())
         if unknown:
             raise CheckpointError(
-                f"save_checkpoint: other ranks have tensors that the first rank does not have: {some(unknown)}\n"
+                f"save_checkpoint: other ranks have tensors that the first rank does not have: {first_few(unknown)}\n"
                 "  remedy: give the same objects, in the same state, on all ranks"
             )
         tensors = {name: replace(saved, chunks=_chunks(name, parts)) for name, saved in self.tensors.items()}
@@ -169,7 +169,9 @@ def _chunks(name: str, parts: list[dict[str, Any]]) -> tuple[Chunk, ...]:
     return tuple(by_box.values())
 
 
-def _prepare(place: Path, objects: Mapping[str, Any], step: int, keep: int | None, copy: bool, ranks: Ranks) -> _Job:
+def _prepare(
+    place: Path, objects: Mapping[str, Any], step: int, keep: int | None, copy: bool, ranks: Ranks
+) -> _RankSave:
     """Collect everything that is to be saved. With `copy`, the objects may change afterwards."""
     if keep is not None and keep < 1:
         raise CheckpointError(f"save_checkpoint: keep={keep} would remove the new checkpoint\n"
@@ -184,4 +186,4 @@ def _prepare(place: Path, objects: Mapping[str, Any], step: int, keep: int | Non
     pieces = [piece for piece in found if piece is not None]
     copies = {piece.name: files.bytes_of(piece.data) for piece in pieces} if copy else {}
     shapes = {name: Saved(name, tensor.dtype, tuple(tensor.shape), ()) for name, tensor in tensors.items()}
-    return _Job(ranks, place, step, keep, pieces, copies, shapes, tree)
+    return _RankSave(ranks, place, step, keep, pieces, copies, shapes, tree)

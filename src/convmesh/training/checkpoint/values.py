@@ -35,10 +35,10 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if kind is list:
         return [encode(item, f"{name}/{index}", tensors) for index, item in enumerate(value)]
     if isinstance(value, torch.Tensor):
-        return {"tensor": _put_aside(value, name, tensors)}
+        return {"tensor": _store_tensor(value, name, tensors)}
     for tag, make in _DICTS.items():
         if kind is make:
-            return {tag: [[encode(k, f"{name} (key)", tensors), encode(v, _below(name, k), tensors)]
+            return {tag: [[encode(k, f"{name} (key)", tensors), encode(v, _key_below(name, k), tensors)]
                           for k, v in value.items()]}  # fmt: skip
     for tag, (of, write, _) in _TAGGED.items():
         if kind is of:
@@ -75,11 +75,11 @@ def dtype_called(name: str) -> torch.dtype:
     return found
 
 
-def _below(name: str, key: Any) -> str:
+def _key_below(name: str, key: Any) -> str:
     return f"{name}/{key}" if name else str(key)
 
 
-def _put_aside(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> str:
+def _store_tensor(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> str:
     """Store a tensor under a unique name: `a/b` may be the key `b` of `a`, or the key `a/b`."""
     unique, number = name, 1
     while unique in tensors:

@@ -20,7 +20,7 @@ from ..sharding.layout import dense_stride
 
 
 @dataclass(frozen=True)
-class Spread:
+class BatchLayout:
     """The placements of the samples of a batch."""
 
     mesh: DeviceMesh
@@ -29,7 +29,7 @@ class Spread:
     samples_are_local: bool  # each sample is on one rank, or replicated, but not itself sharded
 
     @classmethod
-    def of(cls, batch: tuple[Tensor, ...]) -> Spread | None:
+    def of(cls, batch: tuple[Tensor, ...]) -> BatchLayout | None:
         """Return None for plain tensors; a mix of plain tensors and DTensors is refused."""
         sharded = [tensor for tensor in batch if isinstance(tensor, DTensor)]
         if not sharded:
@@ -42,7 +42,10 @@ class Spread:
                 "a batch that mixes DTensors with plain tensors, or DTensors on several meshes\n"
                 "  remedy: convmesh.shard(tensor, mesh, data=0) for all of it"
             )
-        if any(_samples(tensor) != samples or not _torch.plain_order(_torch.spec_of(tensor)) for tensor in sharded):
+        if any(
+            _sample_placements(tensor) != samples or not _torch.plain_order(_torch.spec_of(tensor))
+            for tensor in sharded
+        ):
             raise ShardingError(
                 f"tensors of a batch with differently sharded samples: {[tensor.placements for tensor in sharded]}\n"
                 "  remedy: shard dimension 0 of all its tensors along the same mesh dimensions"
@@ -50,38 +53,38 @@ class Spread:
         local = all(tensor.placements == samples for tensor in sharded)
         return cls(mesh, samples, sharded[0].shape[0], local)
 
-    def own(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def full_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return parameters or buffers as plain full tensors."""
-        return {name: self.everywhere(value).to_local() for name, value in tensors.items()}
+        return {name: self.replicated(value).to_local() for name, value in tensors.items()}
 
-    def everywhere(self, value: Tensor) -> DTensor:
+    def replicated(self, value: Tensor) -> DTensor:
         """Return a replicated DTensor; a plain tensor is assumed to be equal on all ranks."""
         replicated = [Replicate()] * self.mesh.ndim
         if isinstance(value, DTensor):
             return value.redistribute(self.mesh, replicated)
         return DTensor.from_local(value, self.mesh, replicated, run_check=False)
 
-    def by_sample(self, own: Tensor) -> DTensor:
+    def wrap_samples(self, local: Tensor) -> DTensor:
         """This rank's [b ...] -> DTensor [B ...]"""
-        return self._wrap(own, self.placements, (self.batch, *own.shape[1:]))
+        return self._wrap(local, self.placements, (self.batch, *local.shape[1:]))
 
-    def summed(self, value: Tensor, parameter: Tensor) -> DTensor:
+    def sum_samples(self, value: Tensor, parameter: Tensor) -> DTensor:
         """Return the sum over all samples in the parameter's layout; a plain `value` is the sum over this rank's."""
         partial = tuple(Partial() if each == Shard(0) else each for each in self.placements)
         total = value if isinstance(value, DTensor) else self._wrap(value, partial, tuple(value.shape))
         target = parameter.placements if isinstance(parameter, DTensor) else [Replicate()] * self.mesh.ndim
         return total.redistribute(self.mesh, target)
 
-    def _wrap(self, own: Tensor, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
+    def _wrap(self, local: Tensor, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
         stride = dense_stride(shape, torch.contiguous_format)
-        return _torch.wrap(own.contiguous(), _torch.make_spec(self.mesh, placements, shape, stride, own.dtype))
+        return _torch.wrap(local.contiguous(), _torch.make_spec(self.mesh, placements, shape, stride, local.dtype))
 
 
-def _samples(tensor: DTensor) -> tuple[Placement, ...]:
+def _sample_placements(tensor: DTensor) -> tuple[Placement, ...]:
     return tuple(Shard(0) if each == Shard(0) else Replicate() for each in tensor.placements)
 
 
-def settled(output: DTensor, others: tuple[Tensor, ...]) -> DTensor:
+def without_partial(output: DTensor, others: tuple[Tensor, ...]) -> DTensor:
     """Return `output` without Partial placements, and with its samples sharded like those of the others.
 
     With a batch of one sample, an operator may have replicated it, also to ranks with an empty shard of the batch.

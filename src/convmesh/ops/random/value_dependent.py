@@ -17,39 +17,41 @@ from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
-from .replicated_draw import narrowed, where_drawn
+from .replicated_draw import STAYS, drawing_layout, narrowed
 
 aten = torch.ops.aten
 
-REPLICATED = "all-gather: every rank draws all numbers, of which there are as many as the values ask for"
-BY_VALUE = Behaviour("all; the numbers are those of one device, if all ranks have the same seed", REPLICATED)
-MULTINOMIAL = Behaviour("nothing: the result is replicated", REPLICATED)
+REPLICATED = "all-gather of the input: how many numbers are drawn depends on it, so every rank draws all of them"
+VALUE_DEPENDENT = Behaviour(STAYS, REPLICATED)
+MULTINOMIAL = Behaviour("none: the result is replicated", REPLICATED)
 
 
 @plan_rule(
     aten.poisson.default, aten.binomial.default, aten._standard_gamma.default, aten._sample_dirichlet.default,
-    behaviour=BY_VALUE, varies=("generator",),
+    behaviour=VALUE_DEPENDENT, varies=("generator",),
 )  # fmt: skip
-def by_value(operator: _torch.Operator, *given: Any) -> Call:
-    layout = where_drawn(given[0]).dense
+def value_dependent(operator: _torch.Operator, *arguments: Any) -> Call:
+    layout = drawing_layout(arguments[0]).dense
 
     def run(*values: Any) -> torch.Tensor:
         own = tuple(layout.own(dim) for dim in range(layout.ndim))
-        return narrowed(_drawn(operator, given, values), own).clone()  # a copy, so that the full tensor is freed
+        return narrowed(
+            _draw_full(operator, arguments, values), own
+        ).clone()  # a copy, so that the full tensor is freed
 
-    return Call([one.replicated() for one in given if isinstance(one, Layout)], layout, run)
+    return Call([argument.replicated() for argument in arguments if isinstance(argument, Layout)], layout, run)
 
 
 @plan_rule(aten.multinomial.default, behaviour=MULTINOMIAL, varies=("generator",))
 def multinomial(operator: _torch.Operator, input: Layout, samples: int, *how: Any) -> Call:
     layout = input.replicated().new((*input.shape[:-1], samples), dtype=torch.int64)
-    return Call((input.replicated(),), layout, lambda *values: _drawn(operator, (input,), values))
+    return Call((input.replicated(),), layout, lambda *values: _draw_full(operator, (input,), values))
 
 
-def _drawn(operator: _torch.Operator, given: Sequence[Any], values: Sequence[Any]) -> torch.Tensor:
+def _draw_full(operator: _torch.Operator, arguments: Sequence[Any], values: Sequence[Any]) -> torch.Tensor:
     """Draw all numbers, with operands in one device's storage order."""
-    pairs = zip_longest(given, values)
-    made: torch.Tensor = _torch.call(
-        operator, [one.laid(value) if isinstance(one, Layout) else value for one, value in pairs]
+    pairs = zip_longest(arguments, values)
+    result: torch.Tensor = _torch.call(
+        operator, [argument.laid(value) if isinstance(argument, Layout) else value for argument, value in pairs]
     )
-    return made
+    return result
