@@ -24,10 +24,10 @@ template <class T> class Product {
     };
 
     Product(const Problem &problem, Int threads)
-        : problem(problem), wanted(Wanted(problem.wanted)), lanewise(problem.inputs == 1 && problem.outputs == 1),
+        : problem(problem), wanted(Wanted(problem.wanted)), lanewise(is_lanewise(problem)),
           samples(lanewise ? 1 : together(problem)),
           of_sample(lanewise ? problem.groups : wanted == IMAGE ? problem.inputs : problem.outputs),
-          columns(of_sample * samples), in_place(!lanewise && Reading(problem, 1, 0, LANES<T>).in_place),
+          columns(of_sample * samples), in_place(Reading(problem, 1, 0, LANES<T>).in_place),
           width(in_place ? std::min(columns, FEWEST<T>) : !lanewise && columns > LANES<T> ? 2 * LANES<T> : LANES<T>),
           shares(problem, problem.samples / samples * groups(), groups(), columns, width, lanewise, threads),
           operands{problem} {
@@ -70,7 +70,7 @@ template <class T> class Product {
         const Int across = few ? wide : wide <= LANES<T> ? LANES<T> : width;
         const Columns<T> block(problem, part, column, wide, of_sample, lanewise ? problem.kernel_steps[1] : taps);
         const T *panel = pack(part, block, wide, across, scratch);
-        T *sums = scratch.sums.reserve(ROWS * width);
+        T *sums = scratch.sums.reserve(ROWS * 2 * LANES<T>);
         for (const Reading &reading : readings) {
             const Int places = places_of_image(reading) * part.images, shifts = reading.shifts.size();
             const int32_t *place = reading.places.data(), *shift = reading.shifts.data();

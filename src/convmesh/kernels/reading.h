@@ -22,6 +22,9 @@ struct Problem {
 
 inline Int volume(const Int *sizes) { return sizes[0] * sizes[1] * sizes[2]; }
 
+// Whether a group has one column: groups are side by side then, in the lanes of vectors, each with a source of its own.
+inline bool is_lanewise(const Problem &problem) { return problem.inputs == 1 && problem.outputs == 1; }
+
 // Along one dimension: every place of the result reads the source at `place * stride + shift`, for the shifts of some
 // taps, when the source has `before` zeros in front of it and is `padded` long.
 struct Axis {
@@ -85,7 +88,7 @@ struct Reading {
             before[dim] = axes[dim].before, padded[dim] = axes[dim].padded;
         }
         const Int *steps = to_image ? problem.response_steps : problem.image_steps;
-        in_place = problem.wanted != KERNEL && volume(problem.kernel) * volume(problem.stride) == 1 &&
+        in_place = problem.wanted != KERNEL && !is_lanewise(problem) && volume(problem.kernel) * volume(problem.stride) == 1 &&
                    plane() == volume(problem.image) && plane() >= lanes &&
                    std::max(images * steps[1], channels * steps[2]) < INT32_MAX / 2;
         image_step = in_place ? steps[1] : channels * plane(), channel_step = in_place ? steps[2] : plane();

@@ -30,14 +30,21 @@ template <class T> struct Target {
 
     // Row i of a transposed square of sums goes to column + i, from its row on.
     INLINE void put_square(Vector<T> *square, T *image, Int row, Int column) const {
-        for (int i = 0; i < LANES<T>; i++) {
-            T *place = image + columns[column + i] + row;
-            if (bias) square[i] += bias[column + i];
-            if (past_caches && !add && may_begin(place))
-                store_past_caches(place, square[i]);
-            else
-                store(place, add ? load(place) + square[i] : square[i]);
+        constexpr int L = LANES<T>;
+        const Int *places = columns + column;
+        image += row;
+        if (bias)
+            for (int i = 0; i < L; i++) square[i] += bias[column + i];
+        if (past_caches && !add) {
+            for (int i = 0; i < L; i++)
+                may_begin(image + places[i]) ? store_past_caches(image + places[i], square[i])
+                                             : store(image + places[i], square[i]);
+            return;
         }
+        if (add)
+            for (int i = 0; i < L; i++) square[i] += load(image + places[i]);
+#pragma GCC unroll 16
+        for (int i = 0; i < L; i++) store(image + places[i], square[i]);
     }
 };
 
@@ -55,6 +62,7 @@ template <class T> void write(const T *sums, Int first, Int count, Int width, In
                 for (Int next = 0; next < count; next += L) {
                     const Int row = std::min(next, count - L);
                     Vector<T> square[L];
+#pragma GCC unroll 16
                     for (int i = 0; i < L; i++) square[i] = load(sums + (row + i) * width + left);
                     transpose<T>(square);
                     target.put_square(square, image, at + row, left);

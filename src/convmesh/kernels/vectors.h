@@ -278,15 +278,18 @@ INLINE void transpose_into(T *to, Int rows, Int width, const T *from, const Int 
         for (Int first = 0; first < width; first += L) {
             const Int row = few ? 0 : std::min(next, rows - L);  // some rows twice rather than one by one
             Vector<T> square[L];
-            for (int i = 0; i < L; i++) {
-                if (first + i >= columns)
-                    square[i] = Vector<T>{};
-                else if (few)
-                    square[i] = load_some(from + offsets[first + i], rows);
-                else
-                    square[i] = load(from + offsets[first + i] + row);
+            if (few || first + L > columns) {
+                for (int i = 0; i < L; i++)
+                    square[i] = first + i < columns ? load_some(from + offsets[first + i] + row, std::min(rows, L))
+                                                    : Vector<T>{};
+                transpose<T>(square);
+                for (int i = 0; i < std::min(rows, L); i++) store(to + (row + i) * width + first, square[i]);
+                continue;
             }
+#pragma GCC unroll 16
+            for (int i = 0; i < L; i++) square[i] = load(from + offsets[first + i] + row);
             transpose<T>(square);
-            for (int i = 0; i < std::min(rows, L); i++) store(to + (row + i) * width + first, square[i]);
+#pragma GCC unroll 16
+            for (int i = 0; i < L; i++) store(to + (row + i) * width + first, square[i]);
         }
 }
