@@ -21,6 +21,7 @@ from .patches import WORKSPACE_LIMIT
 
 # Bytes that one image may be transformed into.
 NUMBERS_LIMIT = 16 * 2**20
+LANES = 16  # of the longest vectors, which channels fill up
 
 
 class Prepared(NamedTuple):
@@ -101,13 +102,16 @@ class Winograd(Direct):
         """Bytes of what one image is transformed into."""
         product = task.contraction
         channels = max(product.image[1], product.response[1]) // product.geometry.groups
+        channels = -(-channels // LANES) * LANES
         *depth, h, w = (max(sizes) for sizes in zip(product.image[2:], product.response[2:], strict=True))
         return task.itemsize * channels * (prod(depth) + 2) * (h + 2) * (w + 2) * 4
 
     def workspace(self, task: Task) -> int:
         product = task.contraction
         columns = 16 * 32 * max(prod(product.response[2:]), prod(product.kernel[1:]))
-        sums = 16 * product.kernel[0] * product.kernel[1] * prod(product.kernel[2:-2])
+        sums = 16 * prod(product.kernel[:-2])
+        if not task.mapped[0]:  # those of all samples at once, which threads share
+            sums = max(sums, sums * task.batch // task.threads)
         return task.threads * (2 * self._numbers(task) + task.itemsize * (columns + sums))
 
 

@@ -22,6 +22,9 @@ struct Problem {
 
 inline Int volume(const Int *sizes) { return sizes[0] * sizes[1] * sizes[2]; }
 
+// Whether a group has one column: groups are side by side then, in the lanes of vectors, each with a source of its own.
+inline bool is_lanewise(const Problem &problem) { return problem.inputs == 1 && problem.outputs == 1; }
+
 // Along one dimension: every place of the result reads the source at `place * stride + shift`, for the shifts of some
 // taps, when the source has `before` zeros in front of it and is `padded` long.
 struct Axis {
@@ -62,7 +65,9 @@ inline Axis reading_response(const Problem &problem, int dim, Int phase) {
 // Offsets into padded images that lie one behind the other: a place of the result and a shift add up.
 struct Reading {
     Int channels, before[DIMS], padded[DIMS];
-    Int run;                      // so many places lie, and read, side by side; 1 if they do not
+    Int image_step, channel_step;  // of what is read
+    bool in_place;                 // which is the operand itself, whose places all lie side by side
+    Int run;                       // so many places lie, and read, side by side; 1 if they do not
     std::vector<int32_t> places;  // of as many results as there are images at a time
     std::vector<int32_t> shifts;  // of all channels and taps
     std::vector<Piece> pieces;    // all places, a vector at a time
@@ -82,7 +87,12 @@ struct Reading {
             axes[dim] = to_image ? reading_response(problem, dim, phases[dim]) : reading_image(problem, dim);
             before[dim] = axes[dim].before, padded[dim] = axes[dim].padded;
         }
-        run = axes[2].stride == 1 ? axes[2].places : 1;
+        const Int *steps = to_image ? problem.response_steps : problem.image_steps;
+        in_place = problem.wanted != KERNEL && !is_lanewise(problem) && volume(problem.kernel) * volume(problem.stride) == 1 &&
+                   plane() == volume(problem.image) && plane() >= lanes &&
+                   std::max(images * steps[1], channels * steps[2]) < INT32_MAX / 2;
+        image_step = in_place ? steps[1] : channels * plane(), channel_step = in_place ? steps[2] : plane();
+        run = in_place ? plane() : axes[2].stride == 1 ? axes[2].places : 1;
         list_places(axes, images);
         list_shifts(problem, axes);
         list_pieces(images, lanes);
@@ -96,14 +106,16 @@ struct Reading {
                 for (Int h = 0; h < axes[1].places; h++)
                     for (Int w = 0; w < axes[2].places; w++)
                         places.push_back(
-                            image * channels * plane() +
+                            image * image_step +
                             offset(d * axes[0].stride, h * axes[1].stride, w * axes[2].stride));
     }
 
     void list_pieces(Int images, Int lanes) {
         const Int of_image = places.size() / images;
         for (Int line = 0; line < Int(places.size()); line += run)
-            for (Int at = 0; at < run; at += lanes) {
+            for (Int next = 0; next < run; next += lanes) {
+                // Nothing is read behind an operand: some places twice.
+                const Int at = in_place ? std::min(next, run - lanes) : next;
                 const Int image = line / of_image, first = line % of_image + at, count = std::min(lanes, run - at);
                 pieces.push_back({places[line + at], int32_t(image), int32_t(first), int32_t(count)});
             }
@@ -116,7 +128,7 @@ struct Reading {
         for (Int channel = 0; channel < channels; channel++)
             for (Int d : axes[0].shifts)
                 for (Int h : axes[1].shifts)
-                    for (Int w : axes[2].shifts) shifts.push_back(channel * plane() + offset(d, h, w));
+                    for (Int w : axes[2].shifts) shifts.push_back(channel * channel_step + offset(d, h, w));
     }
 
     void list_targets(const Problem &problem, const Axis *axes, const Int *phases) {

@@ -57,22 +57,27 @@ template <class Transform, class V> INLINE void transform(const V *square, V *re
     for (int j = 0; j < TO; j++) Transform::apply(half + j * FROM, 1, result + j * TO);
 }
 
-// Every other number of two vectors that follow each other, from the first or the second on.
-template <class T, Int... I>
-INLINE Vector<T> every_other(Vector<T> a, Vector<T> b, int from, std::integer_sequence<Int, I...>) {
-    return from ? pick<T, (2 * I + 1)...>(a, b) : pick<T, (2 * I)...>(a, b);
-}
-
-// Transformed numbers of neighbouring squares, a vector's worth of which begin two numbers apart, to `to`, `apart`.
-template <class T> INLINE void transform_numbers(const T *from, Int line, T *to, Int apart) {
+// Transformed numbers of neighbouring squares, which begin two numbers apart, to `to`; squares are `apart` there, and
+// frequencies. Every number is a vector of channels. Of the four lines, each `count` long, the first begins `padding`
+// behind where the first square does, and there are zeros around them.
+template <class T>
+INLINE void transform_numbers(
+    const T *const *lines, Int count, Int padding, Int squares, T *to, Int apart, Int frequency) {
     constexpr Int L = LANES<T>;
-    constexpr auto LANE = std::make_integer_sequence<Int, L>();
-    Vector<T> square[FREQUENCIES], result[FREQUENCIES];
-    for (int i = 0; i < SIDE; i++)
-        for (int j = 0; j < SIDE; j++) {
-            const T *first = from + i * line + (j & 2);
-            square[i * SIDE + j] = every_other<T>(load(first), load(first + L), j & 1, LANE);
+    Vector<T> halves[SIDE][SIDE];  // of the square's columns, each transformed
+    const auto read = [&](Int at, Vector<T> *half) {
+        Vector<T> column[SIDE] = {};
+        for (int i = 0; i < SIDE && at >= 0 && at < count; i++) column[i] = load(lines[i] + at * L);
+        NumbersIn::apply(column, 1, half);
+    };
+    read(-padding, halves[2]), read(1 - padding, halves[3]);
+    for (Int square = 0; square < squares; square++, to += apart) {
+        for (int i = 0; i < SIDE; i++) halves[0][i] = halves[2][i], halves[1][i] = halves[3][i];
+        read(RESULTS * square + 2 - padding, halves[2]), read(RESULTS * square + 3 - padding, halves[3]);
+        for (int i = 0; i < SIDE; i++) {
+            Vector<T> result[SIDE];
+            NumbersIn::apply(&halves[0][i], SIDE, result);
+            for (int j = 0; j < SIDE; j++) store(to + (i * SIDE + j) * frequency, result[j]);
         }
-    transform<NumbersIn>(square, result);
-    for (int f = 0; f < FREQUENCIES; f++) store(to + f * apart, result[f]);
+    }
 }

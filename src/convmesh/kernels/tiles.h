@@ -16,9 +16,11 @@ template <class T> bool past_caches(const Problem &problem) {
 // Where sums go, of which a row is a place of an image, or a tap of a kernel.
 template <class T> struct Target {
     T *start;
-    Int image_step, column_step, rows_of_image;
+    Int image_step;
+    const Int *columns;  // how far each of these is from `start`
+    Int rows_of_image;
     const Int *places;  // of the rows of an image; none if these lie one after the other
-    const T *bias;
+    const T *bias;      // of these columns
     bool add, past_caches;
 
     void put(T &place, T sum, Int column) const {
@@ -28,14 +30,21 @@ template <class T> struct Target {
 
     // Row i of a transposed square of sums goes to column + i, from its row on.
     INLINE void put_square(Vector<T> *square, T *image, Int row, Int column) const {
-        for (int i = 0; i < LANES<T>; i++) {
-            T *place = image + (column + i) * column_step + row;
-            if (bias) square[i] += bias[column + i];
-            if (past_caches && !add && may_begin(place))
-                store_past_caches(place, square[i]);
-            else
-                store(place, add ? load(place) + square[i] : square[i]);
+        constexpr int L = LANES<T>;
+        const Int *places = columns + column;
+        image += row;
+        if (bias)
+            for (int i = 0; i < L; i++) square[i] += bias[column + i];
+        if (past_caches && !add) {
+            for (int i = 0; i < L; i++)
+                may_begin(image + places[i]) ? store_past_caches(image + places[i], square[i])
+                                             : store(image + places[i], square[i]);
+            return;
         }
+        if (add)
+            for (int i = 0; i < L; i++) square[i] += load(image + places[i]);
+#pragma GCC unroll 16
+        for (int i = 0; i < L; i++) store(image + places[i], square[i]);
     }
 };
 
@@ -53,6 +62,7 @@ template <class T> void write(const T *sums, Int first, Int count, Int width, In
                 for (Int next = 0; next < count; next += L) {
                     const Int row = std::min(next, count - L);
                     Vector<T> square[L];
+#pragma GCC unroll 16
                     for (int i = 0; i < L; i++) square[i] = load(sums + (row + i) * width + left);
                     transpose<T>(square);
                     target.put_square(square, image, at + row, left);
@@ -62,7 +72,7 @@ template <class T> void write(const T *sums, Int first, Int count, Int width, In
             for (Int column = left; column < std::min(columns, left + L); column++)
                 for (Int row = 0; row < count; row++) {
                     const Int place = target.places ? target.places[at + row] : at + row;
-                    target.put(image[column * target.column_step + place], sums[row * width + column], column);
+                    target.put(image[target.columns[column] + place], sums[row * width + column], column);
                 }
         }
     }
@@ -139,7 +149,7 @@ void multiply_few(const Factors<T> &factors, const Piece *pieces, Int count, T *
             const Piece piece = pieces[first + v];
             for (int column = 0; column < COLUMNS; column++) {
                 T *from = sums + (column * AT_ONCE + v) * L;
-                T *to = target.start + piece.image * target.image_step + column * target.column_step;
+                T *to = target.start + piece.image * target.image_step + target.columns[column];
                 if (target.bias) store(from, load(from) + target.bias[column]);
                 if (!target.places)
                     copy(to + piece.first, from, piece.count);

@@ -38,6 +38,23 @@ template <class T> INLINE Vector<T> load(const T *from) {
     return vector;
 }
 
+// The first `count` lanes, and zeros; of memory no more than these is touched.
+template <class T> INLINE Vector<T> load_some(const T *from, Int count) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4)
+        return (Vector<T>)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from);
+    else
+        return (Vector<T>)_mm512_maskz_loadu_pd(__mmask8((1u << count) - 1), from);
+#elif defined(__AVX2__)
+    const __m256i used = _mm256_cmpgt_epi32(_mm256_set1_epi32(count * sizeof(T) / 4), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    return (Vector<T>)_mm256_maskload_ps((const float *)from, used);
+#else
+    Vector<T> vector{};
+    for (Int i = 0; i < count; i++) vector[i] = from[i];
+    return vector;
+#endif
+}
+
 template <class T> INLINE void store(T *to, Vector<T> vector) { std::memcpy(to, &vector, VECTOR_BYTES); }
 
 // To where a vector may begin, without reading memory into caches that it would leave again before it is asked for.
@@ -98,13 +115,16 @@ APART void multiply_tile(const T *const *rows, const int32_t *shifts, Int depth,
     constexpr Int L = LANES<T>;
     Vector<T> tile[R][C];
     const T *row[R];
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
         row[r] = rows[r];
+#pragma GCC unroll 16
         for (int c = 0; c < C; c++) tile[r][c] = add ? load(sums + (r * C + c) * L) : Vector<T>{};
     }
     for (Int k = 0; k < depth; k++, panel += C * L) {
         const Int shift = shifts[k];
         Vector<T> columns[C];
+#pragma GCC unroll 16
         for (int c = 0; c < C; c++) columns[c] = load(panel + c * L);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
@@ -113,7 +133,9 @@ APART void multiply_tile(const T *const *rows, const int32_t *shifts, Int depth,
             for (int c = 0; c < C; c++) tile[r][c] += factor * columns[c];
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
         for (int c = 0; c < C; c++) store(sums + (r * C + c) * L, tile[r][c]);
 }
 
@@ -125,20 +147,27 @@ APART void multiply_runs(const T *factors, const T *const *columns, const int32_
     constexpr Int L = LANES<T>;
     Vector<T> tile[R][C];
     const T *column[C];
+#pragma GCC unroll 16
     for (int c = 0; c < C; c++) {
         column[c] = columns[c];
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++) tile[r][c] = Vector<T>{};
     }
     for (Int k = 0; k < depth; k++, factors += R) {
         const Int shift = shifts[k];
+        Vector<T> read[C];
 #pragma GCC unroll 16
-        for (int c = 0; c < C; c++) {
-            const Vector<T> read = load(column[c] + shift);
+        for (int c = 0; c < C; c++) read[c] = load(column[c] + shift);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; r++) tile[r][c] += factors[r] * read;
+        for (int r = 0; r < R; r++) {
+            const T factor = factors[r];
+#pragma GCC unroll 16
+            for (int c = 0; c < C; c++) tile[r][c] += factor * read[c];
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
         for (int c = 0; c < C; c++) store(sums + (r * C + c) * L, tile[r][c]);
 }
 
@@ -157,8 +186,10 @@ APART void multiply_dots(const T *const *rows, const Piece *pieces, Int depth, c
     typedef typename OfMachine<T>::Bits Bits;
     Vector<T> tile[R][C];
     const T *row[R];
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
         row[r] = rows[r];
+#pragma GCC unroll 16
         for (int c = 0; c < C; c++) tile[r][c] = Vector<T>{};
     }
     Bits lane;
@@ -166,6 +197,7 @@ APART void multiply_dots(const T *const *rows, const Piece *pieces, Int depth, c
     for (Int k = 0; k < depth; k++, columns += C * L) {
         const Bits used = lane < pieces[k].count;
         Vector<T> read[R];
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++) read[r] = (Vector<T>)((Bits)load(row[r] + pieces[k].place) & used);
 #pragma GCC unroll 16
         for (int c = 0; c < C; c++) {
@@ -174,7 +206,9 @@ APART void multiply_dots(const T *const *rows, const Piece *pieces, Int depth, c
             for (int r = 0; r < R; r++) tile[r][c] += read[r] * column;
         }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
         for (int c = 0; c < C; c++) {
             T sum = 0;
             for (Int i = 0; i < L; i++) sum += tile[r][c][i];
@@ -188,6 +222,7 @@ APART void multiply_lanes(const T *const *rows, const int32_t *shifts, Int depth
     constexpr Int L = LANES<T>;
     Vector<T> tile[R];
     const T *row[R];
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++) row[r] = rows[r], tile[r] = add ? load(sums + r * L) : Vector<T>{};
     for (Int k = 0; k < depth; k++, panel += L) {
         const Int shift = shifts[k] * L;
@@ -195,6 +230,7 @@ APART void multiply_lanes(const T *const *rows, const int32_t *shifts, Int depth
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) tile[r] += factor * load(row[r] + shift);
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++) store(sums + r * L, tile[r]);
 }
 
@@ -225,23 +261,35 @@ template <class T, int S = LANES<T> / 2> INLINE void transpose(Vector<T> *square
     if constexpr (S > 1) transpose<T, S / 2>(square);
 }
 
-// to[i][j] = from[j][i] for `rows` rows of `to`, each of `width` numbers: `columns` that are there, and zeros.
+// to[i][j] = column j of `from`, which begins at `offsets[j]`, number i: for `rows` rows of `to`, each of `width` numbers,
+// `columns` that are there, and zeros. Behind rows that are no whole vectors there is room for one.
 template <class T>
-INLINE void transpose_into(T *to, Int rows, Int width, const T *from, Int from_step, Int columns) {
+INLINE void transpose_into(T *to, Int rows, Int width, const T *from, const Int *offsets, Int columns) {
     constexpr Int L = LANES<T>;
-    if (rows < L || width % L) {
-        for (Int row = 0; row < rows; row++)
-            for (Int column = 0; column < width; column++)
-                to[row * width + column] = column < columns ? from[column * from_step + row] : T(0);
+    const bool few = rows < L;
+    if ((width > L && width % L) || (few && rows < L / 4)) {
+        for (Int row = 0; row < rows; row++, to += width) {
+            for (Int column = 0; column < columns; column++) to[column] = from[offsets[column] + row];
+            for (Int column = columns; column < width; column++) to[column] = T(0);
+        }
         return;
     }
     for (Int next = 0; next < rows; next += L)
         for (Int first = 0; first < width; first += L) {
-            const Int row = std::min(next, rows - L);  // some rows twice rather than one by one
+            const Int row = few ? 0 : std::min(next, rows - L);  // some rows twice rather than one by one
             Vector<T> square[L];
-            for (int i = 0; i < L; i++)
-                square[i] = first + i < columns ? load(from + (first + i) * from_step + row) : Vector<T>{};
+            if (few || first + L > columns) {
+                for (int i = 0; i < L; i++)
+                    square[i] = first + i < columns ? load_some(from + offsets[first + i] + row, std::min(rows, L))
+                                                    : Vector<T>{};
+                transpose<T>(square);
+                for (int i = 0; i < std::min(rows, L); i++) store(to + (row + i) * width + first, square[i]);
+                continue;
+            }
+#pragma GCC unroll 16
+            for (int i = 0; i < L; i++) square[i] = load(from + offsets[first + i] + row);
             transpose<T>(square);
+#pragma GCC unroll 16
             for (int i = 0; i < L; i++) store(to + (row + i) * width + first, square[i]);
         }
 }

@@ -1,7 +1,7 @@
 // The three products of a convolution with 3 x 3 taps that takes no steps, by Winograd's algorithm (tile_transforms.h):
 // 16 products of matrices, one for each frequency, in place of the 36 numbers by taps that a tile of results has.
 //
-// Numbers are laid out by frequency, channel and tile, and the other operand as panels of columns, one frequency after
+// Numbers are laid out by frequency, tile and channel, and the other operand as panels of columns, one frequency after
 // another. Panels that are small enough are all made beforehand, and then numbers of some tiles at a time, which are in
 // the second-level cache for all columns. Else panels are made one after the other, of numbers that are all there. A
 // third dimension, in front, is left to the products, which add up its taps.
@@ -15,7 +15,7 @@ constexpr Int NUMBERS_BYTES = 4 << 20;  // of transformed numbers at a time
 constexpr Int TILES = 48;               // whose results are in the second-level cache at a time
 constexpr Int PAGE_BYTES = 4096;        // numbers so far apart share the lines of a first-level cache
 constexpr Int DEEP_TILES = 256;         // of a gradient, likewise
-constexpr Int CHANNELS = 16;            // whose taps are in the first-level cache at a time
+constexpr Int CHANNELS = 16;            // of a kernel, whose taps are in the first-level cache at a time
 constexpr Int PANELS_BYTES = 1 << 20;   // of all columns, that are made beforehand
 
 // The image, or for an image's gradient the response, and what is computed at its tiles.
@@ -35,7 +35,6 @@ struct Grid {
     Int across() const { return (result[2] + 1) / RESULTS; }
     Int tiles() const { return lines() * across(); }           // of a plane
     Int planes() const { return result[0] + depth_taps - 1; }  // that are read of an image
-    Int padded_line() const { return RESULTS * across() + RESULTS; }
 };
 
 // At least so many numbers: how far apart frequencies lie, one of each of which is read or written at a time, so that
@@ -49,29 +48,31 @@ template <class T> class Winograd {
   public:
     struct Scratch {
         Buffer<T> plane, numbers, raw, panel, sums, results;
-        bool padded = false;
+        Part read{-1, 0, 0, 0, 0, 0};  // what the numbers are of, where they are all there
     };
 
     Winograd(const Problem &problem, Int threads)
         : problem(problem), wanted(Wanted(problem.wanted)), grid(problem),
-          columns(wanted == IMAGE ? problem.inputs : problem.outputs),
-          widest(columns > LANES<T> ? 2 * LANES<T> : LANES<T>),
-          shares(problem, problem.groups, columns, widest, false, threads), operands{problem} {
+          samples(together(problem)), of_sample(wanted == IMAGE ? problem.inputs : problem.outputs),
+          columns(of_sample * samples), widest(columns > LANES<T> ? 2 * LANES<T> : LANES<T>),
+          row((grid.channels + LANES<T> - 1) / LANES<T> * LANES<T>),
+          shares(problem, problem.samples / samples * problem.groups, problem.groups, columns, widest, false, threads),
+          operands{problem} {
         some = std::max<Int>(1, TILES / grid.across());
         panels_apart = FREQUENCIES * spread<T>(grid.channels * grid.depth_taps * widest);
         const Int panels = (columns + widest - 1) / widest * panels_apart * sizeof(T);
         beforehand = wanted != KERNEL && grid.depth_taps == 1 && panels <= PANELS_BYTES;
-        const Int bytes = FREQUENCIES * grid.channels * grid.planes() * grid.tiles() * sizeof(T);
+        const Int bytes = FREQUENCIES * row * grid.planes() * grid.tiles() * sizeof(T);
         at_once = beforehand ? shares.images() : std::clamp<Int>(NUMBERS_BYTES / bytes, 1, shares.images());
-        row = beforehand ? some * grid.across() : at_once * grid.planes() * grid.tiles();
-        frequency = spread<T>(grid.channels * row);
+        const Int rows = beforehand ? some * grid.across() : at_once * grid.planes() * grid.tiles();
+        frequency = spread<T>(rows * row);
         for (Int channel = 0; channel < grid.channels; channel++)
-            for (Int tap = 0; tap < grid.depth_taps; tap++) taps.push_back(channel * row + tap * grid.tiles());
+            for (Int tap = 0; tap < grid.depth_taps; tap++) taps.push_back(channel + tap * grid.tiles() * row);
         for (Int image = 0; image < (beforehand ? 0 : at_once); image++)
             for (Int plane = 0; plane < grid.result[0]; plane++)
                 for (Int tile = 0; tile < grid.tiles(); tile++)
-                    tiles.push_back((image * grid.planes() + plane) * grid.tiles() + tile);
-        for (Int tile = 0; tile < (beforehand ? row : 0); tile++) tiles.push_back(tile);
+                    tiles.push_back(((image * grid.planes() + plane) * grid.tiles() + tile) * row);
+        for (Int tile = 0; tile < (beforehand ? rows : 0); tile++) tiles.push_back(tile * row);
     }
 
     Int items() const { return shares.items(); }
@@ -82,7 +83,10 @@ template <class T> class Winograd {
                 compute_by_block(part, scratch);
                 continue;
             }
-            read_numbers(part, 0, part.images * grid.planes() * grid.lines(), scratch);
+            const Part &read = scratch.read;
+            if (part.sample != read.sample || part.group != read.group || part.first_image != read.first_image)
+                read_numbers(part, 0, part.images * grid.planes() * grid.lines(), scratch);
+            scratch.read = part;
             for (Int column = part.first_column; column < part.last_column; column += widest)
                 if (wanted == KERNEL)
                     add_to_kernel(part, column, scratch);
@@ -95,47 +99,60 @@ template <class T> class Winograd {
     const Problem &problem;
     const Wanted wanted;
     const Grid grid;
-    const Int columns, widest;         // of a group, and of a panel
+    const Int samples, of_sample;      // samples whose columns are one behind the other
+    const Int columns, widest;         // of a set, and of a panel
+    const Int row;                     // how far tiles of numbers are apart: their channels, in whole vectors
     const Shares shares;
     const Operands<T> operands;
     bool beforehand;                   // whether all panels are made before numbers are read
     Int at_once;                       // images
     Int some;                          // lines of tiles, whose results are computed at a time
-    Int row, frequency, panels_apart;  // how far channels and frequencies of numbers are apart, and panels
+    Int frequency, panels_apart;       // how far frequencies of numbers are apart, and panels
     std::vector<int32_t> taps, tiles;  // offsets into transformed numbers, by channel and tap of the depth, and by tile
 
-    // Of `count` lines of the images' planes, from `first` on.
+    // Of `count` lines of tiles of the images' planes, from `first` on.
     void read_numbers(const Part &part, Int first, Int count, Scratch &scratch) const {
         const Int *steps = wanted == IMAGE ? problem.response_steps : problem.image_steps;
         const T *from = wanted == IMAGE ? operands.response(part) : operands.image(part);
-        const Int line = grid.padded_line();
-        const Int size = (RESULTS * grid.lines() + RESULTS) * line + 2 * LANES<T>;  // vectors may end behind it
-        T *plane = scratch.plane.reserve(size);
-        if (!scratch.padded) std::fill_n(plane, size, T(0)), scratch.padded = true;  // it stays so around what is read
-        const Int lines = grid.lines(), stop = first + count;
+        const Int lines = grid.lines(), line = grid.source[2], stop = first + count;
+        // As many numbers as there are in the source lines of some lines of tiles, and a line of zeros.
+        T *zeros = scratch.plane.reserve((RESULTS * some + RESULTS + 1) * line * LANES<T>);
         T *numbers = scratch.numbers.reserve(FREQUENCIES * frequency);
-        for (Int channel = 0; channel < grid.channels; channel++)
-            for (Int number = first / lines; number * lines < stop; number++) {
+        std::fill_n(zeros, line * LANES<T>, T(0));
+        for (Int channel = 0; channel < grid.channels; channel += LANES<T>)
+            for (Int next = first, end; next < stop; next = end) {
+                const Int number = next / lines, begin = next % lines;
+                end = std::min({stop, next + some, (number + 1) * lines});
                 const Int n = number / grid.planes(), at = number % grid.planes() - grid.padding[0];
-                const Int begin = std::max<Int>(0, first - number * lines);
-                const Int end = std::min(lines, stop - number * lines);
                 const bool outside = at < 0 || at >= grid.source[0];
-                const T *source = from + n * steps[1] + channel * steps[2] + at * grid.source[1] * grid.source[2];
+                const T *plane = from + n * steps[1] + channel * steps[2] + at * grid.source[1] * line;
                 const Int upper = std::max<Int>(0, RESULTS * begin - grid.padding[1]);
-                const Int lower = std::min(grid.source[1], RESULTS * end + RESULTS - grid.padding[1]);
-                for (Int h = upper; h < lower && !outside; h++)
-                    copy(plane + (h + grid.padding[1]) * line + grid.padding[2], source + h * grid.source[2],
-                         grid.source[2]);
-                // A vector that is too long writes where the next line will, or the next channel, or behind the last.
-                for (Int i = begin; i < end; i++) {
-                    T *to = numbers + channel * row + (number * lines + i - first) * grid.across();
-                    if (outside)
-                        for (int f = 0; f < FREQUENCIES; f++) std::fill_n(to + f * frequency, grid.across(), T(0));
-                    else
-                        for (Int tile = 0; tile < grid.across(); tile += LANES<T>)
-                            transform_numbers(plane + RESULTS * (i * line + tile), line, to + tile, frequency);
+                const Int lower = std::min(grid.source[1], RESULTS * (begin + end - next) + RESULTS - grid.padding[1]);
+                if (!outside && lower > upper)
+                    read_lines(plane + upper * line, (lower - upper) * line, steps[2], channel, zeros + line * LANES<T>);
+                for (Int i = next; i < end; i++) {
+                    const T *four[SIDE];
+                    for (int h = 0; h < SIDE; h++) {
+                        const Int source = RESULTS * (begin + i - next) + h - grid.padding[1];
+                        const bool inside = !outside && source >= 0 && source < grid.source[1];
+                        four[h] = inside ? zeros + (1 + source - upper) * line * LANES<T> : zeros;
+                    }
+                    T *to = numbers + (i - first) * grid.across() * row + channel;
+                    transform_numbers(four, line, grid.padding[2], grid.across(), to, row, frequency);
                 }
             }
+    }
+
+    // As many channels as a vector has lanes, side by side; zeros where there are no more.
+    void read_lines(const T *from, Int count, Int channel_step, Int channel, T *to) const {
+        Int channels[LANES<T>];
+        for (Int i = 0; i < LANES<T>; i++) channels[i] = i * channel_step;
+        transpose_into(to, count, LANES<T>, from, channels, std::min(LANES<T>, grid.channels - channel));
+    }
+
+    Columns<T> block_of(const Part &part, Int column) const {
+        const Int wide = std::min(widest, columns - column);
+        return Columns<T>(problem, part, column, wide, of_sample, volume(problem.kernel));
     }
 
     // As many as it takes for so many columns.
@@ -184,11 +201,10 @@ template <class T> class Winograd {
         Scratch &scratch) const {
         const Int wide = std::min(widest, columns - column), width = width_of(wide);
         const Int depth = taps.size(), across = grid.across();
-        const Int *steps = wanted == IMAGE ? problem.image_steps : problem.response_steps;
-        const T *bias = (const T *)problem.bias;
-        if (bias) bias += part.sample * problem.bias_step + part.group * columns + column;
-        T *start = (wanted == IMAGE ? operands.image(part) : operands.response(part)) + column * steps[2];
-        const Target<T> target{start, steps[1], steps[2], volume(grid.result), nullptr, bias, false, false};
+        const Int step = wanted == IMAGE ? problem.image_steps[1] : problem.response_steps[1];
+        const Columns<T> block = block_of(part, column);
+        T *start = wanted == IMAGE ? operands.image(part) : operands.response(part);
+        const Target<T> target{start, step, block.wanted, volume(grid.result), nullptr, block.bias, false, false};
         const Int apart = spread<T>(some * across * width);
         T *sums = scratch.sums.reserve(FREQUENCIES * apart);
         multiply_all({scratch.numbers.get(), rows, count * across, taps.data(), depth, panel}, width, sums, apart,
@@ -224,16 +240,15 @@ template <class T> class Winograd {
         const Int wide = std::min(widest, columns - column), width = width_of(wide);
         const Int apart = spread<T>(taps.size() * width);
         T *raw = scratch.raw.reserve(CHANNELS * all * width);
+        const Columns<T> block = block_of(part, column);
+        const T *from = operands.kernel(part);
         for (Int first = 0; first < grid.channels; first += CHANNELS) {
             const Int count = std::min(CHANNELS, grid.channels - first);
             if (wanted == RESPONSE)
-                transpose_into(
-                    raw, count * all, width, operands.kernel(part) + column * step + first * all, step, wide);
+                transpose_into(raw, count * all, width, from + first * all, block.given, wide);
             else
-                for (Int channel = 0; channel < count; channel++) {
-                    const T *from = operands.kernel(part) + (first + channel) * step + column * all;
-                    transpose_into(raw + channel * all * width, all, width, from, all, wide);
-                }
+                for (Int i = 0; i < count; i++)
+                    transpose_into(raw + i * all * width, all, width, from + (first + i) * step, block.given, wide);
             for (Int k = 0; k < count * depth; k++) {
                 // To an image they lead the other way round.
                 const Int last = k / depth * all + all - 1 - k % depth * PLANE;
@@ -270,13 +285,14 @@ template <class T> class Winograd {
     // A panel [f][tile][column] of the transformed response, of some planes.
     const T *pack_gradient(const Part &part, Int first, Int count, Int column, Int wide, Scratch &scratch) const {
         constexpr Int L = LANES<T>;
-        const Int *steps = problem.response_steps, size = grid.result[1] * grid.result[2], width = width_of(wide);
+        const Int size = grid.result[1] * grid.result[2], width = width_of(wide);
+        const Columns<T> block = block_of(part, column);
         const Int apart = spread<T>(count * grid.tiles() * width);
         T *panel = scratch.panel.reserve(FREQUENCIES * apart), *raw = scratch.raw.reserve(size * width);
         for (Int number = 0; number < count; number++) {
             const Int n = (first + number) / grid.result[0], plane = (first + number) % grid.result[0];
-            const T *from = operands.response(part) + n * steps[1] + column * steps[2] + plane * size;
-            transpose_into(raw, size, width, from, steps[2], wide);
+            const T *from = operands.response(part) + n * problem.response_steps[1] + plane * size;
+            transpose_into(raw, size, width, from, block.given, wide);
             for (Int tile = 0; tile < grid.tiles(); tile++) {
                 const Int h = tile / grid.across() * RESULTS, w = tile % grid.across() * RESULTS;
                 T *to = panel + (number * grid.tiles() + tile) * width;
@@ -298,9 +314,10 @@ template <class T> class Winograd {
 
     void write_kernel(const Part &part, Int column, Int wide, const T *sums, Int apart, Scratch &scratch) const {
         constexpr Int L = LANES<T>, PLANE = TAPS * TAPS, AT_ONCE = 32;
-        const Int step = problem.kernel_steps[1], rows = taps.size(), width = width_of(wide);
-        T *start = operands.kernel(part) + column * step;
-        const Target<T> target{start, 0, step, rows * PLANE, nullptr, nullptr, false, past_caches<T>(problem)};
+        const Int rows = taps.size(), width = width_of(wide);
+        const Columns<T> block = block_of(part, column);
+        T *start = operands.kernel(part);
+        const Target<T> target{start, 0, block.wanted, rows * PLANE, nullptr, nullptr, false, past_caches<T>(problem)};
         T *results = scratch.results.reserve(AT_ONCE * PLANE * width);
         for (Int first = 0; first < rows; first += AT_ONCE) {
             const Int count = std::min(AT_ONCE, rows - first);
