@@ -89,7 +89,7 @@ def test_a_step_of_ones_own() -> None:
 
 def test_ranks_with_fewer_samples_are_a_class_of_their_own() -> None:
     plan = convmesh.plan(nn.Conv2d(1, 1, 3, padding=1), {"input": (8, 1, 8, 8)}, {"data": 3})
-    assert [rank.name for rank in plan.ranks] == ["any (data 0)", "any (data 2)"]  # which have 3 and 2
+    assert [rank.name for rank in plan.ranks] == ["(data 0)", "(data 2)"]  # which have 3 and 2
     assert len(convmesh.plan(nn.ReLU(), {"input": (8, 1, 8, 8)}, {"data": 4, "h": 4}).ranks) == 3
 
 
@@ -174,6 +174,28 @@ def test_this_machine() -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [({"flops": {"bfloat16": 1e12}}, "no flops of float32"), ({"memory": "much"}, "no positive numbers"),
+     ({"bandwidth": 0}, "no positive numbers"), ({"node": 1}, "is no device")],
+)  # fmt: skip
+def test_a_device_file_that_is_none(figures: dict[str, object], says: str, tmp_path: Path) -> None:
+    link = {"latency": 1e-6, "bandwidth": 1e9}
+    told = {"name": "mine", "memory": 10**9, "flops": {"float32": 1e12}, "bandwidth": 1e9, "node": link, "network": link}
+    (tmp_path / "device.json").write_text(json.dumps(told | figures))
+    with pytest.raises(convmesh.PlanError, match=says):
+        convmesh.plan(nn.ReLU(), {"input": (1, 1, 8, 8)}, {"h": 2}, device=str(tmp_path / "device.json"))
+
+
+def test_layers_have_the_names_that_the_model_gives_them(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    arguments = ["convmesh.models:UNet", "--with", "spatial_dims=2", "in_channels=1", "out_channels=1", "channels=4,8"]
+    assert cli.main(["plan", *arguments, "strides=2,", "--input", "1,1,16,16", "--mesh", "h=2", "--json", str(out),
+                     "--html", str(tmp_path / "plan.html")]) == 0  # fmt: skip
+    layers = [layer["layer"] for layer in json.loads(out.read_text())["ranks"][0]["layers"]]
+    assert any(name.startswith("entry.") for name in layers)
+
+
 @pytest.mark.parametrize("model", [Picky(), Positive()])
 def test_values_are_not_asked_for(model: nn.Module) -> None:
     with pytest.raises(convmesh.PlanError, match=r"depends on values.*test_plan.py:\d+"):
@@ -204,6 +226,7 @@ def test_values_are_not_asked_for(model: nn.Module) -> None:
         (["math:sqrt", "--with", "x=4", "--input", "1,1,8,8", "--mesh", "h=2"], "cannot be built"),
         (["torch.nn:ReLU", "--input", "1,1,8,8", "--mesh", "h=2", "--html", "/nowhere/plan.html"], "cannot be written"),
         (["torch.nn:ReLU", "--input", "1,1,8,8", "--ranks", "2", "--device", "abacus"], "unknown device"),
+        (["tests.planner.exits:Net", "--input", "1,1,8,8", "--ranks", "2"], "cannot be imported"),
         (["torch.nn:Conv2d", "--with", "in_channels=3", "out_channels=1", "kernel_size=3",
           "--input", "1,1,8,8", "--mesh", "h=2"], "channels"),
     ],

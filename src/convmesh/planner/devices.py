@@ -95,7 +95,7 @@ PRESETS: dict[str, Device] = {
 def device(name: str | Device) -> Device:
     """A preset, `here` for this machine, or what a file says: the JSON of a `Device`."""
     if isinstance(name, Device):
-        return name
+        return _checked(name, f"the device {name.name!r}")
     if name == "here":
         from .here import this_machine
 
@@ -111,9 +111,19 @@ def _read(path: Path) -> Device:
     try:
         told: dict[str, Any] = json.loads(path.read_text())
         told |= {name: Link(**told[name]) for name in ("node", "network")}
-        return Device(**told)
+        return _checked(Device(**told), f"the device file {path}")
     except OSError as error:
         raise PlanError(f"the device file {path} cannot be read ({error.strerror}): name one that exists") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         known = ", ".join(field.name for field in fields(Device))
-        raise PlanError(f"the device file {path} is no device ({error}): it is JSON with {known}") from None
+        raise PlanError(f"the device file {path} is no device ({error!r}): it is JSON with {known}") from None
+
+
+def _checked(found: Device, what: str) -> Device:
+    if "float32" not in found.flops:
+        raise PlanError(f"{what} has no flops of float32: say how many it does a second")
+    numbers = [found.memory, found.bandwidth, found.node_ranks, found.compute_share, found.memory_share]
+    numbers += [*found.flops.values(), found.node.bandwidth, found.network.bandwidth]
+    if not all(isinstance(number, int | float) and number > 0 for number in numbers):
+        raise PlanError(f"{what} has figures that are no positive numbers: give bytes, and bytes or flops a second")
+    return found

@@ -158,7 +158,7 @@ def _reason(error: Exception, asked: Problem) -> str:
     if any(word in str(error) for word in ("meta tensor", "Meta tensor", "_local_scalar_dense", "nonzero()")):
         return f"the step depends on values, which a plan has not{where}: decide by shapes or settings instead"
     given = ", ".join(f"{name} of shape {one.shape}" for name, one in asked.inputs.items())
-    return f"{said}{where}: the step was given {given}; give it inputs that it takes"
+    return f"{said}{where}: the step was given {given}; give it inputs that it takes, as on one device"
 
 
 def _place(error: Exception) -> str | None:
