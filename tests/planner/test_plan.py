@@ -181,7 +181,15 @@ def test_this_machine() -> None:
 )  # fmt: skip
 def test_a_device_file_that_is_none(figures: dict[str, object], says: str, tmp_path: Path) -> None:
     link = {"latency": 1e-6, "bandwidth": 1e9}
-    told = {"name": "mine", "memory": 10**9, "flops": {"float32": 1e12}, "bandwidth": 1e9, "node": link, "network": link}
+    told = {"name": "mine", "memory": 10**9, "flops": {"float32": 1e12}, "bandwidth": 1e9}
+    told |= {"node": link, "network": link}
+        "name": "mine",
+        "memory": 10**9,
+        "flops": {"float32": 1e12},
+        "bandwidth": 1e9,
+        "node": link,
+        "network": link,
+    }
     (tmp_path / "device.json").write_text(json.dumps(told | figures))
     with pytest.raises(convmesh.PlanError, match=says):
         convmesh.plan(nn.ReLU(), {"input": (1, 1, 8, 8)}, {"h": 2}, device=str(tmp_path / "device.json"))
@@ -236,6 +244,23 @@ def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.C
     said = capsys.readouterr().err
     assert says in said
     assert len(said.strip().splitlines()) == 1
+
+
+def test_bad_arguments_say_what_would_help() -> None:
+    model, inputs, mesh = nn.ReLU(), {"input": (1, 1, 8, 8)}, {"h": 2}
+    calls: list[tuple[tuple[object, ...], dict[str, object], str]] = [
+        ((model, (1, 1, 8, 8), mesh), {}, "by name"),
+        (("relu", inputs, mesh), {}, "is no step"),
+        ((model, inputs, (2, 2)), {}, "give sizes by name"),
+        ((model, inputs, {}), {}, "give sizes by name"),
+        ((model, inputs, {"h": "2"}), {}, "no number of ranks"),
+        ((model, inputs), {"ranks": "4"}, "take 1 or more"),
+        ((model, inputs, mesh), {"device": None}, "unknown device"),
+        ((model, inputs, mesh), {"dims": {"h": -2}}, "no such dimension"),
+    ]
+    for given, options, says in calls:
+        with pytest.raises(convmesh.PlanError, match=says):
+            convmesh.plan(*given, **options)  # type: ignore[arg-type]
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

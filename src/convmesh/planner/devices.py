@@ -100,9 +100,9 @@ def device(name: str | Device) -> Device:
         from .here import this_machine
 
         return this_machine()
-    if name.lower() in PRESETS:
-        return PRESETS[name.lower()]
-    if Path(name).suffix == ".json":
+    if str(name).lower() in PRESETS:
+        return PRESETS[str(name).lower()]
+    if Path(str(name)).suffix == ".json":
         return _read(Path(name))
     raise PlanError(f"unknown device {name!r}: choose one of {', '.join(PRESETS)}, here, or a JSON file of your own")
 

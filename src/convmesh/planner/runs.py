@@ -107,8 +107,8 @@ class Runs:
 
     def search(self, ranks: int) -> list[MeshRow]:
         """Every mesh of that many ranks, and of fewer, the best first."""
-        if ranks < 1:
-            raise PlanError(f"{ranks} ranks: take 1 or more")
+        if not isinstance(ranks, int) or ranks < 1:
+            raise PlanError(f"{ranks!r} ranks: take 1 or more")
         if most_even(self.problem, ranks) is None:
             shape, most = self.problem.first.shape, most_ranks(self.problem, ranks)
             raise PlanError(f"no mesh of {ranks} ranks shards an input of shape {shape}: take {most}")
