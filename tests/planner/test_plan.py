@@ -183,13 +183,6 @@ def test_a_device_file_that_is_none(figures: dict[str, object], says: str, tmp_p
     link = {"latency": 1e-6, "bandwidth": 1e9}
     told = {"name": "mine", "memory": 10**9, "flops": {"float32": 1e12}, "bandwidth": 1e9}
     told |= {"node": link, "network": link}
-        "name": "mine",
-        "memory": 10**9,
-        "flops": {"float32": 1e12},
-        "bandwidth": 1e9,
-        "node": link,
-        "network": link,
-    }
     (tmp_path / "device.json").write_text(json.dumps(told | figures))
     with pytest.raises(convmesh.PlanError, match=says):
         convmesh.plan(nn.ReLU(), {"input": (1, 1, 8, 8)}, {"h": 2}, device=str(tmp_path / "device.json"))

@@ -110,7 +110,7 @@ def _model(name: str, arguments: list[str]) -> nn.Module:
     return made
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
