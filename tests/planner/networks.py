@@ -61,11 +61,11 @@ class Network:
 
 NETWORKS: dict[str, Network] = {
     "unet3d": Network(
-        lambda: UNet(3, 1, 2, (8, 16, 32), (2, 2)), (1, 1, 96, 96, 96),
+        lambda: UNet(3, 1, 2, (16, 32, 64), (2, 2)), (1, 1, 80, 80, 80),
         lambda: UNet(3, 1, 2, (4, 8, 16), (2, 2)), (1, 1, 16, 16, 16),
     ),
     "unet2d": Network(
-        lambda: UNet(2, 3, 2, (8, 16, 32), (2, 2)), (1, 3, 768, 768),
+        lambda: UNet(2, 3, 2, (16, 32, 64, 128), (2, 2, 2)), (1, 3, 640, 640),
         lambda: UNet(2, 3, 2, (4, 8, 16), (2, 2)), (1, 3, 64, 64),
     ),
     "resnet50": Network(

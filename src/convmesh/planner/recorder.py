@@ -36,6 +36,12 @@ _RESULTS: dict[Any, Callable[..., Any]] = {
     ),
     torch.ops._c10d_functional.wait_tensor.default: lambda x: x,
 }
+# Kernels that copy into a layout of their own what they are given and make, as oneDNN's do on CPUs, and cuDNN's as a rule:
+# how much that is at once. Forward one after the other; the gradient of a weight needs input and gradient at once.
+_COPYING: dict[Any, Callable[[list[torch.Tensor], list[torch.Tensor]], int]] = {
+    aten.convolution: lambda given, made: max(map(_size, (*given, *made))),
+    aten.convolution_backward: lambda given, made: sum(map(_size, given[:2])),
+}
 
 
 class ExceededError(Exception):
@@ -76,6 +82,8 @@ class Recorder(_torch.TorchDispatchMode):
             self.mark(tensor, Kind.GRADIENTS, known=False)
         for tensor in made:
             self._keep(tensor, layer, phase)
+        if func.overloadpacket in _COPYING:
+            self._work_in(_COPYING[func.overloadpacket](given, made), layer, phase)
         return result
 
     def _sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -168,6 +176,13 @@ class Recorder(_torch.TorchDispatchMode):
         if self._limit is not None and self._total > self._limit:
             self.trace.exceeded = self._total
             raise ExceededError
+
+    def _work_in(self, size: int, layer: str, phase: Phase) -> None:
+        """So much memory is there while an operator runs, beside what it is given and what it returns."""
+        now = len(self.trace.events)
+        block = Block(size, layer, phase, now, now, Kind.WORKSPACES, number=len(self.trace.blocks))
+        self.trace.blocks.append(block)
+        self.trace.changes += [(now, block.number, 1), (now, block.number, -1)]
 
     def _free(self, key: int, _: Any) -> None:
         block, _ = self._live.pop(key)
