@@ -27,8 +27,8 @@ class Link:
 class Device:
     """Rates are those of data sheets, dense; `compute_share` and `memory_share` are how much of them programs get.
 
-    Devices of a node, `node_ranks` of them, are joined by `node`, others by `network`. `overhead` is the least that an
-    operator takes, in seconds.
+    Devices of a node, `node_ranks` of them, are joined by `node`, others by `network`; `sums` is for reductions and
+    gathers, where these go another way than halos. `overhead` is the least that an operator takes, in seconds.
 
     Examples:
         >>> link = convmesh.planner.Link(latency=5e-6, bandwidth=50e9)
@@ -48,10 +48,16 @@ class Device:
     memory_share: float = 0.8
     source: str = ""
     cores: int = 0  # of a CPU, which the ranks of a node share; 0 where each rank has a device of its own
+    sums: Link | None = None
 
     def sharing(self, ranks: int) -> float:
         """How much longer compute takes because ranks share what they run on."""
         return max(1.0, min(ranks, self.node_ranks) / self.cores) if self.cores else 1.0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether messages go on beside compute. On a CPU the cores that compute copy the messages."""
+        return not self.cores
 
     def rate(self, dtype: torch.dtype) -> float:
         """Floating point operations a second; of a type that nobody has published, those of float32."""
@@ -110,7 +116,8 @@ def device(name: str | Device) -> Device:
 def _read(path: Path) -> Device:
     try:
         told: dict[str, Any] = json.loads(path.read_text())
-        told |= {name: Link(**told[name]) for name in ("node", "network")}
+        links = [name for name in ("node", "network", "sums") if told.get(name) is not None or name != "sums"]
+        told |= {name: Link(**told[name]) for name in links}
         return _checked(Device(**told), f"the device file {path}")
     except OSError as error:
         raise PlanError(f"the device file {path} cannot be read ({error.strerror}): name one that exists") from None

@@ -11,7 +11,7 @@ from ..sharding.errors import ShardingError
 from .checkpointing import Checkpoint, checkpoints
 from .devices import Device
 from .dry_run import dry_run
-from .here import SOURCE, step_seconds
+from .here import SOURCE, shared, step_seconds
 from .memory import Memory, memory_of
 from .needs import Need
 from .problem import Mesh, PlanError, Problem, ranks_of, words
@@ -78,10 +78,11 @@ class Runs:
         self._say = progress or (lambda what: None)
 
     def _time(self, mesh: Mesh, rank: int, trace: Trace) -> Time:
-        """On this machine, from how long the rank's own work takes here."""
-        here = self.device.source == SOURCE
-        measured = step_seconds(self.problem, mesh, rank, trace, self.device.memory) if here else None
-        return time_of(trace, self.device, measured)
+        """On this machine, from how long the rank's own work takes here, and messages between so many ranks."""
+        if self.device.source != SOURCE:
+            return time_of(trace, self.device)
+        measured = step_seconds(self.problem, mesh, rank, trace, self.device.memory)
+        return time_of(trace, shared(self.device, ranks_of(mesh)), measured)
 
     def rank(self, mesh: Mesh, name: str, rank: int) -> RankPlan:
         self._say(f"{words(mesh)}: {name}")
