@@ -1,5 +1,5 @@
-"""Messages between ranks on CPUs of this machine: measured between processes that share two cores as the ranks of a mesh
-share all of them. Who waits for a rank that has no core yet, and who copies a message for others, is in the figures."""
+"""Messages between ranks on CPUs of this machine: measured between processes that share two cores, as many on each as a
+mesh has ranks for a core. So waiting for a rank that has no core yet, and copying for others, is in the figures."""
 
 from __future__ import annotations
 
@@ -70,7 +70,11 @@ def measure() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=SECONDS)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=SECONDS),
     )
     api.enable()
     # As `timing.sending` has it: halos go to neighbours on both sides, sums in a ring.

@@ -36,8 +36,8 @@ _RESULTS: dict[Any, Callable[..., Any]] = {
     ),
     torch.ops._c10d_functional.wait_tensor.default: lambda x: x,
 }
-# Kernels that copy into a layout of their own what they are given and make, as oneDNN's do on CPUs, and cuDNN's as a rule:
-# how much that is at once. Forward one after the other; the gradient of a weight needs input and gradient at once.
+# Kernels that copy what they are given and make into a layout of their own, as oneDNN's do on CPUs, and cuDNN's as a
+# rule: how much that is at once. Forward one after the other; a weight's gradient needs the input's copy and its own.
 _COPYING: dict[Any, Callable[[list[torch.Tensor], list[torch.Tensor]], int]] = {
     aten.convolution: lambda given, made: max(map(_size, (*given, *made))),
     aten.convolution_backward: lambda given, made: sum(map(_size, given[:2])),
