@@ -121,8 +121,8 @@ def plan(
     """Find out what a training step needs on a mesh, without the hardware.
 
     Ranks run one by one in this process, without values and without communication: no process group is needed, and none
-    is left behind. Bytes and messages are those of a real run. Memory is that of tensors; an allocator needs more. Time
-    is an estimate from the figures of the device.
+    is left behind. Bytes and messages are those of a real run. Memory is that of tensors and of workspaces of
+    convolutions; an allocator needs more. Time is an estimate from the figures of the device.
 
     Args:
         step: A model: then a step is its forward pass, the mean of its outputs as loss, backward and the optimizer. Or
