@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Thread
+from threading import Event, Thread
 from typing import TypeVar
 
 import torch
@@ -86,16 +86,21 @@ def in_thread(work: Callable[[], Result]) -> Result:
             results.append(work())
         except BaseException as error:  # raised again where the work was asked for
             errors.append(error)
+        finally:
+            done.set()
 
+    done = Event()  # Python 3.11 takes a thread for ended when somebody interrupts who joins it
     thread = Thread(target=run, name="convmesh plan")
     thread.start()
     try:
-        thread.join()
+        done.wait()
     except BaseException:
         raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
         raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_InterruptedError))
-        thread.join()
+        done.wait()
         raise
+    finally:
+        thread.join()
     if errors:
         raise errors[0]
     return results[0]
