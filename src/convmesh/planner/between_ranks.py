@@ -26,16 +26,21 @@ SMALL, LARGE = 2**8, 2**20  # float32: about what a norm sends of a channel each
 ROUNDS, REPEAT = 7, 4
 SECONDS = 120  # after which something is wrong
 _MOST = 4  # ranks on a core; more take as much longer as they are more
+_ONLY = hasattr(os, "sched_setaffinity")  # a process can be told to use no cores but some
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if _ONLY else os.cpu_count() or 1
 
 
 @cache
 def links(on_a_core: int) -> tuple[Link, Link]:
     """Of halos, and of reductions and gathers, which gloo sends, where so many ranks are on a core."""
     if on_a_core > _MOST:
-        return tuple(
-            Link(link.latency * on_a_core / _MOST, link.bandwidth * _MOST / on_a_core) for link in links(_MOST)
-        )  # type: ignore[return-value]
-    ranks = 2 * on_a_core
+        halos, sums = links(_MOST)
+        return halos.slower(on_a_core / _MOST), sums.slower(on_a_core / _MOST)
+    ranks = max(2, on_a_core * min(2, cores()))
     with tempfile.TemporaryDirectory(prefix="convmesh-plan-") as folder:
         command = [sys.executable, "-c", f"from {__name__} import measure; measure()", str(ranks), f"{folder}/store"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
@@ -53,7 +58,8 @@ def links(on_a_core: int) -> tuple[Link, Link]:
                 process.wait()
     if any(process.returncode for process in processes):
         raise _unknown(next(line for _, error in told for line in reversed(error.decode().splitlines()) if line))
-    return tuple(Link(*figures) for figures in json.loads(told[0][0].splitlines()[-1]))  # type: ignore[return-value]
+    halos, sums = (Link(*figures) for figures in json.loads(told[0][0].splitlines()[-1]))
+    return halos, sums
 
 
 def _unknown(why: str) -> PlanError:
@@ -66,7 +72,7 @@ def measure() -> None:
     """What each of the processes does: `python -c ... RANKS STORE RANK`. The first one prints (latency, bandwidth) of
     halos and of sums."""
     ranks, store, rank = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    if hasattr(os, "sched_setaffinity"):
+    if _ONLY:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -22,6 +22,9 @@ class Link:
     latency: float
     bandwidth: float
 
+    def slower(self, times: float) -> Link:
+        return Link(self.latency * times, self.bandwidth / times)
+
 
 @dataclass(frozen=True)
 class Device:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from .between_ranks import links
+from .between_ranks import cores, links
 from .devices import Device
 from .dry_run import in_thread
 from .problem import Mesh, Problem, ranks_of
@@ -32,15 +32,14 @@ _ROUNDS = 3
 @cache
 def this_machine() -> Device:
     """One thread of a CPU, as a rank has it under torchrun, while all cores are busy."""
-    cores = len(os.sched_getaffinity(0))
     flops = {name: _one_thread(partial(_convolution, getattr(torch, name))) for name in _DTYPES}
-    bandwidth = min(_at_once(_copies, cores))
+    bandwidth = min(_at_once(_copies, cores()))
     small = torch.ones(1)
     overhead = _one_thread(lambda: _timed(lambda: [small.add(1) for _ in range(1000)]) / 1000)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     halos, sums = links(1)
     return Device("this machine, a thread of its CPU", memory, flops, bandwidth, halos, halos, 1024,
-                  overhead, 1.0, 1.0, SOURCE, cores, sums)  # fmt: skip
+                  overhead, 1.0, 1.0, SOURCE, cores(), sums)  # fmt: skip
 
 
 def shared(device: Device, ranks: int) -> Device:
