@@ -12,6 +12,7 @@ from torch import nn
 import convmesh
 from convmesh import cli
 from convmesh.models import UNet
+from convmesh.planner.trace import Kind
 
 
 class Packed(nn.Module):
@@ -58,6 +59,15 @@ def test_results_of_an_operator_are_there_before_what_it_was_given_goes() -> Non
     plan = convmesh.plan(nn.Sequential(nn.ReLU(), nn.ReLU()), {"input": (1, 1, 8, 8)}, {"h": 1})
     # Input, the first ReLU's result, of which nothing is kept, and the second's, at once.
     assert plan.peak >= 3 * 8 * 8 * 4
+
+
+def test_convolutions_have_workspaces_that_count() -> None:
+    plan = convmesh.plan(nn.Conv2d(1, 1, 3, padding=1), {"input": (1, 1, 64, 64)}, {"h": 1})
+    parts = plan.largest.memory.peak.parts
+    assert parts[Kind.WORKSPACES] == 2 * 64 * 64 * 4, "the input and the gradient of the output"
+    small = convmesh.Device("small", plan.peak - 1, {"float32": 1e9}, 1e9, *[convmesh.planner.Link(1e-6, 1e9)] * 2)
+    rows = convmesh.plan(nn.Conv2d(1, 1, 3, padding=1), {"input": (1, 1, 64, 64)}, {"h": 1}, device=small).scaling
+    assert not rows[0].fits
 
 
 def test_json_has_all_tables() -> None:

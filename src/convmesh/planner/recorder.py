@@ -22,6 +22,7 @@ from .layers import Layers
 from .needs import need
 from .refusals import refusal, replicated
 from .trace import WEIGHTS, Block, Compute, Event, Kind, Phase, Send, Trace, Use, Wait
+from .workspaces import size_of, workspace
 
 aten = torch.ops.aten
 _FUNCTIONAL, _IN_PLACE, _RESHARD = "_c10d_functional::", "c10d::", "shard_dim_alltoall"
@@ -35,12 +36,6 @@ _RESULTS: dict[Any, Callable[..., Any]] = {
         for one, wanted in zip(shapes.result(aten.native_batch_norm_backward.default, args, {}), args[-1], strict=True)
     ),
     torch.ops._c10d_functional.wait_tensor.default: lambda x: x,
-}
-# Kernels that copy what they are given and make into a layout of their own, as oneDNN's do on CPUs, and cuDNN's as a
-# rule: how much that is at once. Forward one after the other; a weight's gradient needs the input's copy and its own.
-_COPYING: dict[Any, Callable[[list[torch.Tensor], list[torch.Tensor]], int]] = {
-    aten.convolution: lambda given, made: max(map(_size, (*given, *made))),
-    aten.convolution_backward: lambda given, made: sum(map(_size, given[:2])),
 }
 
 
@@ -82,8 +77,8 @@ class Recorder(_torch.TorchDispatchMode):
             self.mark(tensor, Kind.GRADIENTS, known=False)
         for tensor in made:
             self._keep(tensor, layer, phase)
-        if func.overloadpacket in _COPYING:
-            self._work_in(_COPYING[func.overloadpacket](given, made), layer, phase)
+        if size := workspace(func, given, made):
+            self._work_in(size, layer, phase)
         return result
 
     def _sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -125,7 +120,7 @@ class Recorder(_torch.TorchDispatchMode):
             return ()
         packet = func.overloadpacket
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-        moved = sum(_size(tensor) for tensor in (*given, *made))
+        moved = sum(size_of(tensor) for tensor in (*given, *made))
         dtype = (given or made)[0].dtype
         return (Compute(name, layer, phase, flops, moved, dtype),)
 
@@ -139,7 +134,7 @@ class Recorder(_torch.TorchDispatchMode):
             self._under_way[_torch.memory_of(tensor)] = self._sent
         for tensor in given if use is not Use.RESHARD else ():
             self.mark(tensor, Kind.HALOS if use is Use.HALO else Kind.BUCKETS, known=False)
-        size = sum(map(_size, given))
+        size = sum(map(size_of, given))
         to = self._groups.messages(args[-1], args[2], given[0].element_size()) if use is Use.HALO else ()
         along, peers = self._groups.along(args[-1])
         if to:
@@ -157,7 +152,7 @@ class Recorder(_torch.TorchDispatchMode):
         given = list(_tensors(args[1:2] if "base" in name else args[:1]))
         use = _use(name)
         along, peers = self._groups.along(groups[0])
-        return (Send(name, layer, phase, use, sum(map(_size, given)), along, peers, self._sent),)
+        return (Send(name, layer, phase, use, sum(map(size_of, given)), along, peers, self._sent),)
 
     def _keep(self, tensor: torch.Tensor, layer: str, phase: Phase) -> None:
         storage = tensor.untyped_storage()
@@ -173,8 +168,11 @@ class Recorder(_torch.TorchDispatchMode):
         self.trace.changes.append((block.born, block.number, 1))
         self._live[key] = block, ref(storage, partial(self._free, key))
         self._total += size
-        if self._limit is not None and self._total > self._limit:
-            self.trace.exceeded = self._total
+        self._check(self._total)
+
+    def _check(self, held: int) -> None:
+        if self._limit is not None and held > self._limit:
+            self.trace.exceeded = held
             raise ExceededError
 
     def _work_in(self, size: int, layer: str, phase: Phase) -> None:
@@ -183,6 +181,7 @@ class Recorder(_torch.TorchDispatchMode):
         block = Block(size, layer, phase, now, now, Kind.WORKSPACES, number=len(self.trace.blocks))
         self.trace.blocks.append(block)
         self.trace.changes += [(now, block.number, 1), (now, block.number, -1)]
+        self._check(self._total + size)
 
     def _free(self, key: int, _: Any) -> None:
         block, _ = self._live.pop(key)
@@ -249,10 +248,6 @@ def _without_values(value: Any) -> Any:
 
 def _use(name: str) -> Use:
     return Use.GATHER if "gather" in name else Use.RESHARD if name == _RESHARD else Use.REDUCTION
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
