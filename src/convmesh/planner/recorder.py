@@ -26,17 +26,6 @@ from .workspaces import size_of, workspace
 
 aten = torch.ops.aten
 _FUNCTIONAL, _IN_PLACE, _RESHARD = "_c10d_functional::", "c10d::", "shard_dim_alltoall"
-# Results of operators that have no kernel for tensors without values, or one that makes another tensor: who waits for a
-# collective gets the tensor that he waits for, and no copy beside it.
-_RESULTS: dict[Any, Callable[..., Any]] = {
-    aten.batch_norm_update_stats.default: lambda x, *_: tuple(x.new_empty(x.shape[1], dtype=_wide(x)) for _ in "mv"),
-    # Without the gradient of the input, where nobody asks for it.
-    aten.native_batch_norm_backward.default: lambda *args: tuple(
-        one if wanted else None
-        for one, wanted in zip(shapes.result(aten.native_batch_norm_backward.default, args, {}), args[-1], strict=True)
-    ),
-    torch.ops._c10d_functional.wait_tensor.default: lambda x: x,
-}
 
 
 class ExceededError(Exception):
@@ -66,10 +55,8 @@ class Recorder(_torch.TorchDispatchMode):
         given = list(_tensors((args, kwargs.values())))
         if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
             args, kwargs = _without_values(args), {name: _without_values(value) for name, value in kwargs.items()}
-        if given and given[0].is_meta:
-            result = _RESULTS[func](*args) if func in _RESULTS else shapes.result(func, args, kwargs)
-        else:
-            result = func(*args, **kwargs)
+        silent = bool(given) and given[0].is_meta
+        result = shapes.result(func, args, kwargs) if silent else func(*args, **kwargs)
         made = list(_tensors((result,)))
         layer, phase = self._layers.at_work()
         self.trace.events.extend(self._events(func, args, kwargs, result, given, made, layer, phase))
@@ -248,7 +235,3 @@ def _without_values(value: Any) -> Any:
 
 def _use(name: str) -> Use:
     return Use.GATHER if "gather" in name else Use.RESHARD if name == _RESHARD else Use.REDUCTION
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
