@@ -57,7 +57,8 @@ def links(on_a_core: int) -> tuple[Link, Link]:
                 process.kill()
                 process.wait()
     if any(process.returncode for process in processes):
-        raise _unknown(next(line for _, error in told for line in reversed(error.decode().splitlines()) if line))
+        lines = [line for _, error in told for line in error.decode().splitlines()[-1:]]
+        raise _unknown(lines[0] if lines else "they have ended")
     halos, sums = (Link(*figures) for figures in json.loads(told[0][0].splitlines()[-1]))
     return halos, sums
 
