@@ -20,7 +20,7 @@ def check(runs: list[Counts], plans: list[Counts]) -> None:
 def test_on_simulated_ranks(name: str, ranks: int) -> None:
     case = Case(name, meshes(name)[ranks.bit_length() - 1])
     runs = simulated(case)
-    some = sorted({0, ranks // 2, ranks - 1})
+    some = sorted({0, ranks // 2})
     check([runs[rank] for rank in some], [planned(case, rank) for rank in some])
 
 
