@@ -51,7 +51,7 @@ class _First(nn.Module):
 @dataclass(frozen=True)
 class Network:
     """`of_rank` is an input of a rank for which activations take most of the memory. For quick tests there is a `small`
-    input of all ranks, and a network as deep with fewer channels."""
+    input of all ranks, and a `narrow` network with fewer channels."""
 
     make: Callable[[], nn.Module]
     of_rank: tuple[int, ...]
@@ -65,27 +65,27 @@ NETWORKS: dict[str, Network] = {
         lambda: UNet(3, 1, 2, (4, 8, 16), (2, 2)), (1, 1, 16, 16, 16),
     ),
     "unet2d": Network(
-        lambda: UNet(2, 3, 2, (16, 32, 64, 128), (2, 2, 2)), (1, 3, 640, 640),
+        lambda: UNet(2, 3, 2, (16, 32, 64, 128), (2, 2, 2)), (1, 3, 576, 576),
         lambda: UNet(2, 3, 2, (4, 8, 16), (2, 2)), (1, 3, 64, 64),
     ),
     "resnet50": Network(
-        lambda: resnet50(num_classes=10), (1, 3, 384, 384),
+        lambda: resnet50(num_classes=10, width=32), (1, 3, 640, 640),
         lambda: resnet50(num_classes=10, width=8), (1, 3, 64, 64),
     ),
     "convnext": Network(
-        lambda: ConvNeXt(num_classes=10), (1, 3, 384, 384),
-        lambda: ConvNeXt(dims=(8, 16, 32, 64), num_classes=10), (1, 3, 64, 64),
+        lambda: ConvNeXt(dims=(48, 96, 192, 384), num_classes=10), (1, 3, 640, 640),
+        lambda: ConvNeXt((1, 1, 3, 1), (8, 16, 32, 64), num_classes=10), (1, 3, 64, 64),
     ),
     "monai_unet": Network(
-        lambda: monai_unet(16), (1, 1, 160, 160, 160),
+        lambda: monai_unet(16), (1, 1, 144, 144, 144),
         lambda: monai_unet(4), (1, 1, 32, 32, 32),
     ),
     "segresnet": Network(
-        segresnet, (1, 1, 96, 96, 96),
+        segresnet, (1, 1, 80, 80, 80),
         segresnet, (1, 1, 16, 16, 16),
     ),
     "hugging_face_convnext": Network(
-        hugging_face_convnext, (1, 3, 1024, 1024),
+        hugging_face_convnext, (1, 3, 896, 896),
         hugging_face_convnext, (1, 3, 64, 64),
     ),
     "diffusers_vae": Network(
