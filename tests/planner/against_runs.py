@@ -17,14 +17,20 @@ import convmesh
 from benchmarks.training import returning_memory
 from convmesh.planner.dry_run import dry_run, silent_world, traced
 from convmesh.planner.memory import memory_of
-from convmesh.planner.problem import Problem, problem, words
+from convmesh.planner.problem import SPATIAL, Problem, problem, words
 from convmesh.planner.trace import Send, Use
 from convmesh.process_memory import peak_memory
 from tests.harness import Pool
 from tests.planner.networks import NETWORKS
 
-MESHES: tuple[dict[str, int], ...] = ({"h": 1}, {"h": 2}, {"h": 2, "w": 2})
 OF_EIGHT = {2: {"h": 4, "w": 2}, 3: {"d": 2, "h": 2, "w": 2}}  # by spatial dimensions
+
+
+def meshes(name: str) -> list[dict[str, int]]:
+    """Of 1, 2, 4 and 8 ranks."""
+    return [{"h": 1}, {"h": 2}, {"h": 2, "w": 2}, OF_EIGHT[len(NETWORKS[name].small) - 2]]
+
+
 WITH_SEQUENCES = ("unet2d", "unet3d", "resnet50", "convnext", "segresnet")  # of layers, that can be checkpointed
 
 
@@ -61,14 +67,16 @@ class Case:
     @property
     def shape(self) -> tuple[int, ...]:
         """A large input is as large on each rank."""
-        _, small, of_rank = NETWORKS[self.name]
-        names = (None, None, "d", "h", "w") if len(small) == 5 else (None, None, "h", "w")
-        grown = tuple(size * self.mesh.get(name or "", 1) for size, name in zip(of_rank, names, strict=True))
-        return grown if self.large else small
+        network = NETWORKS[self.name]
+        names = ("", "", *SPATIAL[len(network.small) - 2])
+        grown = tuple(size * self.mesh.get(name, 1) for size, name in zip(network.of_rank, names, strict=True))
+        return grown if self.large else network.small
 
     def problem(self) -> Problem:
-        make = NETWORKS[self.name][0]
-        model = with_checkpoints(make()) if self.checkpoints else make()
+        network = NETWORKS[self.name]
+        model = network.make() if self.large else network.narrow()
+        if self.checkpoints:
+            model = with_checkpoints(model)
         return problem(model, {"x": self.shape}, None, "adamw", self.precision)
 
 
@@ -82,9 +90,13 @@ class Counts:
 
 
 def counted(mesh: DeviceMesh, case: Case) -> Counts:
+    return counts(mesh, case.problem())
+
+
+def counts(mesh: DeviceMesh, asked: Problem) -> Counts:
     """In a run with numbers."""
     with convmesh.count_traffic() as traffic:
-        trace = traced(case.problem(), mesh)
+        trace = traced(asked, mesh)
     return Counts(traffic.exchanges, traffic.bytes_sent, memory_of(trace).peak.total)
 
 
@@ -111,7 +123,8 @@ def planned(case: Case, rank: int) -> Counts:
 
 
 def simulated(case: Case) -> list[Counts]:
-    return convmesh.simulate(lambda mesh: counted(mesh, case), tuple(case.mesh.values()), tuple(case.mesh))
+    asked = case.problem()
+    return convmesh.simulate(lambda mesh: counts(mesh, asked), tuple(case.mesh.values()), tuple(case.mesh))
 
 
 def on_processes(pool: Pool, case: Case) -> list[Counts]:
@@ -126,11 +139,10 @@ def differences(runs: list[Counts], plans: list[Counts]) -> tuple[bool, float]:
 
 
 def cases(name: str) -> list[Case]:
-    meshes = (*MESHES, OF_EIGHT[len(NETWORKS[name][1]) - 2])
-    more = [Case(name, MESHES[1], "bf16", large=True)]
+    more = [Case(name, {"h": 2}, "bf16", large=True)]
     if name in WITH_SEQUENCES:
-        more += [Case(name, MESHES[1], precision, checkpoints=True, large=True) for precision in ("fp32", "bf16")]
-    return [Case(name, mesh, large=True) for mesh in meshes] + more
+        more += [Case(name, {"h": 2}, precision, checkpoints=True, large=True) for precision in ("fp32", "bf16")]
+    return [Case(name, mesh, large=True) for mesh in meshes(name)] + more
 
 
 def compared(pool: Pool, case: Case) -> bool:

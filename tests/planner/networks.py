@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from convmesh.models import UNet, convnext_tiny, resnet50
+from convmesh.models import ConvNeXt, UNet, resnet50
 
 
-def monai_unet() -> nn.Module:
+def monai_unet(channels: int) -> nn.Module:
     from monai.networks.nets import UNet as MonaiUNet
 
-    return MonaiUNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(16, 32, 64), strides=(2, 2))
+    sizes = channels, 2 * channels, 4 * channels
+    return MonaiUNet(spatial_dims=3, in_channels=1, out_channels=2, channels=sizes, strides=(2, 2))
 
 
 def segresnet() -> nn.Module:
@@ -46,14 +48,48 @@ class _First(nn.Module):
         return next(iter(self.model(**{self.name: x}).values()))
 
 
-# Each with an input for quick tests, and one for which activations take most of the memory, on each rank.
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
-    "unet3d": (lambda: UNet(3, 1, 2, (8, 16, 32), (2, 2)), (1, 1, 32, 32, 32), (1, 1, 96, 96, 96)),
-    "unet2d": (lambda: UNet(2, 3, 2, (8, 16, 32), (2, 2)), (1, 3, 128, 128), (1, 3, 768, 768)),
-    "resnet50": (lambda: resnet50(num_classes=10), (1, 3, 128, 128), (1, 3, 384, 384)),
-    "convnext": (lambda: convnext_tiny(num_classes=10, stochastic_depth=0.0), (1, 3, 128, 128), (1, 3, 384, 384)),
-    "monai_unet": (monai_unet, (1, 1, 48, 48, 48), (1, 1, 160, 160, 160)),
-    "segresnet": (segresnet, (1, 1, 32, 32, 32), (1, 1, 96, 96, 96)),
-    "hugging_face_convnext": (hugging_face_convnext, (1, 3, 256, 256), (1, 3, 1024, 1024)),
-    "diffusers_vae": (diffusers_vae, (1, 3, 64, 64), (1, 3, 256, 256)),
-}
+@dataclass(frozen=True)
+class Network:
+    """`of_rank` is an input of a rank for which activations take most of the memory. For quick tests there is a `small`
+    input of all ranks, and a `narrow` network with fewer channels."""
+
+    make: Callable[[], nn.Module]
+    of_rank: tuple[int, ...]
+    narrow: Callable[[], nn.Module]
+    small: tuple[int, ...]
+
+
+NETWORKS: dict[str, Network] = {
+    "unet3d": Network(
+        lambda: UNet(3, 1, 2, (16, 32, 64), (2, 2)), (1, 1, 80, 80, 80),
+        lambda: UNet(3, 1, 2, (4, 8, 16), (2, 2)), (1, 1, 16, 16, 16),
+    ),
+    "unet2d": Network(
+        lambda: UNet(2, 3, 2, (16, 32, 64, 128), (2, 2, 2)), (1, 3, 576, 576),
+        lambda: UNet(2, 3, 2, (4, 8, 16), (2, 2)), (1, 3, 64, 64),
+    ),
+    "resnet50": Network(
+        lambda: resnet50(num_classes=10, width=32), (1, 3, 640, 640),
+        lambda: resnet50(num_classes=10, width=8), (1, 3, 64, 64),
+    ),
+    "convnext": Network(
+        lambda: ConvNeXt(dims=(48, 96, 192, 384), num_classes=10), (1, 3, 640, 640),
+        lambda: ConvNeXt((1, 1, 3, 1), (8, 16, 32, 64), num_classes=10), (1, 3, 64, 64),
+    ),
+    "monai_unet": Network(
+        lambda: monai_unet(16), (1, 1, 144, 144, 144),
+        lambda: monai_unet(4), (1, 1, 32, 32, 32),
+    ),
+    "segresnet": Network(
+        segresnet, (1, 1, 80, 80, 80),
+        segresnet, (1, 1, 16, 16, 16),
+    ),
+    "hugging_face_convnext": Network(
+        hugging_face_convnext, (1, 3, 896, 896),
+        hugging_face_convnext, (1, 3, 64, 64),
+    ),
+    "diffusers_vae": Network(
+        diffusers_vae, (1, 3, 256, 256),
+        diffusers_vae, (1, 3, 32, 32),
+    ),
+}  # fmt: skip

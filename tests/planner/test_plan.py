@@ -12,6 +12,7 @@ from torch import nn
 import convmesh
 from convmesh import cli
 from convmesh.models import UNet
+from convmesh.planner.trace import Kind
 
 
 class Packed(nn.Module):
@@ -60,6 +61,15 @@ def test_results_of_an_operator_are_there_before_what_it_was_given_goes() -> Non
     assert plan.peak >= 3 * 8 * 8 * 4
 
 
+def test_convolutions_have_workspaces_that_count() -> None:
+    plan = convmesh.plan(nn.Conv2d(1, 1, 3, padding=1), {"input": (1, 1, 64, 64)}, {"h": 1})
+    parts = plan.largest.memory.peak.parts
+    assert parts[Kind.WORKSPACES] == 2 * 64 * 64 * 4, "the input and the gradient of the output"
+    small = convmesh.Device("small", plan.peak - 1, {"float32": 1e9}, 1e9, *[convmesh.planner.Link(1e-6, 1e9)] * 2)
+    rows = convmesh.plan(nn.Conv2d(1, 1, 3, padding=1), {"input": (1, 1, 64, 64)}, {"h": 1}, device=small).scaling
+    assert not rows[0].fits
+
+
 def test_json_has_all_tables() -> None:
     plan = convmesh.plan(nn.Conv2d(1, 1, 3, padding=1), {"input": (1, 1, 8, 8)}, {"h": 2})
     told = json.loads(plan.to_json())
@@ -89,7 +99,7 @@ def test_a_step_of_ones_own() -> None:
 
 def test_ranks_with_fewer_samples_are_a_class_of_their_own() -> None:
     plan = convmesh.plan(nn.Conv2d(1, 1, 3, padding=1), {"input": (8, 1, 8, 8)}, {"data": 3})
-    assert [rank.name for rank in plan.ranks] == ["any (data 0)", "any (data 2)"]  # which have 3 and 2
+    assert [rank.name for rank in plan.ranks] == ["(data 0)", "(data 2)"]  # which have 3 and 2
     assert len(convmesh.plan(nn.ReLU(), {"input": (8, 1, 8, 8)}, {"data": 4, "h": 4}).ranks) == 3
 
 
@@ -174,6 +184,29 @@ def test_this_machine() -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [({"flops": {"bfloat16": 1e12}}, "no flops of float32"), ({"memory": "much"}, "no positive numbers"),
+     ({"bandwidth": 0}, "no positive numbers"), ({"node": 1}, "is no device")],
+)  # fmt: skip
+def test_a_device_file_that_is_none(figures: dict[str, object], says: str, tmp_path: Path) -> None:
+    link = {"latency": 1e-6, "bandwidth": 1e9}
+    told = {"name": "mine", "memory": 10**9, "flops": {"float32": 1e12}, "bandwidth": 1e9}
+    told |= {"node": link, "network": link}
+    (tmp_path / "device.json").write_text(json.dumps(told | figures))
+    with pytest.raises(convmesh.PlanError, match=says):
+        convmesh.plan(nn.ReLU(), {"input": (1, 1, 8, 8)}, {"h": 2}, device=str(tmp_path / "device.json"))
+
+
+def test_layers_have_the_names_that_the_model_gives_them(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    arguments = ["convmesh.models:UNet", "--with", "spatial_dims=2", "in_channels=1", "out_channels=1", "channels=4,8"]
+    assert cli.main(["plan", *arguments, "strides=2,", "--input", "1,1,16,16", "--mesh", "h=2", "--json", str(out),
+                     "--html", str(tmp_path / "plan.html")]) == 0  # fmt: skip
+    layers = [layer["layer"] for layer in json.loads(out.read_text())["ranks"][0]["layers"]]
+    assert any(name.startswith("entry.") for name in layers)
+
+
 @pytest.mark.parametrize("model", [Picky(), Positive()])
 def test_values_are_not_asked_for(model: nn.Module) -> None:
     with pytest.raises(convmesh.PlanError, match=r"depends on values.*test_plan.py:\d+"):
@@ -204,6 +237,7 @@ def test_values_are_not_asked_for(model: nn.Module) -> None:
         (["math:sqrt", "--with", "x=4", "--input", "1,1,8,8", "--mesh", "h=2"], "cannot be built"),
         (["torch.nn:ReLU", "--input", "1,1,8,8", "--mesh", "h=2", "--html", "/nowhere/plan.html"], "cannot be written"),
         (["torch.nn:ReLU", "--input", "1,1,8,8", "--ranks", "2", "--device", "abacus"], "unknown device"),
+        (["tests.planner.exits:Net", "--input", "1,1,8,8", "--ranks", "2"], "cannot be imported"),
         (["torch.nn:Conv2d", "--with", "in_channels=3", "out_channels=1", "kernel_size=3",
           "--input", "1,1,8,8", "--mesh", "h=2"], "channels"),
     ],
@@ -213,6 +247,23 @@ def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.C
     said = capsys.readouterr().err
     assert says in said
     assert len(said.strip().splitlines()) == 1
+
+
+def test_bad_arguments_say_what_would_help() -> None:
+    model, inputs, mesh = nn.ReLU(), {"input": (1, 1, 8, 8)}, {"h": 2}
+    calls: list[tuple[tuple[object, ...], dict[str, object], str]] = [
+        ((model, (1, 1, 8, 8), mesh), {}, "by name"),
+        (("relu", inputs, mesh), {}, "is no step"),
+        ((model, inputs, (2, 2)), {}, "give sizes by name"),
+        ((model, inputs, {}), {}, "give sizes by name"),
+        ((model, inputs, {"h": "2"}), {}, "no number of ranks"),
+        ((model, inputs), {"ranks": "4"}, "take 1 or more"),
+        ((model, inputs, mesh), {"device": None}, "unknown device"),
+        ((model, inputs, mesh), {"dims": {"h": -2}}, "no such dimension"),
+    ]
+    for given, options, says in calls:
+        with pytest.raises(convmesh.PlanError, match=says):
+            convmesh.plan(*given, **options)  # type: ignore[arg-type]
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

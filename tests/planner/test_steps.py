@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +100,18 @@ def test_beside_a_process_group_in_use(pool: Pool) -> None:
     results = pool.run(beside_a_group, mesh=(2,), names=("h",))
     assert [total for total, _ in results] == [2, 2]
     assert results[0][1] == results[1][1]
+
+
+def test_who_interrupts_a_plan_ends_it() -> None:
+    def build(mesh: DeviceMesh) -> Any:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        while True:
+            time.sleep(0.001)
+
+    with pytest.raises(KeyboardInterrupt):
+        convmesh.plan(build, INPUTS, {"h": 2})
+    assert not any(thread.name == "convmesh plan" for thread in threading.enumerate())
+    assert planned().peak
 
 
 def test_leaves_nothing_behind() -> None:

@@ -13,7 +13,7 @@ from .trace import Kind
 if TYPE_CHECKING:
     from .plan import Plan
 
-ROOM = 0.9  # of a device's memory: an allocator and workspaces of kernels need the rest
+ROOM = 0.9  # of a device's memory: an allocator needs the rest
 MUCH = 0.15  # of a step
 
 
@@ -36,10 +36,7 @@ def _fit(plan: Plan) -> Iterator[str]:
             "Take more ranks, checkpoint activations, or compute in bf16."
         )
     elif peak > ROOM * limit:
-        yield (
-            f"It fits with little to spare: {size(peak)} of {size(limit)}. Workspaces of kernels and what an "
-            "allocator keeps come on top."
-        )
+        yield (f"It fits with little to spare: {size(peak)} of {size(limit)}. What an allocator keeps comes on top.")
     if plan.smallest is not None and plan.smallest != ranks_of(plan.mesh):
         row = next(row for row in plan.scaling if row.ranks == plan.smallest)
         time = "" if row.seconds is None else f", in {duration(row.seconds)} a step"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,16 +36,21 @@ def run(options: argparse.Namespace) -> int:
     """0 if it fits, 1 if not, or 2 with one line that says what is wrong with what was asked for."""
     try:
         mesh = None if options.mesh is None else _mesh(options.mesh)
+        model = _model(options.model, options.arguments)
+        name, model = _by_name(model)
         found = plan(
-            _model(options.model, options.arguments), {_INPUT: _sizes(options.input)}, mesh,
+            model, {name: _sizes(options.input)}, mesh,
             ranks=_ranks(options.ranks), device=options.device, optimizer=options.optimizer,
             precision=options.precision, progress=_progress,
         )  # fmt: skip
         _progress("")
         for path in filter(None, (options.html, options.json)):
             found.save(path)
-    except (PlanError, ShardingError) as error:
-        print(f"convmesh plan: {_in_one_line(error)}", file=sys.stderr)
+    except PlanError as error:
+        print(f"convmesh plan: {error}", file=sys.stderr)
+        return 2
+    except ShardingError as error:
+        print(f"convmesh plan: {_in_one_line(error)}; the input was {options.input}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"convmesh plan: {error.filename} cannot be written ({error.strerror}): choose another", file=sys.stderr)
@@ -54,17 +60,17 @@ def run(options: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-_INPUT = "input"
-
-
-def _in_one_line(error: Exception) -> str:
-    """What is wrong and the remedy, which a `ShardingError` has in a line of its own."""
+def _in_one_line(error: ShardingError) -> str:
+    """What is wrong, the remedy and the place, which have lines of their own."""
     first, *others = str(error).splitlines()
     return "; ".join([first, *(line.strip() for line in others if line.strip().startswith(("remedy:", "at ")))])
 
 
+_INPUT = "input"
+
+
 class _First(nn.Module):
-    """A model whose first argument, whatever its name, is the input."""
+    """A model whose first argument has no name."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -72,6 +78,14 @@ class _First(nn.Module):
 
     def forward(self, **inputs: torch.Tensor) -> Any:
         return self.model(inputs[_INPUT])
+
+
+def _by_name(model: nn.Module) -> tuple[str, nn.Module]:
+    """The name of a model's first argument, and a model that takes it."""
+    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    if first is None or first.kind is not first.POSITIONAL_OR_KEYWORD:
+        return _INPUT, _First(model)
+    return first.name, model
 
 
 def _model(name: str, arguments: list[str]) -> nn.Module:
@@ -83,20 +97,20 @@ def _model(name: str, arguments: list[str]) -> nn.Module:
         sys.path.insert(0, "")  # a module beside where the command is called, as for `python -m`
     try:
         make = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         said = _first_line(error)
         raise PlanError(f"{name} cannot be imported ({said}): check the name, and install its package") from None
     try:
         made = _built(make, settings)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said, how = _first_line(error), "--with NAME=VALUE, such as strides=2,2, or strides=2, with one entry"
         raise PlanError(f"{name} cannot be built ({said}): give its arguments by {how}") from None
     if not isinstance(made, nn.Module):
         raise PlanError(f"{name} makes a {type(made).__name__}: name something that makes an nn.Module")
-    return _First(made)
+    return made
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 

@@ -22,13 +22,16 @@ class Link:
     latency: float
     bandwidth: float
 
+    def slower(self, times: float) -> Link:
+        return Link(self.latency * times, self.bandwidth / times)
+
 
 @dataclass(frozen=True)
 class Device:
     """Rates are those of data sheets, dense; `compute_share` and `memory_share` are how much of them programs get.
 
-    Devices of a node, `node_ranks` of them, are joined by `node`, others by `network`. `overhead` is the least that an
-    operator takes, in seconds.
+    Devices of a node, `node_ranks` of them, are joined by `node`, others by `network`; `sums` is for reductions and
+    gathers, where these go another way than halos. `overhead` is the least that an operator takes, in seconds.
 
     Examples:
         >>> link = convmesh.planner.Link(latency=5e-6, bandwidth=50e9)
@@ -48,10 +51,16 @@ class Device:
     memory_share: float = 0.8
     source: str = ""
     cores: int = 0  # of a CPU, which the ranks of a node share; 0 where each rank has a device of its own
+    sums: Link | None = None
 
     def sharing(self, ranks: int) -> float:
         """How much longer compute takes because ranks share what they run on."""
         return max(1.0, min(ranks, self.node_ranks) / self.cores) if self.cores else 1.0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether messages go on beside compute. On a CPU the cores that compute copy the messages."""
+        return not self.cores
 
     def rate(self, dtype: torch.dtype) -> float:
         """Floating point operations a second; of a type that nobody has published, those of float32."""
@@ -95,14 +104,14 @@ PRESETS: dict[str, Device] = {
 def device(name: str | Device) -> Device:
     """A preset, `here` for this machine, or what a file says: the JSON of a `Device`."""
     if isinstance(name, Device):
-        return name
+        return _checked(name, f"the device {name.name!r}")
     if name == "here":
         from .here import this_machine
 
         return this_machine()
-    if name.lower() in PRESETS:
-        return PRESETS[name.lower()]
-    if Path(name).suffix == ".json":
+    if str(name).lower() in PRESETS:
+        return PRESETS[str(name).lower()]
+    if Path(str(name)).suffix == ".json":
         return _read(Path(name))
     raise PlanError(f"unknown device {name!r}: choose one of {', '.join(PRESETS)}, here, or a JSON file of your own")
 
@@ -110,10 +119,21 @@ def device(name: str | Device) -> Device:
 def _read(path: Path) -> Device:
     try:
         told: dict[str, Any] = json.loads(path.read_text())
-        told |= {name: Link(**told[name]) for name in ("node", "network")}
-        return Device(**told)
+        links = [name for name in ("node", "network", "sums") if told.get(name) is not None or name != "sums"]
+        told |= {name: Link(**told[name]) for name in links}
+        return _checked(Device(**told), f"the device file {path}")
     except OSError as error:
         raise PlanError(f"the device file {path} cannot be read ({error.strerror}): name one that exists") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         known = ", ".join(field.name for field in fields(Device))
-        raise PlanError(f"the device file {path} is no device ({error}): it is JSON with {known}") from None
+        raise PlanError(f"the device file {path} is no device ({error!r}): it is JSON with {known}") from None
+
+
+def _checked(found: Device, what: str) -> Device:
+    if "float32" not in found.flops:
+        raise PlanError(f"{what} has no flops of float32: say how many it does a second")
+    numbers = [found.memory, found.bandwidth, found.node_ranks, found.compute_share, found.memory_share]
+    numbers += [*found.flops.values(), found.node.bandwidth, found.network.bandwidth]
+    if not all(isinstance(number, int | float) and number > 0 for number in numbers):
+        raise PlanError(f"{what} has figures that are no positive numbers: give bytes, and bytes or flops a second")
+    return found

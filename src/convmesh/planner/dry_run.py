@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Thread
+from threading import Event, Thread
 from typing import TypeVar
 
 import torch
@@ -70,8 +71,13 @@ def traced(problem: Problem, mesh: DeviceMesh, limit: int | None = None) -> Trac
     return recorded(trace, Layers(), steps, limit)
 
 
+class _InterruptedError(Exception):
+    """In the thread of a run that nobody waits for any more."""
+
+
 def in_thread(work: Callable[[], Result]) -> Result:
-    """A thread of its own has none of the caller's modes, and process groups of its own."""
+    """A thread of its own has none of the caller's modes, and process groups of its own. It ends before this does, also
+    where somebody interrupts it."""
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -80,10 +86,21 @@ def in_thread(work: Callable[[], Result]) -> Result:
             results.append(work())
         except BaseException as error:  # raised again where the work was asked for
             errors.append(error)
+        finally:
+            done.set()
 
+    done = Event()  # Python 3.11 takes a thread for ended when somebody interrupts who joins it
     thread = Thread(target=run, name="convmesh plan")
     thread.start()
-    thread.join()
+    try:
+        done.wait()
+    except BaseException:
+        raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_InterruptedError))
+        done.wait()
+        raise
+    finally:
+        thread.join()
     if errors:
         raise errors[0]
     return results[0]

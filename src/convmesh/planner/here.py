@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from statistics import median
 from threading import Thread
@@ -17,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from .devices import Device, Link
+from .between_ranks import cores, links
+from .devices import Device
 from .dry_run import in_thread
 from .problem import Mesh, Problem, ranks_of
 from .trace import Compute, Trace
@@ -29,17 +31,24 @@ _ROUNDS = 3
 
 @cache
 def this_machine() -> Device:
-    """One thread of a CPU, as a rank has it under torchrun, while all cores are busy. Links are copies of memory
-    between processes."""
-    cores = len(os.sched_getaffinity(0))
+    """One thread of a CPU, as a rank has it under torchrun, while all cores are busy."""
     flops = {name: _one_thread(partial(_convolution, getattr(torch, name))) for name in _DTYPES}
-    bandwidth = min(_at_once(_copies, cores))
+    bandwidth = min(_at_once(_copies, cores()))
     small = torch.ones(1)
     overhead = _one_thread(lambda: _timed(lambda: [small.add(1) for _ in range(1000)]) / 1000)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    between = Link(2e-4, bandwidth / 4)  # written into shared memory and read from there
-    return Device("this machine, a thread of its CPU", memory, flops, bandwidth, between, between, 1024,
-                  overhead, 1.0, 1.0, SOURCE, cores)  # fmt: skip
+    halos, sums = links(1)
+    return Device("this machine, a thread of its CPU", memory, flops, bandwidth, halos, halos, 1024,
+                  overhead, 1.0, 1.0, SOURCE, cores(), sums)  # fmt: skip
+
+
+def shared(device: Device, ranks: int) -> Device:
+    """This machine, as so many ranks have it."""
+    on_a_core = -(-ranks // device.cores)
+    if on_a_core == 1:
+        return device
+    halos, sums = links(on_a_core)
+    return replace(device, node=halos, network=halos, sums=sums)
 
 
 def step_seconds(problem: Problem, mesh: Mesh, rank: int, trace: Trace, memory: int) -> float | None:

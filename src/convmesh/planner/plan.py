@@ -121,8 +121,8 @@ def plan(
     """Find out what a training step needs on a mesh, without the hardware.
 
     Ranks run one by one in this process, without values and without communication: no process group is needed, and none
-    is left behind. Bytes and messages are those of a real run. Memory is that of tensors; an allocator needs more. Time
-    is an estimate from the figures of the device.
+    is left behind. Bytes and messages are those of a real run. Memory is that of tensors and of workspaces of
+    convolutions; an allocator needs more. Time is an estimate from the figures of the device.
 
     Args:
         step: A model: then a step is its forward pass, the mean of its outputs as loss, backward and the optimizer. Or
@@ -152,13 +152,14 @@ def plan(
     asked, on = problem(step, inputs, dims, optimizer, precision), devices.device(device)
     if mesh is None and ranks is None:
         raise PlanError("give a mesh, such as {'d': 4, 'h': 2}, or a number of ranks")
+    if mesh is not None:
+        check_mesh(asked, mesh)
     if mesh is not None and ranks not in (None, ranks_of(mesh)):
         raise PlanError(f"a mesh of {words(mesh)} is not {ranks}: give sizes whose product is {ranks}")
     runs = Runs(asked, on, progress)
     with silent_world():
         tried = runs.search(ranks) if mesh is None and ranks is not None else []
         chosen = dict(mesh) if mesh is not None else tried[0].mesh
-        check_mesh(asked, chosen)
         found = [runs.rank(chosen, name, rank) for name, rank in classes(asked, chosen).items()]
         found.sort(key=lambda one: -one.memory.peak.total)
         scaling = runs.scaling(chosen, tried)
@@ -166,7 +167,15 @@ def plan(
 
 
 def best_mesh(
-    step: nn.Module | Build, inputs: Mapping[str, Any], ranks: int, *, device: str | Device = "h100", **options: Any
+    step: nn.Module | Build,
+    inputs: Mapping[str, Any],
+    ranks: int,
+    *,
+    device: str | Device = "h100",
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    dims: Mapping[str, int] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, int]:
     """The mesh of at most so many ranks with the least predicted time of a step, of those that fit.
 
@@ -175,7 +184,10 @@ def best_mesh(
         inputs: As in `plan`.
         ranks: How many devices there are.
         device: As in `plan`.
-        **options: `optimizer`, `precision`, `dims` and `progress` of `plan`.
+        optimizer: As in `plan`.
+        precision: As in `plan`.
+        dims: As in `plan`.
+        progress: As in `plan`.
 
     Returns:
         The sizes of the mesh dimensions by their names.
@@ -185,9 +197,6 @@ def best_mesh(
         >>> set(best) <= {"data", "h", "w"}
         True
     """
-    asked = problem(
-        step, inputs, options.pop("dims", None), options.pop("optimizer", "adamw"), options.pop("precision", "fp32")
-    )
-    runs = Runs(asked, devices.device(device), options.pop("progress", None))
+    runs = Runs(problem(step, inputs, dims, optimizer, precision), devices.device(device), progress)
     with silent_world():
         return runs.search(ranks)[0].mesh

@@ -106,11 +106,16 @@ def problem(
     step: nn.Module | Build, inputs: Mapping[str, Any], dims: Mapping[str, int] | None, optimizer: str, precision: str
 ) -> Problem:
     """Of what was given to `plan`."""
-    if not inputs:
-        raise PlanError('no inputs: give their shapes, such as inputs={"x": (1, 1, 512, 512, 512)}')
+    if not isinstance(inputs, Mapping) or not inputs:
+        raise PlanError('no inputs: give their shapes by name, such as inputs={"x": (1, 1, 512, 512, 512)}')
+    if not callable(step):
+        raise PlanError(f"{step!r} is no step: give a model, or a function that is given a mesh and returns the step")
     given = {name: _input(name, value) for name, value in inputs.items()}
     first = next(iter(given.values()))
     known = _usual_dims(len(first.shape)) if dims is None else dict(dims)
+    for name, dim in known.items():
+        if not 0 <= dim < len(first.shape):
+            raise PlanError(f"dims={{{name!r}: {dim}}}: an input of shape {first.shape} has no such dimension")
     build = partial(_training, step, optimizer, precision) if isinstance(step, nn.Module) else step
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}, or give a step")
@@ -121,14 +126,16 @@ def problem(
 
 def check_mesh(asked: Problem, mesh: Mesh) -> None:
     shape = asked.first.shape
+    if not isinstance(mesh, Mapping) or not mesh:
+        raise PlanError(f"the mesh is {mesh!r}: give sizes by name, such as {{'d': 4, 'h': 2}}")
     for name, size in mesh.items():
         if name not in asked.dims:
             raise PlanError(
                 f"the mesh dimension {name!r} shards nothing of an input of shape {shape}: "
                 f"use {', '.join(asked.dims)}, or say which dimension by dims={{{name!r}: 2}}"
             )
-        if size < 1:
-            raise PlanError(f"{name}={size} is no number of ranks: take 1 or more")
+        if not isinstance(size, int) or size < 1:
+            raise PlanError(f"{name}={size!r} is no number of ranks: take 1 or more")
         extent = asked.extent(name)
         if extent is not None and size > extent:
             raise PlanError(f"{name}={size} is more ranks than the {extent} indices that they would share: take fewer")

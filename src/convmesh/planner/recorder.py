@@ -22,20 +22,10 @@ from .layers import Layers
 from .needs import need
 from .refusals import refusal, replicated
 from .trace import WEIGHTS, Block, Compute, Event, Kind, Phase, Send, Trace, Use, Wait
+from .workspaces import size_of, workspace
 
 aten = torch.ops.aten
 _FUNCTIONAL, _IN_PLACE, _RESHARD = "_c10d_functional::", "c10d::", "shard_dim_alltoall"
-# Results of operators that have no kernel for tensors without values, or one that makes another tensor: who waits for a
-# collective gets the tensor that he waits for, and no copy beside it.
-_RESULTS: dict[Any, Callable[..., Any]] = {
-    aten.batch_norm_update_stats.default: lambda x, *_: tuple(x.new_empty(x.shape[1], dtype=_wide(x)) for _ in "mv"),
-    # Without the gradient of the input, where nobody asks for it.
-    aten.native_batch_norm_backward.default: lambda *args: tuple(
-        one if wanted else None
-        for one, wanted in zip(shapes.result(aten.native_batch_norm_backward.default, args, {}), args[-1], strict=True)
-    ),
-    torch.ops._c10d_functional.wait_tensor.default: lambda x: x,
-}
 
 
 class ExceededError(Exception):
@@ -65,10 +55,8 @@ class Recorder(_torch.TorchDispatchMode):
         given = list(_tensors((args, kwargs.values())))
         if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
             args, kwargs = _without_values(args), {name: _without_values(value) for name, value in kwargs.items()}
-        if given and given[0].is_meta:
-            result = _RESULTS[func](*args) if func in _RESULTS else shapes.result(func, args, kwargs)
-        else:
-            result = func(*args, **kwargs)
+        silent = bool(given) and given[0].is_meta
+        result = shapes.result(func, args, kwargs) if silent else func(*args, **kwargs)
         made = list(_tensors((result,)))
         layer, phase = self._layers.at_work()
         self.trace.events.extend(self._events(func, args, kwargs, result, given, made, layer, phase))
@@ -76,6 +64,8 @@ class Recorder(_torch.TorchDispatchMode):
             self.mark(tensor, Kind.GRADIENTS, known=False)
         for tensor in made:
             self._keep(tensor, layer, phase)
+        if size := workspace(func, given, made):
+            self._work_in(size, layer, phase)
         return result
 
     def _sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -117,7 +107,7 @@ class Recorder(_torch.TorchDispatchMode):
             return ()
         packet = func.overloadpacket
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-        moved = sum(_size(tensor) for tensor in (*given, *made))
+        moved = sum(size_of(tensor) for tensor in (*given, *made))
         dtype = (given or made)[0].dtype
         return (Compute(name, layer, phase, flops, moved, dtype),)
 
@@ -131,7 +121,7 @@ class Recorder(_torch.TorchDispatchMode):
             self._under_way[_torch.memory_of(tensor)] = self._sent
         for tensor in given if use is not Use.RESHARD else ():
             self.mark(tensor, Kind.HALOS if use is Use.HALO else Kind.BUCKETS, known=False)
-        size = sum(map(_size, given))
+        size = sum(map(size_of, given))
         to = self._groups.messages(args[-1], args[2], given[0].element_size()) if use is Use.HALO else ()
         along, peers = self._groups.along(args[-1])
         if to:
@@ -149,7 +139,7 @@ class Recorder(_torch.TorchDispatchMode):
         given = list(_tensors(args[1:2] if "base" in name else args[:1]))
         use = _use(name)
         along, peers = self._groups.along(groups[0])
-        return (Send(name, layer, phase, use, sum(map(_size, given)), along, peers, self._sent),)
+        return (Send(name, layer, phase, use, sum(map(size_of, given)), along, peers, self._sent),)
 
     def _keep(self, tensor: torch.Tensor, layer: str, phase: Phase) -> None:
         storage = tensor.untyped_storage()
@@ -165,9 +155,20 @@ class Recorder(_torch.TorchDispatchMode):
         self.trace.changes.append((block.born, block.number, 1))
         self._live[key] = block, ref(storage, partial(self._free, key))
         self._total += size
-        if self._limit is not None and self._total > self._limit:
-            self.trace.exceeded = self._total
+        self._check(self._total)
+
+    def _check(self, held: int) -> None:
+        if self._limit is not None and held > self._limit:
+            self.trace.exceeded = held
             raise ExceededError
+
+    def _work_in(self, size: int, layer: str, phase: Phase) -> None:
+        """So much memory is there while an operator runs, beside what it is given and what it returns."""
+        now = len(self.trace.events)
+        block = Block(size, layer, phase, now, now, Kind.WORKSPACES, number=len(self.trace.blocks))
+        self.trace.blocks.append(block)
+        self.trace.changes += [(now, block.number, 1), (now, block.number, -1)]
+        self._check(self._total + size)
 
     def _free(self, key: int, _: Any) -> None:
         block, _ = self._live.pop(key)
@@ -234,11 +235,3 @@ def _without_values(value: Any) -> Any:
 
 def _use(name: str) -> Use:
     return Use.GATHER if "gather" in name else Use.RESHARD if name == _RESHARD else Use.REDUCTION
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype

@@ -11,7 +11,7 @@ from ..sharding.errors import ShardingError
 from .checkpointing import Checkpoint, checkpoints
 from .devices import Device
 from .dry_run import dry_run
-from .here import SOURCE, step_seconds
+from .here import SOURCE, shared, step_seconds
 from .memory import Memory, memory_of
 from .needs import Need
 from .problem import Mesh, PlanError, Problem, ranks_of, words
@@ -78,10 +78,11 @@ class Runs:
         self._say = progress or (lambda what: None)
 
     def _time(self, mesh: Mesh, rank: int, trace: Trace) -> Time:
-        """On this machine, from how long the rank's own work takes here."""
-        here = self.device.source == SOURCE
-        measured = step_seconds(self.problem, mesh, rank, trace, self.device.memory) if here else None
-        return time_of(trace, self.device, measured)
+        """On this machine, from how long the rank's own work takes here, and messages between so many ranks."""
+        if self.device.source != SOURCE:
+            return time_of(trace, self.device)
+        measured = step_seconds(self.problem, mesh, rank, trace, self.device.memory)
+        return time_of(trace, shared(self.device, ranks_of(mesh)), measured)
 
     def rank(self, mesh: Mesh, name: str, rank: int) -> RankPlan:
         self._say(f"{words(mesh)}: {name}")
@@ -107,8 +108,8 @@ class Runs:
 
     def search(self, ranks: int) -> list[MeshRow]:
         """Every mesh of that many ranks, and of fewer, the best first."""
-        if ranks < 1:
-            raise PlanError(f"{ranks} ranks: take 1 or more")
+        if not isinstance(ranks, int) or ranks < 1:
+            raise PlanError(f"{ranks!r} ranks: take 1 or more")
         if most_even(self.problem, ranks) is None:
             shape, most = self.problem.first.shape, most_ranks(self.problem, ranks)
             raise PlanError(f"no mesh of {ranks} ranks shards an input of shape {shape}: take {most}")
@@ -158,7 +159,7 @@ def _reason(error: Exception, asked: Problem) -> str:
     if any(word in str(error) for word in ("meta tensor", "Meta tensor", "_local_scalar_dense", "nonzero()")):
         return f"the step depends on values, which a plan has not{where}: decide by shapes or settings instead"
     given = ", ".join(f"{name} of shape {one.shape}" for name, one in asked.inputs.items())
-    return f"{said}{where}: the step was given {given}; give it inputs that it takes"
+    return f"{said}{where}: the step was given {given}; give it inputs that it takes, as on one device"
 
 
 def _place(error: Exception) -> str | None:

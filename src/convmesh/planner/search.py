@@ -55,8 +55,8 @@ def _words(mesh: Mesh, place: tuple[int, ...]) -> str:
         for (name, size), at in zip(mesh.items(), place, strict=True) if name != DATA
     )  # fmt: skip
     dims = sum(size > 1 for name, size in mesh.items() if name != DATA)
-    kind = "any" if not dims else _WHERE[min(borders + 3 - dims, 3)] if borders else "interior"
-    return f"{kind} ({', '.join(f'{name} {at}' for name, at in zip(mesh, place, strict=True))})"
+    kind = "" if not dims else _WHERE[min(borders + 3 - dims, 3)] if borders else "interior"
+    return f"{kind} ({', '.join(f'{name} {at}' for name, at in zip(mesh, place, strict=True))})".lstrip()
 
 
 def meshes(problem: Problem, ranks: int) -> Iterator[dict[str, int]]:

@@ -3,7 +3,7 @@ time of a dry run."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from .. import _torch
 
+aten = torch.ops.aten
 _MOST = 100_000
 
 
@@ -25,11 +26,27 @@ class _Made(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_torch.DEVICE)
 
 
+# Results of operators that have no kernel for tensors without values, or one that makes another tensor: who waits for a
+# collective gets the tensor that he waits for, and no copy beside it.
+_RESULTS: dict[Any, Callable[..., Any]] = {
+    aten.batch_norm_update_stats.default: lambda x, *_: tuple(x.new_empty(x.shape[1], dtype=_wide(x)) for _ in "mv"),
+    # Without the gradient of the input, where nobody asks for it.
+    aten.native_batch_norm_backward.default: lambda *args: tuple(
+        one if wanted else None
+        for one, wanted in zip(_remembered(aten.native_batch_norm_backward.default, args, {}), args[-1], strict=True)
+    ),
+    torch.ops._c10d_functional.wait_tensor.default: lambda x: x,
+}
 _known: dict[Hashable, _Made | tuple[_Made, ...] | None] = {}
 
 
 def result(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator returns. What looks at its arguments' memory, or writes there, is called each time."""
+    """What an operator returns."""
+    return _RESULTS[func](*args) if func in _RESULTS else _remembered(func, args, kwargs)
+
+
+def _remembered(func: Any, args: Any, kwargs: Any) -> Any:
+    """What looks at its arguments' memory, or writes there, is called each time."""
     if not _makes_new(func):
         return func(*args, **kwargs)
     try:
@@ -72,3 +89,7 @@ def _told(made: Any, given: tuple[Any, ...]) -> _Made | tuple[_Made, ...] | None
     if len(set(memories)) < len(memories) or any(size != again for size, again in sizes):
         return None
     return told if isinstance(made, tuple) else told[0]
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype

@@ -22,10 +22,11 @@ def essence(plan: Plan) -> str:
     peak, time = largest.memory.peak, largest.time
     parts = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
     halos = sum(layer.halo_bytes for layer in plan.busiest.layers)
+    kind, _, place = largest.name.partition("(")
     verdict = "fits" if plan.fits else "IS REFUSED" if largest.refusals else "DOES NOT FIT"
     return "\n".join([
         f"{words(plan.mesh)} of {plan.device.name}: {verdict}",
-        f"memory: {size(plan.peak)} of {size(plan.device.memory)} on the {largest.name} rank, "
+        f"memory: {size(plan.peak)} of {size(plan.device.memory)} on the {kind}rank ({place}, "
         f"at {peak.layer or 'the start'} ({peak.phase}): "
         + ", ".join(f"{kind} {size(held)}" for kind, held in parts if held),
         f"sent by a rank: halos {size(halos)}, sums and others {size(plan.busiest.bytes_sent - halos)}; "
@@ -44,18 +45,20 @@ def report(plan: Plan) -> str:
 def _parts(plan: Plan) -> Iterator[str]:
     yield from (f"- {line}" for line in plan.advice)
     yield ""
-    if plan.meshes:
-        yield from _table(tables.meshes(plan.meshes))
-    yield from _table(tables.meshes(plan.scaling), f"{count(plan.smallest, 'rank')} would fit" if plan.smallest else "")
-    yield from _table(tables.ranks(plan))
-    yield from _table(tables.layers(plan))
-    yield from _table(tables.saved(plan))
+    enough = f"{count(plan.smallest, 'rank')} would fit" if plan.smallest else ""
+    yield from _table("Meshes that were tried", tables.meshes(plan.meshes))
+    yield from _table("More or fewer ranks", tables.meshes(plan.scaling), enough)
+    yield from _table("Classes of ranks", tables.ranks(plan))
+    yield from _table("What the busiest rank sends", tables.layers(plan))
+    yield from _table("What the largest rank keeps", tables.saved(plan))
     if plan.largest.checkpoints:
-        yield from _table(tables.checkpoints(plan))
+        yield from _table("With activation checkpointing", tables.checkpoints(plan))
 
 
-def _table(table: Table, note: str = "") -> list[str]:
-    """Columns as wide as they have to be, all but the first to the right."""
+def _table(title: str, table: Table, note: str = "") -> list[str]:
+    """Columns as wide as they have to be, all but the first to the right; nothing of a table without rows."""
+    if not table.rows:
+        return []
     shown = table.rows[:SHOWN]
     widths = [max(map(len, column)) for column in zip(table.headings, *shown, strict=True)]
 
@@ -65,4 +68,4 @@ def _table(table: Table, note: str = "") -> list[str]:
         return "  ".join(cells).rstrip()
 
     more = [f"and {len(table.rows) - len(shown)} more"] if len(table.rows) > len(shown) else []
-    return [line(table.headings), *map(line, shown), *more, *filter(None, [note]), ""]
+    return [f"{title}:", line(table.headings), *map(line, shown), *more, *filter(None, [note]), ""]

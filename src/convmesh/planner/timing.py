@@ -53,6 +53,9 @@ def time_of(trace: Trace, device: Device, measured: float | None = None) -> Time
             communication += taken
             free = max(clock, free) + taken  # one collective at a time
             arrives[event.number] = free
+            if not device.overlaps:
+                waiting += free - clock
+                clock = free
         elif isinstance(event, Wait) and (arrival := arrives.pop(event.number, 0.0)) > clock:
             waiting += arrival - clock
             clock = arrival
@@ -75,12 +78,15 @@ def roofline(operator: Compute, device: Device) -> float:
 
 def sending(event: Send, mesh: Mapping[str, int], device: Device) -> float:
     """A ring for reductions and gathers; the halos of a rank leave through one link of each kind."""
+    if not event.peers:
+        return 0.0
     by = link(event.along, mesh, device)
     ranks = event.peers + 1
     if event.use is Use.HALO:
         return by.latency + event.bytes / by.bandwidth
     if event.use is Use.RESHARD:
         return by.latency + event.bytes * event.peers / ranks / by.bandwidth
+    by = device.sums or by
     rounds = 2 * event.peers if event.use is Use.REDUCTION else event.peers
     piece = event.bytes / ranks if event.use is Use.REDUCTION else event.bytes
     return by.latency * (ranks - 1).bit_length() + rounds * piece / by.bandwidth

@@ -43,6 +43,7 @@ class Kind(StrEnum):
     HALOS = "halos"
     BUCKETS = "buckets"
     TEMPORARIES = "temporaries"
+    WORKSPACES = "workspaces"
 
 
 class Compute(NamedTuple):

@@ -43,7 +43,8 @@ class Spread:
     def over(layout: Layout, dims: Sequence[int]) -> Spread:
         mesh_dims = layout.sharded_over(dims)
         found = counts(layout, dims, mesh_dims)
-        return Spread(layout.mesh, mesh_dims, tuple(n / max(1, sum(found)) for n in found), sum(found), found)
+        total = sum(found)
+        return Spread(layout.mesh, mesh_dims, tuple(count / max(1, total) for count in found), total, found)
 
     def compiled(self) -> bool:
         """Whether every rank of the mesh has the compiled kernels: torch's differ from them in the last bits.

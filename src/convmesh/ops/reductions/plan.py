@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -102,8 +101,16 @@ class Reduction:
 
 def counts(layout: Layout, dims: Sequence[int], mesh_dims: tuple[int, ...]) -> tuple[int, ...]:
     """Return how many elements each rank has along `dims`, in the order of the ranks along `mesh_dims`."""
-    counts_by_rank = []
-    for place in product(*(range(layout.mesh.size(mesh_dim)) for mesh_dim in mesh_dims)):
-        at = dict(zip(mesh_dims, place, strict=True))
-        counts_by_rank.append(prod(layout.part_at(dim, at).size for dim in dims))
-    return tuple(counts_by_rank)
+    sizes = [layout.mesh.size(mesh_dim) for mesh_dim in mesh_dims]
+    found = [1] * prod(sizes)
+    for dim in dims:
+        over = layout.sharded_dims.get(dim, ())
+        steps = [
+            prod(layout.mesh.size(inner) for inner in over[over.index(m) + 1 :]) if m in over else 0 for m in mesh_dims
+        ]
+        owned = [part.size for part in layout.shards(dim)]
+        places = [0]
+        for size, step in zip(sizes, steps, strict=True):
+            places = [place + at * step for place in places for at in range(size)]
+        found = [count * owned[place] for count, place in zip(found, places, strict=True)]
+    return tuple(found)

@@ -1,0 +1,3 @@
+"""A script that ends when it is imported."""
+
+raise SystemExit(3)
