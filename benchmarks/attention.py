@@ -25,7 +25,7 @@ from convmesh.ops.linalg.attention_blocks import TOKENS, Blocks
 from convmesh.process_memory import peak_memory
 from tests.harness import Pool
 
-HEADS, WIDTH, RANKS = 8, 64, 4
+HEADS, WIDTH, RANKS, CORES = 8, 64, 4, 2
 # What takes memory grows with the tokens, and time with their square.
 REMEMBERED, TIMED = 65_536, 8_192
 
@@ -42,6 +42,7 @@ def step(tokens: int, mesh: DeviceMesh | None) -> None:
 
 def memory(mesh: DeviceMesh, tokens: int, alone: bool) -> int:
     convmesh.enable()
+    torch.set_num_threads(CORES if alone else 1)
     step(512, None if alone else mesh)
     return peak_memory(lambda: step(tokens, None if alone else mesh))
 
@@ -77,7 +78,7 @@ def times(mesh: DeviceMesh, tokens: int, rounds: int) -> dict[str, float]:
     processor: dict[str, list[float]] = {"whole": [], "local": [], "exchange": []}
 
     def alike(name: str) -> float:
-        dist.barrier()
+        dist.barrier(mesh.get_group(0))
         before = process_time()
         seconds = timed(candidates[name])
         processor[name].append(process_time() - before)
