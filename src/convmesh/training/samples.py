@@ -18,13 +18,15 @@ from torch.utils.data import Dataset
 
 from ..geometry import Interval, shards
 from ..sharding.errors import ShardingError
-from .arrays import read
+from .arrays import kind_of, read, sample
 from .region import placements
+from .same_data import checksum
 
 Dims = Mapping[str, int]
 Shape = tuple[int, ...]
 Place = tuple[int, tuple[int, ...]]  # which part, of how many along each mesh dimension
 OUTSIDE: Place = -1, ()  # a rank outside of the mesh has none
+COMPARED = 4  # batches
 
 
 class Samples(Protocol):
@@ -102,6 +104,7 @@ class Key(NamedTuple):
     number: int
     seed: int
     read: bool  # or nothing of the sample, but its shapes and types
+    compared: bool  # with what other ranks read of it
 
 
 @dataclass
@@ -134,12 +137,17 @@ class Order:
             own = _own(size, self.place)
             first = number * self.batch_size
             # The last batch may have nothing for this rank; one sample tells the shapes and types all the same.
-            mine = order[first + own.start : first + own.stop]
-            yield [self._key(index, epoch, True) for index in mine] or [self._key(order[first], epoch, False)]
+            mine, compared = order[first + own.start : first + own.stop], self.compares(number)
+            keys = [self._key(index, epoch, True, compared) for index in mine]
+            yield keys or [self._key(order[first], epoch, False, False)]
 
-    def _key(self, index: int, epoch: int, read: bool) -> Key:
+    def compares(self, number: int) -> bool:
+        """Whether ranks that read the same samples of a batch compare them: of the first ones of each pass."""
+        return number - self.first_batch < COMPARED
+
+    def _key(self, index: int, epoch: int, read: bool, compared: bool) -> Key:
         text = f"{self.seed} {epoch} {index}".encode()
-        return Key(index, int.from_bytes(blake2b(text, digest_size=4).digest()), read)
+        return Key(index, int.from_bytes(blake2b(text, digest_size=4).digest()), read, compared)
 
 
 @contextmanager
@@ -170,12 +178,12 @@ class Regions(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, key: Key) -> tuple[tuple[Any, ...], tuple[Shape | None, ...]]:
+    def __getitem__(self, key: Key) -> tuple[tuple[Any, ...], tuple[Shape | None, ...], int]:
         with seeded(key.seed):
-            sample = self.samples[key.number]
-            if isinstance(sample, Mapping) and isinstance(self.names, list) and sample.keys() >= set(self.names):
-                sample = {name: sample[name] for name in self.names}  # in the first one's order
-            names, values = fields_of(sample)
+            found = self.samples[key.number]
+            if isinstance(found, Mapping) and isinstance(self.names, list) and found.keys() >= set(self.names):
+                found = {name: found[name] for name in self.names}  # in the first one's order
+            names, values = fields_of(found)
             shapes = tuple(map(shape_of, values))
             if names != self.names or not self._fits(shapes):
                 raise ShardingError(
@@ -184,7 +192,8 @@ class Regions(Dataset[Any]):
                     "batch_size=1; give all of them the same fields"
                 )
             parts = [self._part(key, *field) for field in zip(values, shapes, self.places, strict=True)]
-        return tuple(parts), shapes
+            seen = sum(map(_seen, values)) if key.compared else 0
+        return tuple(parts), shapes, seen
 
     def _fits(self, shapes: tuple[Shape | None, ...]) -> bool:
         dims = [[None if shape is None else len(shape) for shape in each] for each in (shapes, self.shapes)]
@@ -200,6 +209,11 @@ class Regions(Dataset[Any]):
         return torch.empty((0, *map(len, own)), dtype=kind)
 
 
+def _seen(value: Any) -> int:
+    """A number for an array in memory, which is all there: of a file a rank reads its own region only."""
+    return checksum(sample(value)) if shape_of(value) is not None and kind_of(value) != "file" else 0
+
+
 def _own(size: int, place: Place | None) -> Interval:
     if place == OUTSIDE:
         return Interval(0, 0)
@@ -210,8 +224,8 @@ def _named(names: Sequence[Any] | None, shapes: tuple[Shape | None, ...]) -> Any
     return dict(zip(names, shapes, strict=True)) if isinstance(names, list) else shapes
 
 
-def together(found: list[tuple[tuple[Any, ...], tuple[Shape | None, ...]]]) -> tuple[list[Any], Any]:
-    """The parts of several samples as those of a batch, and the shapes of one."""
-    fields = zip(*(parts for parts, _ in found), strict=True)
+def together(found: list[tuple[tuple[Any, ...], tuple[Shape | None, ...], int]]) -> tuple[list[Any], Any, int]:
+    """The parts of several samples as those of a batch, the shapes of one, and a number for all that was seen."""
+    fields = zip(*(parts for parts, *_ in found), strict=True)
     joined = [torch.cat(parts) if isinstance(parts[0], torch.Tensor) else list(chain(*parts)) for parts in fields]
-    return joined, found[0][1]
+    return joined, found[0][1], sum(seen for *_, seen in found)
