@@ -3,6 +3,7 @@ the bare local part plus the bare exchange."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from time import process_time
@@ -47,6 +48,24 @@ def memory(mesh: DeviceMesh, tokens: int, alone: bool) -> int:
     torch.set_num_threads(CORES if alone else 1)
     step(512, None if alone else mesh, causal=True)
     return peak_memory(lambda: step(tokens, None if alone else mesh, causal=True))
+
+
+def predicted(tokens: int, ranks: int) -> int:
+    """Peak of the tensors of a rank, by a dry run."""
+
+    def build(mesh: DeviceMesh) -> Callable[..., None]:
+        convmesh.enable()
+
+        def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+            inputs = [one.detach().requires_grad_() for one in (query, key, value)]
+            made = F.scaled_dot_product_attention(*inputs, is_causal=True)
+            made.backward(torch.randn_like(made))
+
+        return attention
+
+    shape = (1, HEADS, tokens, WIDTH)
+    inputs = {name: convmesh.Input(shape) for name in ("query", "key", "value")}
+    return convmesh.plan(build, inputs, mesh={"tokens": ranks}, dims={"tokens": TOKENS}).peak
 
 
 def times(mesh: DeviceMesh, tokens: int, rounds: int) -> dict[str, float]:
@@ -94,11 +113,15 @@ def times(mesh: DeviceMesh, tokens: int, rounds: int) -> dict[str, float]:
 
 
 def run(pool: Pool, console: Console, rounds: int, tokens: int = REMEMBERED) -> None:
+    expected = [predicted(tokens, ranks) for ranks in (1, RANKS)]
+    console.print(f"attention, forward and backward of {tokens} tokens")
+    console.print(f"by a dry run: {expected[0] / 2**20:.0f} MiB on one process; a rank of {RANKS}, relative: "
+                  f"{expected[1] / expected[0]:.2f}")  # fmt: skip
     with returning_memory() as other:
         (alone,) = other.run(memory, tokens, True, mesh=(1,), timeout=3600)
-        console.print(f"attention, forward and backward of {tokens} tokens: {alone / 2**20:.0f} MiB on one process")
+        console.print(f"measured: {alone / 2**20:.0f} MiB on one process")
         ranks = other.run(memory, tokens, False, mesh=(RANKS,), timeout=3600)
-        console.print(f"on a rank of {RANKS}, relative: {max(ranks) / alone:.2f}")
+        console.print(f"a rank of {RANKS}, relative: {max(ranks) / alone:.2f}")
     title = f"{TIMED} tokens: time relative to local part and exchange"
     table = Table("ranks", "time", "of these", "of the processor", "of these", title=title)
     for count in (2, RANKS):
