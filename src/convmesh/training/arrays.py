@@ -57,7 +57,11 @@ def kind_of(array: ArrayLike) -> str:
 
 
 def sample(array: ArrayLike) -> torch.Tensor:
-    """All of an array in memory; of a large one that is no tensor yet, every so many indices of each dimension."""
-    step = ceil((prod(array.shape) / _SAMPLED) ** (1 / max(1, len(array.shape))))
-    every = slice(None, None, 1 if isinstance(array, torch.Tensor) else max(1, step))
-    return read(array, (every,) * len(array.shape))
+    """All of an array in memory; of a large one that is no tensor yet, some of it."""
+    return read(array, (slice(None),) * len(array.shape)) if isinstance(array, torch.Tensor) else some(array, _SAMPLED)
+
+
+def some(array: ArrayLike, elements: int) -> torch.Tensor:
+    """About so many elements: every so many indices of each dimension."""
+    step = ceil((prod(array.shape) / elements) ** (1 / max(1, len(array.shape))))
+    return read(array, (slice(None, None, max(1, step)),) * len(array.shape))

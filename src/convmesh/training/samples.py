@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from ..geometry import Interval, shards
 from ..sharding.errors import ShardingError
-from .arrays import kind_of, read, sample
+from .arrays import kind_of, read, some
 from .region import placements
 from .same_data import checksum
 
@@ -26,7 +26,7 @@ Dims = Mapping[str, int]
 Shape = tuple[int, ...]
 Place = tuple[int, tuple[int, ...]]  # which part, of how many along each mesh dimension
 OUTSIDE: Place = -1, ()  # a rank outside of the mesh has none
-COMPARED = 4  # batches
+COMPARED, SEEN = 4, 2**10  # batches of a pass whose samples ranks compare, and about so many elements of an array
 
 
 class Samples(Protocol):
@@ -210,8 +210,10 @@ class Regions(Dataset[Any]):
 
 
 def _seen(value: Any) -> int:
-    """A number for an array in memory, which is all there: of a file a rank reads its own region only."""
-    return checksum(sample(value)) if shape_of(value) is not None and kind_of(value) != "file" else 0
+    """A number for some elements of an array that is in memory. A tensor may be a mapped file, of which a rank reads
+    little beside its own region, and of other files nothing."""
+    in_memory = shape_of(value) is not None and kind_of(value) != "file"
+    return checksum(some(value, SEEN)) if in_memory else 0
 
 
 def _own(size: int, place: Place | None) -> Interval:
