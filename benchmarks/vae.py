@@ -22,7 +22,9 @@ from tests.harness import Pool
 LATENTS = (1, 4, 96, 96)
 CHANNELS = (32, 64, 64, 64)
 TILE = 256  # pixels
-MESHES: dict[int, tuple[int, ...]] = {2: (2, 1), 4: (2, 2)}
+CORES = 2
+ONE, TILES = "one process", "one process, its own tiles"
+WAYS: dict[str, tuple[int, ...]] = {ONE: (1, 1), TILES: (1, 1), "2 ranks": (2, 1), "4 ranks": (2, 2)}
 
 
 def autoencoder() -> Any:
@@ -58,31 +60,34 @@ class Decoder:
         return image
 
 
-_ways: dict[str, Decoder] = {}
+_decoders: dict[str, Decoder] = {}
 
 
 def prepare(mesh: DeviceMesh, way: str) -> None:
+    """One process has all cores, and each rank one thread."""
     warnings.simplefilter("ignore")
     convmesh.enable()
-    _ways[way] = Decoder(mesh if way == "ranks" else None, way == "tiles")
+    torch.set_num_threads(CORES if mesh.size() == 1 else 1)
+    if way not in _decoders:
+        _decoders[way] = Decoder(None if mesh.size() == 1 else mesh, way == TILES)
 
 
 def memory(mesh: DeviceMesh, way: str) -> int:
     prepare(mesh, way)
-    return peak_memory(_ways[way])
+    return peak_memory(_decoders[way])
 
 
 def seconds(mesh: DeviceMesh, way: str) -> float:
-    if mesh.size() > 1:
-        torch.set_num_threads(1)
-        dist.barrier()
-    return timed(_ways[way])
+    prepare(mesh, way)
+    for dim in range(mesh.ndim):
+        dist.barrier(mesh.get_group(dim))
+    return timed(_decoders[way])
 
 
 def result(mesh: DeviceMesh, way: str) -> torch.Tensor:
     prepare(mesh, way)
-    made = _ways[way]()
-    return made.full_tensor() if way == "ranks" else made  # type: ignore[attr-defined, no-any-return]
+    made = _decoders[way]()
+    return made.full_tensor() if mesh.size() > 1 else made  # type: ignore[attr-defined, no-any-return]
 
 
 def psnr(image: torch.Tensor, expected: torch.Tensor) -> str:
@@ -92,25 +97,21 @@ def psnr(image: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def run(pool: Pool, console: Console, rounds: int) -> None:
-    alone: dict[str, Any] = {"mesh": (1, 1), "names": ("h", "w"), "timeout": 3600}
-    many = {count: {**alone, "mesh": mesh} for count, mesh in MESHES.items()}
-    rows: dict[str, tuple[str, dict[str, Any]]] = {"one process": ("whole", alone), "its own tiles": ("tiles", alone)}
-    rows |= {f"{count} ranks": ("ranks", on) for count, on in many.items()}
+    on = {way: {"mesh": mesh, "names": ("h", "w"), "timeout": 3600} for way, mesh in WAYS.items()}
     with returning_memory() as other:
-        peaks = {name: max(other.run(memory, way, **on)) for name, (way, on) in rows.items()}
-    images = {name: pool.run(result, way, **on)[0] for name, (way, on) in rows.items()}
-    measured = {
-        name: partial(lambda way, on: max(pool.run(seconds, way, **on)), way, on)
-        for name, (way, on) in rows.items() if name != "4 ranks"
-    }  # fmt: skip
-    pool.run(prepare, "ranks", **many[2])  # the last one that was prepared was of 4 ranks
-    times = interleave(measured, max(3, rounds // 2))
-    table = Table("", "time", "peak memory of a rank", "greatest difference", "PSNR", title="AutoencoderKL.decode")
-    first, expected = next(iter(rows)), images["one process"]
-    for name in rows:
-        time = f"{times[name] / times[first]:.2f}" if name in times else "(more ranks than cores)"
-        difference = (images[name] - expected).abs().max().item() / expected.abs().max().item()
-        table.add_row(
-            name, time, f"{peaks[name] / peaks[first]:.2f}", f"{difference:.0e}", psnr(images[name], expected)
-        )
+        peaks = {way: max(other.run(memory, way, **where)) for way, where in on.items()}
+    images = {way: pool.run(result, way, **where)[0] for way, where in on.items()}
+    times = interleave(
+        {
+            way: partial(lambda way, where: max(pool.run(seconds, way, **where)), way, where)
+            for way, where in on.items()
+        },
+        max(3, rounds // 2),
+    )
+    title = f"AutoencoderKL.decode, latents {LATENTS}; one process: {times[ONE]:.2f} s, {peaks[ONE] / 2**20:.0f} MiB"
+    table = Table("", "time", "peak memory of a rank", "greatest difference", "PSNR", title=title)
+    for way in WAYS:
+        difference = (images[way] - images[ONE]).abs().max().item() / images[ONE].abs().max().item()
+        relative = (f"{of[way] / of[ONE]:.2f}" for of in (times, peaks))
+        table.add_row(way, *relative, f"{difference:.0e}", psnr(images[way], images[ONE]))
     console.print(table)

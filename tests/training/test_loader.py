@@ -223,6 +223,36 @@ def test_random_numbers_of_a_sample_are_those_of_one_process(pool: Pool) -> None
     assert not first & second
 
 
+class Unseeded:
+    """Crops by a generator of its own, as MONAI's transforms have one; or of a file, of which nobody reads all."""
+
+    def __init__(self, seed: int, path: Path | None = None):
+        self.generator, self.images = np.random.default_rng(seed), np.load(path, mmap_mode="r") if path else IMAGES
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[Any, str]:
+        top = int(self.generator.integers(3))
+        return self.images[index][:, top : top + 4], f"{index}"
+
+
+def check_unseeded(mesh: DeviceMesh, path: Path) -> None:
+    """Ranks that read parts of one sample draw one crop, or are told so; others draw what they like."""
+    dims = {"data": 0, "h": 2}, None
+    rank, column = dist.get_rank(), mesh.get_local_rank("data")
+    with pytest.raises(convmesh.ShardingError, match=r"different values where they should be equal") as caught:
+        list(convmesh.loader(Unseeded(rank), mesh, batch_size=3, dims=dims))
+    assert "torch.initial_seed()" in str(caught.value)
+    assert len(list(convmesh.loader(Unseeded(column), mesh, batch_size=3, dims=dims))) == 2
+    assert len(list(convmesh.loader(Unseeded(column, path), mesh, batch_size=3, dims=dims))) == 2
+
+
+def test_random_numbers_that_ranks_do_not_share(pool: Pool, tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", IMAGES)
+    pool.run(check_unseeded, tmp_path / "images.npy", names=NAMES)
+
+
 def check_state(mesh: DeviceMesh, saved: list[dict[str, Any]], workers: int) -> Any:
     """All of two epochs; or the rest after each of the states."""
     let_have_children()

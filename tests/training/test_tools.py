@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from collections.abc import Callable
@@ -106,6 +107,23 @@ def check_compiled(mesh: DeviceMesh) -> None:
         assert_same_gradients(getattr(model, "_orig_mod", model), expected)
 
 
+def check_compiled_container(mesh: DeviceMesh) -> None:
+    """A module of torch's own class is called by code that is not compiled, with all that goes with a call."""
+    image, _ = data()
+    x = convmesh.shard(image, mesh, **DIMS)
+    for way in (
+        lambda net: torch.compile(convmesh.distribute(net, mesh), backend="aot_eager"),
+        lambda net: convmesh.distribute(torch.compile(net, backend="aot_eager"), mesh),
+    ):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        expected = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1)).double()
+        model = way(copy.deepcopy(expected))
+        model(x).square().mean().backward()
+        expected(image).square().mean().backward()
+        assert_same_gradients(getattr(model, "_orig_mod", model), expected)
+
+
 def check_dtypes(mesh: DeviceMesh) -> None:
     for name in ("half", "float", "double", "bfloat16"):
         (expected, _), (model, _) = both(mesh)
@@ -120,12 +138,13 @@ def check_dtypes(mesh: DeviceMesh) -> None:
 
 
 def check(mesh: DeviceMesh, name: str) -> None:
-    checks = {"hooks": check_hooks, "counters": check_counters, "saved": check_saved, "compiled": check_compiled}
+    checks = {"hooks": check_hooks, "counters": check_counters, "saved": check_saved, "compiled": check_compiled,
+              "container": check_compiled_container}  # fmt: skip
     {**checks, "dtypes": check_dtypes}[name](mesh)
     convmesh.disable()
 
 
-@pytest.mark.parametrize("name", ["hooks", "counters", "saved", "compiled", "dtypes"])
+@pytest.mark.parametrize("name", ["hooks", "counters", "saved", "compiled", "container", "dtypes"])
 def test_tools_of_pytorch(pool: Pool, name: str) -> None:
     pool.run(check, name, names=NAMES[:2])
 

@@ -59,6 +59,7 @@ class Network:
         torch.manual_seed(0)
         made: torch.nn.Module = self.build()
         made = made.double().train(self.train)
+        made._apply(lambda one: one.cdouble() if one.is_complex() else one)  # which `double` leaves as they are
         with torch.no_grad():  # what is zero at first would hide what comes before it
             for parameter in made.parameters():
                 if not parameter.any():

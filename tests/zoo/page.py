@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from tests.zoo.network import DOUBLE, SINGLE
 from tests.zoo.registry import networks
@@ -16,24 +16,18 @@ PACKAGES = {
     "neuraloperator": "neuraloperator",
 }  # fmt: skip
 
+SHOWN = 12  # networks that are named; the tables have all
+
 ABOUT = """# Networks
 
 `make zoo` runs networks of other packages, unmodified, in small configurations with random parameters, in float64, on
 two layouts each: a forward pass, and a backward pass of a loss of all results. It compares results and all gradients
 with one process, and measures what ranks make and receive. It writes this page, with every entry of `tests/zoo` that
-it has run.
+it has run. These are one step each: the page says nothing about long trainings.
 """
 BEHIND = """
-Differences are relative to the largest number of a tensor. Right is below 1e-7; of those marked *float32*, which round
-to it somewhere inside whatever they are given, below 1e-4. `largest` is the largest tensor that any rank makes, and
-`received` the most that reaches a rank at once, both relative to the largest activation of one process; parameters and
-their gradients do not count. A network is *sharded* if no rank makes a tensor as large as that, nor receives 0.75
-of one at once. Keys and values of attention would be [gathered](operators.md) in configurations this small; for this
-page they go round, and random numbers, which are drawn in blocks of 1 MiB, are drawn in smaller ones. Ranks are
-[simulated](simulate.md). These are one step each: the page says nothing about long trainings.
-`make test` trains some of these networks on real processes (`tests/test_networks.py`).
-
-`convmesh.models` has ConvNeXt, ResNet and U-Net in plain PyTorch. They are tested on meshes in `tests/models`.
+`make test` trains some of these networks on real processes (`tests/test_networks.py`). `convmesh.models` has ConvNeXt,
+ResNet and U-Net in plain PyTorch; they are tested on meshes in `tests/models`.
 
 ## Methods that are not `forward`
 
@@ -44,11 +38,21 @@ device.
 
 Code around a network that mixes plain tensors and DTensors, such as MONAI's
 `sliding_window_inference`, runs within [`implicit_replication(mesh)`](api.md#convmesh.implicit_replication).
+
+## How to read the tables
+
+Differences are relative to the largest number of a tensor. Right is below 1e-7; of those marked *float32*, which round
+to it somewhere inside whatever they are given, below 1e-4. `largest` is the largest tensor that any rank makes, and
+`received` the most that reaches a rank at once, both relative to the largest activation of one process; parameters and
+their gradients do not count. A network is *sharded* if no rank makes a tensor as large as that, nor receives 0.75
+of one at once. Keys and values of attention would be [gathered](operators.md) in configurations this small; for this
+page they go round, and random numbers, which are drawn in blocks of 1 MiB, are drawn in smaller ones. Ranks are
+[simulated](simulate.md).
 """
 
 
 def page(results: Sequence[Found]) -> str:
-    return "\n".join([ABOUT, *_summary(results), *_tables(results), BEHIND.strip(), ""])
+    return "\n".join([ABOUT, *_summary(results), BEHIND.strip(), "", *_tables(results)])
 
 
 def read(text: str) -> list[Found]:
@@ -74,24 +78,32 @@ def _found(package: str, name: str, where: str, state: str, error: str, largest:
 
 
 def _summary(results: Sequence[Found]) -> Iterator[str]:
-    names = {(one.package, one.name) for one in results}
-    right, sharded = sum(one.right for one in results), sum(one.sharded for one in results)
-    entries = networks([])
+    names, entries = {(one.package, one.name) for one in results}, networks([])
     run = f"All {len(names)} entries" if len(names) == len(entries) else f"{len(names)} of the {len(entries)} entries"
+    right, sharded = sum(one.right for one in results), sum(one.sharded for one in results)
     yield (
         f"{run}, on {len(results)} layouts: {right} were right, {sharded} of these sharded throughout "
         f"({100 * sharded / max(1, len(results)):.1f} %).\n"
     )
-    if missing := [f"{one.package}'s `{one.name}`" for one in entries if (one.package, one.name) not in names]:
-        yield "The entries were run in several portions, between which the library was changed.\n"
-        yield f"Not run yet as they are now: {', '.join(missing)}.\n"
-    yield "| package | version | networks |"
-    yield "|---|---|---|"
-    yield f"| torch | {version('torch')} | |"
+    yield "| package | version | networks | layouts | right | sharded |"
+    yield "|---|---|---|---|---|---|"
+    yield f"| torch | {version('torch')} | | | | |"
     for package, distribution in PACKAGES.items():
-        if count := len({name for of, name in names if of == package}):
-            yield f"| {package} | {version(distribution)} | {count} |"
+        if own := [one for one in results if one.package == package]:
+            counts = len({one.name for one in own}), len(own), sum(one.right for one in own)
+            cells = _version(distribution), *counts, sum(one.sharded for one in own)
+            yield f"| {package} | {' | '.join(map(str, cells))} |"
     yield ""
+    if rest := sorted({f"{one.package}'s `{one.name}`" for one in results if not one.sharded}):
+        more = f" and {len(rest) - SHOWN} more" if len(rest) > SHOWN else ""
+        yield f"Not sharded throughout, on one layout or both: {', '.join(rest[:SHOWN])}{more}.\n"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "-"
 
 
 def _tables(results: Sequence[Found]) -> Iterator[str]:

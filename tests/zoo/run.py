@@ -55,6 +55,11 @@ def _is_of(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
     return part or alike or shape == (prod(parameter),)
 
 
+# By operator, which argument it may round, and what a number is rounded to.
+ROUNDING = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
+DOUBLES = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+
 class Activations(Sizes):
     """Sizes of all but parameters, which are replicated, and their gradients."""
 
@@ -74,8 +79,9 @@ class Activations(Sizes):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before, self.received_at_once = self.received_at_once, 0
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is torch.ops.aten._to_copy.default and result is not NotImplemented and args[0].dtype == torch.float64:
-            self.single |= result.dtype == torch.float32
+        if func in ROUNDING and result is not NotImplemented:
+            given = args[ROUNDING[func]]
+            self.single |= given.dtype in DOUBLES and result.dtype == DOUBLES[given.dtype]
         gathers = "all_gather" in func.name() and result is not NotImplemented
         if self.received_at_once in self.parameters or (gathers and tuple(args[0].shape) in self.shapes):
             self.received_at_once = 0  # a gradient, which a gather may have padded

@@ -67,11 +67,9 @@ class DeviceContext(_device.DeviceContext):
         self._below = next(
             (mode for mode in _get_current_function_mode_stack() if hasattr(mode, "computes_anew")), None
         )
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a call in this context needs nothing but the call itself."""
-        return self._below is None and not self._chosen
+        # Whether a call in this context needs nothing but the call itself. Not a property, which
+        # torch.compile does not find on a mode.
+        self.is_plain = self._below is None and not self._chosen
 
     # As `with torch.device(...)` does. The class's own `__enter__` goes below all other modes, where only one fits.
     __enter__ = TorchFunctionMode.__enter__

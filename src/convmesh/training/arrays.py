@@ -58,6 +58,10 @@ def kind_of(array: ArrayLike) -> str:
 
 def sample(array: ArrayLike) -> torch.Tensor:
     """Return all of an array in memory, or strided samples of it if it is large and not a tensor."""
-    step = ceil((prod(array.shape) / _SAMPLED) ** (1 / max(1, len(array.shape))))
-    every = slice(None, None, 1 if isinstance(array, torch.Tensor) else max(1, step))
-    return read(array, (every,) * len(array.shape))
+    return read(array, (slice(None),) * len(array.shape)) if isinstance(array, torch.Tensor) else some(array, _SAMPLED)
+
+
+def some(array: ArrayLike, elements: int) -> torch.Tensor:
+    """Return about `elements` elements: indices at a fixed step along each dimension."""
+    step = ceil((prod(array.shape) / elements) ** (1 / max(1, len(array.shape))))
+    return read(array, (slice(None, None, max(1, step)),) * len(array.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from .errors import CheckpointError
 from .region import assembled
 from .same_data import compare
 from .samples import Dims, Order, Regions, Samples, dims_of_fields, fields_of, places, seeded, shape_of, together
+
+DRAWN = (
+    "samples[index] has to be the same on all ranks: seed random numbers of a generator of its own, which MONAI's "
+    "transforms have, with torch.initial_seed() there"
+)
 
 
 class Loader:
@@ -33,6 +39,8 @@ class Loader:
         each = [places(mesh, names or {}, len(shape or ()) + 1)
                 for names, shape in zip(self.dims, self.shapes, strict=True)]  # fmt: skip
         place = next((place[0] for place in each if 0 in place), (0, (1,)))
+        along = {name for names in self.dims for name, dim in (names or {}).items() if dim == 0}
+        self._copies = [dim for dim, name in enumerate(mesh.mesh_dim_names or ()) if name not in along]
         self._order = Order(len(samples), batch_size, place, shuffle, seed, drop_last)
         self._done, self._finished, self._resumed = 0, False, False
         self._counted = False  # whether the program calls `set_epoch`
@@ -95,8 +103,18 @@ class Loader:
         done = self._done if self._resumed else 0
         self._order.first_batch, self._done, self._finished, self._resumed = done, done, False, False
         found = iter(self._parts)
-        for size in self._order.sizes()[done:]:
-            batch = self._assembled(size, *self._next(found))
+        for number, size in list(enumerate(self._order.sizes()))[done:]:
+            parts, shapes, seen, problem = self._next(found)
+            batch = self._assembled(size, parts, shapes, problem)
+            if self._order.compares(number):
+                compare(
+                    "loader",
+                    self.mesh,
+                    "samples",
+                    DRAWN,
+                    values=partial(torch.tensor, seen % 2**62),
+                    copies_along=self._copies,
+                )
             self._done += 1
             yield batch
         self._finished = True
@@ -106,10 +124,10 @@ class Loader:
         names = ("count", "batch_size", "shuffle", "seed", "drop_last")
         return {name: getattr(order, name) for name in names}
 
-    def _next(self, found: Iterator[Any]) -> tuple[Sequence[Any], Sequence[Any], str | None]:
-        """Return the slices of the next batch and the shapes of a sample, or an error message, for the other ranks.
+    def _next(self, found: Iterator[Any]) -> tuple[Sequence[Any], Sequence[Any], int, str | None]:
+        """Return the slices of the next batch, the shapes of a sample, a checksum of what was read, and an error.
 
-        They read other samples, and have to know of the error.
+        The error is for the other ranks, which read other samples and have to know of the error.
         """
         try:
             return *next(found), None
@@ -117,7 +135,7 @@ class Loader:
             # A worker's error message has a traceback before it, and the place in that process after it.
             said = error.args[0].rpartition("ShardingError: ")[2].partition("\n  at ")[0]
             parts = [torch.empty(0)] * len(self.shapes)
-            return parts, self.shapes, "; ".join(map(str.strip, said.splitlines()))
+            return parts, self.shapes, 0, "; ".join(map(str.strip, said.splitlines()))
 
     def _assembled(self, size: int, parts: Sequence[Any], shapes: Sequence[Any], problem: str | None) -> Any:
         """Return a batch: like a sample, with DTensors in place of arrays."""

@@ -18,13 +18,15 @@ from torch.utils.data import Dataset
 
 from ..geometry import Interval, shards
 from ..sharding.errors import ShardingError
-from .arrays import read
+from .arrays import kind_of, read, some
 from .region import placements
+from .same_data import checksum
 
 Dims = Mapping[str, int]
 Shape = tuple[int, ...]
 Place = tuple[int, tuple[int, ...]]  # (shard index, mesh sizes) of a tensor dimension
 OUTSIDE: Place = -1, ()  # for a rank outside of the mesh
+COMPARED, SEEN = 4, 2**10  # how many batches of a pass ranks compare, and about how many elements of an array
 
 
 class Samples(Protocol):
@@ -106,6 +108,7 @@ class Key(NamedTuple):
     number: int
     seed: int
     read: bool  # if False, only its shapes and dtypes are needed
+    compared: bool  # whether ranks that read the same sample compare it
 
 
 @dataclass
@@ -138,12 +141,17 @@ class Order:
             own = _own(size, self.place)
             first = number * self.batch_size
             # The last batch may be empty on this rank; then one sample is needed for its shapes and dtypes.
-            mine = order[first + own.start : first + own.stop]
-            yield [self._key(index, epoch, True) for index in mine] or [self._key(order[first], epoch, False)]
+            mine, compared = order[first + own.start : first + own.stop], self.compares(number)
+            keys = [self._key(index, epoch, True, compared) for index in mine]
+            yield keys or [self._key(order[first], epoch, False, False)]
 
-    def _key(self, index: int, epoch: int, read: bool) -> Key:
+    def compares(self, number: int) -> bool:
+        """Whether ranks that read the same samples of a batch compare them: of the first ones of each pass."""
+        return number - self.first_batch < COMPARED
+
+    def _key(self, index: int, epoch: int, read: bool, compared: bool) -> Key:
         text = f"{self.seed} {epoch} {index}".encode()
-        return Key(index, int.from_bytes(blake2b(text, digest_size=4).digest()), read)
+        return Key(index, int.from_bytes(blake2b(text, digest_size=4).digest()), read, compared)
 
 
 @contextmanager
@@ -174,7 +182,7 @@ class Regions(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, key: Key) -> tuple[tuple[Any, ...], tuple[Shape | None, ...]]:
+    def __getitem__(self, key: Key) -> tuple[tuple[Any, ...], tuple[Shape | None, ...], int]:
         with seeded(key.seed):
             sample = self.samples[key.number]
             if isinstance(sample, Mapping) and isinstance(self.names, list) and sample.keys() >= set(self.names):
@@ -188,7 +196,8 @@ class Regions(Dataset[Any]):
                     "batch_size=1; give all of them the same fields"
                 )
             parts = [self._part(key, *field) for field in zip(values, shapes, self.places, strict=True)]
-        return tuple(parts), shapes
+            seen = sum(map(_seen, values)) if key.compared else 0
+        return tuple(parts), shapes, seen
 
     def _fits(self, shapes: tuple[Shape | None, ...]) -> bool:
         dims = [[None if shape is None else len(shape) for shape in each] for each in (shapes, self.shapes)]
@@ -204,6 +213,13 @@ class Regions(Dataset[Any]):
         return torch.empty((0, *map(len, own)), dtype=kind)
 
 
+def _seen(value: Any) -> int:
+    """A number for some elements of an array that is in memory. A tensor may be a mapped file, of which a rank reads
+    little beside its own region, and of other files nothing."""
+    in_memory = shape_of(value) is not None and kind_of(value) != "file"
+    return checksum(some(value, SEEN)) if in_memory else 0
+
+
 def _own(size: int, place: Place | None) -> Interval:
     if place == OUTSIDE:
         return Interval(0, 0)
@@ -214,8 +230,8 @@ def _named(names: Sequence[Any] | None, shapes: tuple[Shape | None, ...]) -> Any
     return dict(zip(names, shapes, strict=True)) if isinstance(names, list) else shapes
 
 
-def together(found: list[tuple[tuple[Any, ...], tuple[Shape | None, ...]]]) -> tuple[list[Any], Any]:
-    """Collate the slices of several samples into a batch; also returns the shapes of one sample."""
-    fields = zip(*(parts for parts, _ in found), strict=True)
+def together(found: list[tuple[tuple[Any, ...], tuple[Shape | None, ...], int]]) -> tuple[list[Any], Any, int]:
+    """Collate the slices of several samples into a batch; also return the shapes of a sample and a checksum."""
+    fields = zip(*(parts for parts, *_ in found), strict=True)
     joined = [torch.cat(parts) if isinstance(parts[0], torch.Tensor) else list(chain(*parts)) for parts in fields]
-    return joined, found[0][1]
+    return joined, found[0][1], sum(seen for *_, seen in found)
