@@ -81,6 +81,11 @@ class Schedule:
     def _sending_order(self, rank: int) -> tuple[int, int]:
         return rank % self.line.sizes[-1], rank
 
+    def one_sided(self, rank: int) -> bool:
+        """Whether a rank sends nothing, or receives nothing: a compiler sees no way through it from what was before the
+        exchange to what comes after it."""
+        return any(next(self._pieces(rank, outgoing), None) is None for outgoing in (True, False))
+
     @cached_property
     def sent_before_token(self) -> int:
         """How many pieces come before this rank's message to itself."""
@@ -100,7 +105,7 @@ class Schedule:
                     yield peer, Piece(tensor, box)
 
     def wire(self, tensors: tuple[Shaped, ...], token: int) -> Wire:
-        """The messages for tensors of these shapes; `token` is the length of each rank's message to itself."""
+        """The messages for tensors of these shapes; `token` is the length of a one-sided rank's message to itself."""
         if token:
             return self._wire(tensors, token)  # sizes may be symbols while tracing
         if tensors not in self._wires:
@@ -115,14 +120,14 @@ class Schedule:
         rests = [tensor.rest for tensor in tensors]
 
         def messages(rank: int, outgoing: bool) -> Iterator[Message]:
-            counts: dict[int, int] = {rank: token} if token else {}
+            counts: dict[int, int] = {rank: token} if token and self.one_sided(rank) else {}
             for peer, piece in self._pieces(rank, outgoing):
                 counts[peer] = counts.get(peer, 0) + volume(piece.box) * rests[piece.tensor]
             for peer, count in sorted(counts.items()):
                 yield Message(rank, peer, count) if outgoing else Message(peer, rank, count)
 
         coming = [(source, tensors[piece.tensor].of(piece.box)) for source, piece in self.receives]
-        return wire(self.line, messages, coming, token)
+        return wire(self.line, messages, coming, token if token and self.one_sided(self.line.rank) else 0)
 
 
 @dataclass(frozen=True)
