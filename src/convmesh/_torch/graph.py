@@ -58,7 +58,7 @@ def _node_of(tensor: torch.Tensor) -> Node | None:
     if mode is None:
         return None
     if isinstance(tensor, FunctionalTensor):
-        torch._sync(tensor)  # with what was written to views of it
+        torch._sync(tensor)  # type: ignore[attr-defined]  # with what was written to views of it
         tensor = torch._from_functional_tensor(tensor.elem)
     node: Node | None = get_proxy_slot(tensor, mode.tracer, None, lambda found: found.proxy.node)
     return node

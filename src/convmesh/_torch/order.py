@@ -6,7 +6,7 @@ rest, also where another rank waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .graph import in_backward_pass
-from .tracing import tie, tie_in_place, tracing
+from .tracing import tie, tie_in_place
 
 # The tracer of the graph, and the result of the last communication in it: the token that orders them.
 _last: tuple[Any, torch.Tensor] | None = None
