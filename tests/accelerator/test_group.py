@@ -73,6 +73,8 @@ def what_nccl_lacks_is_refused(mesh: DeviceMesh) -> None:
             dist.all_reduce(given, op)
     with pytest.raises(TypeError, match="int16"):
         dist.broadcast(tensor(1, dtype=torch.int16), 0)
+    with pytest.raises(RuntimeError, match="any source"):
+        dist.recv(tensor(1))
     mixed = [tensor(1), tensor(1, dtype=torch.float64)]
     with pytest.raises(TypeError, match="identical type"):
         torch.ops._c10d_functional.all_reduce_coalesced(mixed, "sum", mesh.get_group().group_name)
