@@ -90,8 +90,9 @@ def order_of_communicators_is_the_same_on_all_ranks(mesh: DeviceMesh) -> None:
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     in_order = groups if dist.get_rank() else groups[::-1]
     works = [dist.all_reduce(tensor(1), group=group, async_op=True) for group in in_order]
-    with pytest.raises(RuntimeError, match="in the same order, or NCCL may hang"):
-        works[0].wait()
+    for work in works:  # both, or else a rank may end before the other has heard of it
+        with pytest.raises(RuntimeError, match="in the same order, or NCCL may hang"):
+            work.wait()
 
 
 def what_is_sent_may_be_let_go(mesh: DeviceMesh) -> None:
