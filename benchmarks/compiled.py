@@ -2,11 +2,13 @@
 
 Host time is that of one rank of two on torch's fake process group, one thread, on small inputs, with the step of plain
 PyTorch that was compiled by the same backend as the measure. Compile time is that of the first step, without torch's
-caches on disk. Two real ranks then run the same step compiled and not, and say how far their gradients are apart.
+caches on disk; by aot_eager the operators of both passes are counted, too. Two real ranks then run the same step
+compiled and not, and say how far their gradients are apart.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,7 +36,24 @@ from tests.harness import Pool
 BACKENDS = ("aot_eager", "inductor")
 LIMIT = 1.5
 RANKS = 2
+_counted = 0  # operators of the graphs that aot_eager has made since somebody asked
 ON = {"mesh": (RANKS,), "names": ("h",), "timeout": 3000.0}
+
+
+def _count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    global _counted
+    _counted += sum(isinstance(node.target, torch._ops.OpOverload) for node in graph.graph.nodes)
+    return boxed_nop(graph, inputs)
+
+
+def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+    return aot_eager(graph, inputs, fw_compiler=_count, bw_compiler=_count, **options)
+
+
+def take_count() -> int:
+    global _counted
+    counted, _counted = _counted, 0
+    return counted
 
 
 class Step:
@@ -57,7 +77,7 @@ class Step:
 
         self.loss: Callable[..., torch.Tensor] = loss
         if backend is not None:
-            self.loss = torch.compile(loss, backend=backend, fullgraph=True)
+            self.loss = torch.compile(loss, backend=counting if backend == "aot_eager" else backend, fullgraph=True)
 
     def __call__(self) -> None:
         self.model.zero_grad()
@@ -96,7 +116,9 @@ def measure_host(network: Network, backend: str, rounds: int) -> dict[str, Any]:
         "plain": Step(network, None, backend, torch.float32),
         "convmesh": Step(network, mesh, backend, torch.float32),
     }
-    first = {f"{name} compiles": timed(step) for name, step in steps.items()}
+    first = {}
+    for name, step in steps.items():
+        first |= {f"{name} compiles": timed(step), f"{name} operators": take_count()}
     return first | interleave({name: _host_time(step) for name, step in steps.items()}, rounds)
 
 
@@ -123,20 +145,24 @@ def measure_ranks(mesh: DeviceMesh, name: str, backend: str, rounds: int) -> dic
     return {"apart": apart} | interleave({way: seconds(step) for way, step in steps.items()}, rounds)
 
 
-def run(pool: Pool, console: Console, rounds: int) -> None:
+def run(pool: Pool, console: Console, rounds: int, options: argparse.Namespace) -> None:
     table = Table("", title="training steps under torch.compile(fullgraph=True), ms; compile time in s")
-    for heading in ("backend", "compile, plain", "compile", "host time, plain", "host time", f"ratio (at most {LIMIT})",
-                    "2 ranks, eager", "2 ranks, compiled", "gradients apart"):  # fmt: skip
+    for heading in ("backend", "operators, plain", "operators", "compile, plain", "compile", "host time, plain",
+                    "host time", f"ratio (at most {LIMIT})", "2 ranks, eager", "2 ranks, compiled",
+                    "gradients apart"):  # fmt: skip
         table.add_column(heading, justify="right")
     for network in COMPILED:
         for backend in BACKENDS:
+            if options.only not in f"{network.name} {backend}":
+                continue
             command = [sys.executable, "-m", "benchmarks.compiled", network.name, backend, str(rounds)]
             environment = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
             line = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
             host = json.loads(line.splitlines()[-1])
             ranks = pool.run(measure_ranks, network.name, backend, rounds, **ON)
             table.add_row(
-                network.name, backend, *(f"{host[f'{who} compiles']:.0f}" for who in ("plain", "convmesh")),
+                network.name, backend, *(f"{host[f'{who} operators'] or ''}" for who in ("plain", "convmesh")),
+                *(f"{host[f'{who} compiles']:.0f}" for who in ("plain", "convmesh")),
                 *(f"{host[who] * 1e3:.1f}" for who in ("plain", "convmesh")), f"{host['convmesh'] / host['plain']:.2f}",
                 *(f"{max(one[way] for one in ranks) * 1e3:.0f}" for way in ("eager", backend)),
                 f"{max(one['apart'] for one in ranks):.0e}",

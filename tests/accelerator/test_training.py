@@ -71,8 +71,8 @@ def steps_of_optimizers(mesh: DeviceMesh) -> dict[str, list[str]]:
             run.optimizer = kind(run.model.parameters(), **on_cpu)
             for _ in range(2):
                 run()
-            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
             take_events()
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
             run.optimizer.step()
         events[name] = take_events()
         for one, other in zip(runs[1].model.parameters(), runs[0].model.parameters(), strict=True):
@@ -82,8 +82,9 @@ def steps_of_optimizers(mesh: DeviceMesh) -> dict[str, list[str]]:
     return events
 
 
-def test_optimizers() -> None:
-    for events in results(steps_of_optimizers, mesh=(2,)):
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_optimizers(mesh: tuple[int, ...]) -> None:
+    for events in results(steps_of_optimizers, mesh=mesh):
         assert not any(events.values()), events
 
 

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from convmesh import _torch
 from convmesh.comm import (
     Block,
     Halo,
@@ -178,6 +181,45 @@ def exchange(mesh: DeviceMesh, case: tuple[int, int, tuple[int, ...]]) -> None:
 @pytest.mark.parametrize("maker", range(len(MAKERS)), ids=[make.__name__ for make in MAKERS])
 def test_exchange_and_adjoint(pool: Pool, mesh: tuple[int, ...], mesh_dims: tuple[int, ...], maker: int) -> None:
     pool.run_cases(exchange, [(maker, seed, mesh_dims) for seed in range(25)], mesh=mesh)
+
+
+def exchange_in_a_graph(mesh: DeviceMesh, case: tuple[int, int, tuple[int, ...]]) -> None:
+    """A compiler's graph brings the same, and on every rank a result can be seen to be made of what was sent."""
+    maker, seed, mesh_dims = case
+    line = rank_line(mesh, mesh_dims)
+    made = MAKERS[maker](random.Random(seed), line)
+    full = torch.randn(made.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    own = [Block(box, part_of(full, made.dims, box)) for box in made.owned] or [nothing(full, made.dims)]
+    (expected,) = start(made.schedule, [Held(made.dims, tuple(own))]).finish()
+
+    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        blocks = [Block(block.box, tensor) for block, tensor in zip(own, tensors, strict=True)]
+        (arrived,) = start(made.schedule, [Held(made.dims, tuple(blocks))]).finish()
+        return [*(block.data for block in arrived), _torch.after_the_last(tensors[0].sum())]
+
+    graph = make_fx(run)(*[block.data for block in own])
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    *found, _ = graph(*[block.data for block in own])
+    assert all(torch.equal(one, block.data) for one, block in zip(found, expected, strict=True))
+    sends = [node for node in graph.graph.nodes if "all_to_all" in str(node.target)]
+    assert len(sends) == (0 if made.schedule.silent else len(line.sizes))
+    assert all(any(origin.op == "placeholder" for origin in origins(node)) for node in sends)
+
+
+def origins(node: Node) -> set[Node]:
+    found, ahead = {node}, [node]
+    while ahead:
+        new = set(ahead.pop().all_input_nodes) - found
+        found |= new
+        ahead += new
+    return found
+
+
+@pytest.mark.parametrize(("mesh", "mesh_dims"), LINES)
+def test_exchange_in_a_graph(pool: Pool, mesh: tuple[int, ...], mesh_dims: tuple[int, ...]) -> None:
+    cases = [(maker, seed, mesh_dims) for maker in range(len(MAKERS)) for seed in range(4)]
+    pool.run_cases(exchange_in_a_graph, cases, mesh=mesh)
 
 
 def route(mesh: DeviceMesh, case: tuple[int, tuple[int, ...]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,14 @@ def test_what_is_slow(report: Report) -> None:
     assert len(slow) == 4
     assert any("ranks 4 and 5 exchange 10.0 GB/s" in text for text in slow)
     assert not report.wrong, "who is slow is not wrong"
+
+
+def test_a_laptop_is_told_why_it_is_slow(report: Report) -> None:
+    report.topology = replace(report.topology, hosts=(0, 0, 0, 0), cores=(2, 2, 2, 2))
+    report.overlap = Overlap(2.0, 2.0, 3.9)
+    slow = [text for text, verdict in verdicts(report).items() if verdict == "slow"]
+    assert any("4 ranks of a host share 2 cores" in text for text in slow)
+    assert any("ranks copy their messages themselves" in text for text in slow)
 
 
 def test_figures_for_plans(report: Report, tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
@@ -38,36 +41,64 @@ NETWORKS: dict[Callable[[], nn.Module], tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def compare(mesh: DeviceMesh, build: Callable[[], nn.Module], shape: tuple[int, ...], backend: str) -> None:
-    convmesh.enable()
-    warnings.simplefilter("ignore")  # a compiler imports what is deprecated
-    torch.manual_seed(0)
-    model = convmesh.distribute(build().double(), mesh)
-    x = convmesh.shard(torch.randn(shape, dtype=torch.float64), mesh, h=2)
-    dense = isinstance(model, UNet)
-    labels = torch.randint(3, (shape[0], *shape[2:]) if dense else shape[:1])
-    target = convmesh.shard(labels, mesh, **({"h": 1} if dense else {}))
+class Training:
+    def __init__(self, mesh: DeviceMesh, build: Callable[[], nn.Module], shape: tuple[int, ...]):
+        convmesh.enable()
+        warnings.simplefilter("ignore")  # a compiler imports what is deprecated
+        torch.manual_seed(0)
+        self.model = convmesh.distribute(build().double(), mesh)
+        self.x = convmesh.shard(torch.randn(shape, dtype=torch.float64), mesh, h=2)
+        dense = isinstance(self.model, UNet)
+        labels = torch.randint(3, (shape[0], *shape[2:]) if dense else shape[:1])
+        self.target = convmesh.shard(labels, mesh, **({"h": 1} if dense else {}))
 
-    def step(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(x), target)
+    def step(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model(x), target)
 
-    def gradients(function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        model.zero_grad()
-        loss = function(x, target)
+    def gradients(self, function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        self.model.zero_grad()
+        loss = function(self.x, self.target)
         loss.backward()
-        found = [parameter.grad for parameter in model.parameters()]
+        found = [parameter.grad for parameter in self.model.parameters()]
         return [tensor.full_tensor() for tensor in (loss.detach(), *found)]  # type: ignore[union-attr]
 
-    eager = gradients(step)
-    compiled = torch.compile(step, backend=backend, fullgraph=True)
+
+def compare(mesh: DeviceMesh, build: Callable[[], nn.Module], shape: tuple[int, ...], backend: str) -> None:
+    training = Training(mesh, build, shape)
+    eager = training.gradients(training.step)
+    compiled = torch.compile(training.step, backend=backend, fullgraph=True)
     for _ in range(2):  # the second time by what was compiled
-        for one, other in zip(gradients(compiled), eager, strict=True):
+        for one, other in zip(training.gradients(compiled), eager, strict=True):
             assert_close(one, other)
 
 
 @pytest.mark.parametrize("build", NETWORKS, ids=lambda build: build.__name__)
 def test_by_aot_autograd(pool: Pool, build: Callable[[], nn.Module]) -> None:
     pool.run(compare, build, NETWORKS[build], "aot_eager", mesh=(2,), names=("h",))
+
+
+def operators(mesh: DeviceMesh, build: Callable[[], nn.Module], shape: tuple[int, ...]) -> list[list[str]]:
+    """The names of those of the forward and the backward pass, in their order."""
+    found: list[list[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        found.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    training = Training(mesh, build, shape)
+    training.gradients(torch.compile(training.step, backend=aot_autograd(fw_compiler=keep), fullgraph=True))
+    return found
+
+
+@pytest.mark.parametrize("build", NETWORKS, ids=lambda build: build.__name__)
+def test_all_ranks_communicate_in_one_order(pool: Pool, build: Callable[[], nn.Module]) -> None:
+    """On four ranks, some of which own nothing in the end; and only a few operators more are there for the order."""
+    by_rank = pool.run(operators, build, NETWORKS[build], mesh=(4,), names=("h",))
+    sent = [[[name for name in one if "_c10d_functional" in name] for one in passes] for passes in by_rank]
+    assert all(passes == sent[0] for passes in sent)
+    assert [len(one) > 4 for one in sent[0]] == [True, True]
+    for passes in by_rank:
+        assert sum("convmesh.nothing" in name for one in passes for name in one) < sum(map(len, sent[0]))
 
 
 @pytest.mark.slow

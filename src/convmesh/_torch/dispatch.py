@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 from .arrivals import memory_of
 from .names import Handler, Operator
 from .operators import signature
-from .order import after_the_last, exchanges, last_communication
+from .order import after_the_last, exchanges, keep_after_the_last, last_communication
 from .tensors import local_of, relocate, spec_of
 from .tracing import tie, tracing
 
@@ -118,11 +118,10 @@ def _depend(tensor: DTensor, written: bool, args: tuple[Any, ...]) -> None:
     """
     local = local_of(tensor)
     operands = [local_of(arg) for arg in tree_iter(args) if isinstance(arg, DTensor)]
-    tied = tie(after_the_last(local), *operands)
     if written or (local.numel() and memory_of(local) not in map(memory_of, operands) and 0 not in local.stride()):
-        local.copy_(tied)
+        keep_after_the_last(local, *operands)
     else:
-        relocate(tensor, tied, spec_of(tensor))
+        relocate(tensor, tie(after_the_last(local), *operands), spec_of(tensor))
 
 
 def view_rule(handler: Handler) -> Handler:

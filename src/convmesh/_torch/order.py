@@ -14,12 +14,12 @@ import torch
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .tracing import never, tie, tracing
+from .graph import in_backward_pass
+from .tracing import tie, tie_in_place
 
 # The tracer of the graph, and the result of the last communication in it: the token that orders them.
 _last: tuple[Any, torch.Tensor] | None = None
 _exchanges = 0  # of all graphs
-_zeros: dict[torch.dtype, torch.Tensor] = {}  # of that result, by type
 
 
 def in_order(
@@ -37,7 +37,6 @@ def in_order(
     with _in_its_pass():
         result = communicate(tensor)
     _last = None if tracer is None else (tracer, result)
-    _zeros.clear()
     return result
 
 
@@ -58,14 +57,12 @@ def exchanges() -> int:
 
 def after_the_last(tensor: torch.Tensor) -> torch.Tensor:
     """Made to depend on the last communication, while a graph is traced."""
-    if _last is None or not tracing():
-        return tensor
-    zero = _zeros.get(tensor.dtype)
-    if zero is None:  # several depend on it, and a graph of a network has hundreds of these
-        result = _last[1]
-        token = (result if result.dim() == 1 else result.reshape(-1))[:1]
-        zero = _zeros[tensor.dtype] = never(token, tensor.dtype)
-    return tie(tensor, zeros=[zero])
+    return tie(tensor, after=() if _last is None else _last[1:])
+
+
+def keep_after_the_last(tensor: torch.Tensor, *operands: torch.Tensor) -> None:
+    """The same for a tensor that keeps its memory; on operands, too."""
+    tie_in_place(tensor, *operands, after=() if _last is None else _last[1:])
 
 
 @contextmanager
@@ -77,7 +74,7 @@ def _in_its_pass() -> Iterator[None]:
     nothing once more in the backward pass, because that takes no time.
     """
     meta = traceback.current_meta
-    backward = meta.get("partitioner_tag") == "is_backward"
+    backward = in_backward_pass()
     name, mark = ("partitioner_tag", "must_be_in_backward") if backward else ("recompute", CheckpointPolicy.MUST_SAVE)
     before = meta.get(name)
     if before is None or backward:  # else the user says what is computed again

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from functools import reduce
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -19,6 +18,8 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .arrivals import memory_of
+from .graph import nothing, of_this_pass, unseen
 from .names import VERSION, Handler, Operator
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -150,29 +151,27 @@ def keep_whole(operator: Operator, made_of: Handler | None = None) -> Callable[[
     return undo
 
 
-def tie(result: torch.Tensor, *operands: torch.Tensor, zeros: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """Make the compiler believe that `result` depends on its operands and on exchanges, on every rank.
+def tie(result: torch.Tensor, *operands: torch.Tensor, after: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """Make the compiler see that `result` depends on its operands and on exchanges, on every rank.
 
     It drops or moves a collective of which a rank uses nothing, and then the other ranks wait for the wrong one.
-    `zeros` are in the type of the result, and came of an exchange (`never`).
+    `after` are results of exchanges.
     """
     if not tracing():
         return result
-    found = [*zeros, *(_of_nothing(operand, result.dtype) for operand in operands if operand is not result)]
-    if not found:
+    others = [operand for operand in operands if operand is not result]
+    if memory_of(result) not in map(memory_of, others):  # else it has to be one that has memory of its own
+        others = unseen(result, of_this_pass(others))
+    origins = [*unseen(result, after), *others]
+    if not origins:
         return result
-    join = torch.logical_or if result.dtype == torch.bool else torch.add
-    return join(result, reduce(join, found))
+    zero = nothing(origins, result.dtype)
+    return torch.logical_or(result, zero) if result.dtype == torch.bool else result + zero
 
 
-def _of_nothing(operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zero, as a sum of none of an operand's numbers."""
-    none = operand[:0] if operand.dim() else operand.reshape(1)[:0]
-    if dtype == torch.bool or operand.is_complex():
-        return none.any().to(dtype)
-    return none.sum(dtype=dtype)
-
-
-def never(token: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zero, of a number that came with an exchange, of which a compiler cannot know that."""
-    return ((token == token) & (token != token)).any().to(dtype)
+def tie_in_place(result: torch.Tensor, *operands: torch.Tensor, after: Sequence[torch.Tensor] = ()) -> None:
+    """The same for a tensor that keeps its memory."""
+    origins = unseen(result, [*after, *of_this_pass(operands)])
+    if origins:
+        zero = nothing(origins, result.dtype)
+        _ = result.logical_or_(zero) if result.dtype == torch.bool else result.add_(zero)

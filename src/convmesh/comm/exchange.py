@@ -54,9 +54,9 @@ def start(schedule: Schedule, tensors: Sequence[Held]) -> Pending:
     parts = [tensors[piece.tensor].read(piece.box) for _, piece in schedule.sends]
     data = tensors[0].blocks[0].data
     tracing = _torch.tracing()
-    if tracing:
+    if tracing and schedule.one_sided(schedule.line.rank):
         # A message to itself, a number of the tensor: so every rank's exchange depends on that tensor, and every rank's
-        # result can depend on the exchange, whatever else they use of it.
+        # result can depend on the exchange, also where a rank sends or receives nothing.
         own = data.reshape(-1)[:1] if data.numel() else data.sum(dtype=data.dtype).reshape(1)
         parts.insert(schedule.sent_before_token, own)
     wire = schedule.wire(shaped, int(tracing))

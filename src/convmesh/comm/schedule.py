@@ -81,6 +81,13 @@ class Schedule:
     def _sending_order(self, rank: int) -> tuple[int, int]:
         return rank % self.line.sizes[-1], rank
 
+    def one_sided(self, rank: int) -> bool:
+        """Whether a rank sends nothing, or receives nothing.
+
+        Its graph has no data dependence through the exchange then, which a compiler could drop or move.
+        """
+        return any(next(self._pieces(rank, outgoing), None) is None for outgoing in (True, False))
+
     @cached_property
     def sent_before_token(self) -> int:
         """The number of pieces sent before this rank's message to itself."""
@@ -100,7 +107,7 @@ class Schedule:
                     yield peer, Piece(tensor, box)
 
     def wire(self, tensors: tuple[Shaped, ...], token: int) -> Wire:
-        """Return the messages for tensors of these shapes; `token` is the length of each rank's message to itself."""
+        """Return the messages for these shapes; `token` is the length of a one-sided rank's message to itself."""
         if token:
             return self._wire(tensors, token)  # sizes may be symbols while tracing
         if tensors not in self._wires:
@@ -115,14 +122,14 @@ class Schedule:
         rests = [tensor.rest for tensor in tensors]
 
         def messages(rank: int, outgoing: bool) -> Iterator[Message]:
-            counts: dict[int, int] = {rank: token} if token else {}
+            counts: dict[int, int] = {rank: token} if token and self.one_sided(rank) else {}
             for peer, piece in self._pieces(rank, outgoing):
                 counts[peer] = counts.get(peer, 0) + volume(piece.box) * rests[piece.tensor]
             for peer, count in sorted(counts.items()):
                 yield Message(rank, peer, count) if outgoing else Message(peer, rank, count)
 
         coming = [(source, tensors[piece.tensor].of(piece.box)) for source, piece in self.receives]
-        return wire(self.line, messages, coming, token)
+        return wire(self.line, messages, coming, token if token and self.one_sided(self.line.rank) else 0)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ AnyMessages = Callable[[int, bool], Iterable[Message]]
 
 def wire(line: RankLine, messages: AnyMessages, coming: Sequence[tuple[int, torch.Size]], token: int) -> Wire:
     """`messages(rank, outgoing)` are all that any rank sends, or receives; `coming` is what this one receives, by
-    source; `token` is the length of every rank's message to itself."""
+    source; `token` is the length of its message to itself."""
     lengths = [prod(shape) for _, shape in coming]
     place = sum(source < line.rank for source, _ in coming) if token else None
     if place is not None:

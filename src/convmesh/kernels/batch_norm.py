@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .backend import Kernel
-from .normalization import Pair, combined, moments_of_channels, sums_of_channels
+from .normalization import Pair, combined, in_rows, moments_of_channels, sums_of_channels
 
 aten = torch.ops.aten
 
@@ -118,7 +118,7 @@ def gradient_by_sums(
     scale = rstd if weight is None else rstd * weight
     products, plain = (sums * (-1 / max(1, count))).unbind()
     by_input, added = (scale * rstd).mul_(products), scale * plain
-    if x.is_contiguous():
+    if in_rows(x):
         coefficients = by_channel(mean), by_channel(by_input), by_channel(added)
         return combined(x, *coefficients, gy, by_channel(scale), compiled)
     result: torch.Tensor = gy * by_channel(scale)

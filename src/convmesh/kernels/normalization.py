@@ -22,6 +22,12 @@ aten = torch.ops.aten
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+def in_rows(x: torch.Tensor) -> bool:
+    """Whether torch's batch norm is to apply moments, and to sum up gradients: a set is contiguous, and no compiler
+    makes one pass of what is said plainly."""
+    return x.is_contiguous() and not _torch.tracing()
+
+
 @Kernel
 def moments_of_groups(x: torch.Tensor, groups: int, compiled: bool = True) -> Pair:
     """[N C space] -> [N G] [N G]: mean and variance of a rank's own values; of no values, zeros."""
@@ -47,7 +53,7 @@ def moments_of_channels(x: torch.Tensor, compiled: bool = True) -> Pair:
     if not x.numel():
         nothing = x.new_zeros(x.shape[1])
         return nothing, nothing
-    if _torch.has_symbols(tuple(x.shape)):  # the operator below does not tell a compiler what it makes of these
+    if _torch.tracing():  # the operator below says nothing of symbols
         var, mean = torch.var_mean(x, (0, *range(2, x.dim())), correction=0)
         return mean, var
     mean, var = aten.batch_norm_update_stats.default(x, None, None, 0.0)
@@ -64,7 +70,7 @@ def normalised(
     mean, var = moments
     if not x.numel():
         return x
-    if not x.is_contiguous():
+    if not in_rows(x):
         rstd = (var + eps).rsqrt()
         scaled = (x - mean).mul_(rstd if weight is None else rstd * weight)
         return scaled if bias is None else scaled.add_(bias)
@@ -82,7 +88,7 @@ def sums_by_set(
     index, all of which are the last. They are left with size 1."""
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    if not (gy.is_contiguous() and x.is_contiguous()):
+    if not (gy.is_contiguous() and in_rows(x)):
         inner = [-1 - number for number, _ in enumerate(takewhile(lambda size: size == 1, reversed(mean.shape)))]
         return gy.sum(inner, keepdim=True), ((x - mean).mul_(rstd).mul_(gy)).sum(inner, keepdim=True)
     return sums_by_rows(gy, x, mean, rstd, x.numel() // mean.numel())
@@ -136,7 +142,7 @@ def input_gradient(
     """
     mean, rstd = moments
     by_gradient = rstd if weight is None else rstd * weight
-    if not x.is_contiguous():  # the gradient's own share is computed while the means are communicated
+    if not in_rows(x):  # the gradient's own share is computed while the means are communicated
         result: torch.Tensor = gy * by_gradient
         plain, products = means()
         by_input = rstd.square() * products

@@ -30,12 +30,9 @@ def _moments_of_groups(x: torch.Tensor, groups: int, compiled: bool = True) -> P
     return mean, _variance(rstd)
 
 
-@normalization.moments_of_sets.on("cpu", when=lambda x, *_, **__: bool(x.numel()))
+@normalization.moments_of_sets.on("cpu", when=lambda x, *_, **__: bool(x.numel()) and not _torch.tracing())
 def _moments_of_sets(x: torch.Tensor, sets: int, compiled: bool = True) -> Pair:
     count = x.numel() // sets
-    if _torch.tracing():
-        mean, rstd = _group_norm(x.view(sets, 1, count), 1)
-        return mean.view(sets), _variance(rstd).view(sets)
     if compiled and _takes(x):
         mean, var = library.moments(x, sets)[0]
         return mean, var.masked_fill_(var.isinf(), nan)  # torch's kernels for these norms have no such number
@@ -75,8 +72,7 @@ def _moments_of_equals(means: torch.Tensor, variances: torch.Tensor, dim: int) -
 
 def _has_long_channels(x: torch.Tensor, compiled: bool = True) -> bool:
     """For which batch norm takes four times as long as group norm, which has moments by sample."""
-    known = x.numel() and not _torch.has_symbols(tuple(x.shape))
-    return bool(known) and x.is_contiguous() and prod(x.shape[2:]) >= LONG
+    return bool(x.numel()) and not _torch.tracing() and x.is_contiguous() and prod(x.shape[2:]) >= LONG
 
 
 @normalization.moments_of_channels.on("cpu", when=_has_long_channels)
@@ -143,7 +139,7 @@ def _sums_by_set(
 def _pays_by_sample(
     gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool = True
 ) -> bool:
-    large = x.numel() > IN_CACHE and prod(x.shape[2:]) >= LONG
+    large = x.numel() > IN_CACHE and prod(x.shape[2:]) >= LONG and not _torch.tracing()
     return large and x.is_contiguous() and gy.is_contiguous()
 
 

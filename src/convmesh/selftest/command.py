@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -80,6 +81,8 @@ def _as_rank(options: argparse.Namespace) -> int:
     began, device = time.perf_counter(), _device()
     dist.init_process_group(dist.get_default_backend_for_device(device), timeout=TIMEOUT)
     console = Console(quiet=dist.get_rank() != 0)
+    # The results of a mesh of two dimensions are summed up along one after the other, which torch advises against.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     report = Report(Topology.of(_told(Place.here(device))))
     if dist.get_world_size() == 1:
         console.print("A self-test of one rank says little: torchrun --nproc-per-node 2 -m convmesh selftest")

@@ -56,7 +56,8 @@ class Report:
         return any(finding.verdict == WRONG for finding in self.findings())
 
     def findings(self) -> list[Finding]:
-        parts = (self._failure(), self._exactness(), self._losses(), self._links(), self._overlap(), self._steps())
+        parts = (self._failure(), self._exactness(), self._losses(), self._place(), self._links(), self._overlap(),
+                 self._steps())  # fmt: skip
         return [finding for part in parts for finding in part]
 
     def families(self) -> dict[str, list[Exactness]]:
@@ -88,6 +89,10 @@ class Report:
             said = f"the losses of a U-Net are {self.losses.apart:.1e} from one device's"
             yield Finding(RIGHT if self.losses.right else WRONG, said)
 
+    def _place(self) -> Iterator[Finding]:
+        if self.topology.crowded:
+            yield Finding(SLOW, f"{self.topology.crowded}: no time below is that of a rank with a core of its own")
+
     def _links(self) -> Iterator[Finding]:
         for apart in (False, True):
             links = [link for link in self.links if link.between_hosts == apart]
@@ -100,6 +105,8 @@ class Report:
     def _overlap(self) -> Iterator[Finding]:
         if self.overlap is not None:
             said = f"{self.overlap.hidden:.0%} of an exchange is hidden behind work that takes as long"
+            if self.topology.cores:
+                said += "; on CPUs, ranks copy their messages themselves"
             yield Finding(RIGHT if self.overlap.hidden >= LEAST_HIDDEN else SLOW, said)
 
     def _steps(self) -> Iterator[Finding]:

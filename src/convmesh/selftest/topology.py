@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
+from ..report.words import count
 
 SETTINGS = ("NCCL_", "TORCH_NCCL_", "GLOO_", "OMP_", "CONVMESH_", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
 
@@ -24,12 +25,14 @@ class Place:
     host: str
     device: str
     settings: tuple[tuple[str, str], ...]
+    cores: int  # that compute, where there is no other device
 
     @classmethod
     def here(cls, device: torch.device) -> Place:
         settings = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(SETTINGS)))
         # torchrun's nodes may be containers with the same host name.
-        return cls(f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}", _name(device), settings)
+        host = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
+        return cls(host, _name(device), settings, _cores() if device.type == "cpu" else 0)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Topology:
     hosts: tuple[int, ...]  # the number of each rank's host
     devices: tuple[str, ...]  # the device of each rank
     settings: dict[str, str]
+    cores: tuple[int, ...] = ()  # the cores of each rank's host, if ranks compute on CPUs
 
     @classmethod
     def of(cls, places: Sequence[Place]) -> Topology:
@@ -49,7 +53,8 @@ class Topology:
         for name, value in dict.fromkeys(setting for place in places for setting in place.settings):
             settings[name] = f"{settings[name]}; {value}" if name in settings else value
         hosts = tuple(names.index(place.host) for place in places)
-        return cls(_versions(), dist.get_backend(), hosts, tuple(place.device for place in places), settings)
+        devices, cores = tuple(place.device for place in places), tuple(place.cores for place in places)
+        return cls(_versions(), dist.get_backend(), hosts, devices, settings, cores if all(cores) else ())
 
     @property
     def summary(self) -> str:
@@ -57,6 +62,18 @@ class Topology:
         ranks, hosts = len(self.hosts), len(set(self.hosts))
         kinds = ", ".join(dict.fromkeys(self.devices))
         return f"{ranks} ranks on {hosts} host{'s' if hosts > 1 else ''}, {kinds}, {self.backend}"
+
+    @property
+    def crowded(self) -> str:
+        """'4 ranks of a host share 2 cores', where that is so."""
+        for host, cores in zip(self.hosts, self.cores, strict=False):
+            if (ranks := self.hosts.count(host)) > cores:
+                return f"{ranks} ranks of a host share {count(cores, 'core')}"
+        return ""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _versions() -> dict[str, str]:
@@ -81,4 +98,4 @@ def _name(device: torch.device) -> str:
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{names[0] if names else platform.machine()}, {count(torch.get_num_threads(), 'thread')}"
