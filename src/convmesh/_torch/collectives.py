@@ -36,6 +36,7 @@ def all_to_all(
     if buffer.is_complex():  # not every backend knows such numbers, but all know pairs
         doubled = [2 * count for count in incoming], [2 * count for count in outgoing]
         return torch.view_as_complex(all_to_all(_pairs(buffer).reshape(-1), *doubled, group).view(-1, 2))
+    buffer = buffer.resolve_neg()
     if tracing():
         return in_order(buffer, lambda buffer: collectives.all_to_all_single(buffer, incoming, outgoing, group), True)
     return _call(ALL_TO_ALL, buffer, incoming, outgoing, group.group_name)
@@ -45,6 +46,7 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place
     """Start reducing over a group; the result is there after `wait`, where `tensor` was if that may be lost."""
     if tensor.is_complex() and op in ("sum", "avg"):
         return torch.view_as_complex(all_reduce(_pairs(tensor), op, group, in_place))
+    tensor = tensor.resolve_neg()
     if tracing():
         return in_order(tensor, lambda tensor: collectives.all_reduce(tensor, op, group))
     run = _operators.all_reduce_.default if in_place else _operators.all_reduce.default
@@ -55,14 +57,16 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Start to send what each rank has to all; the result, of all of them along dimension 0, is there after `wait`."""
     if tensor.is_complex():
         return torch.view_as_complex(all_gather(_pairs(tensor), group))
+    tensor = tensor.resolve_neg()
     if tracing():
         return in_order(tensor, lambda tensor: collectives.all_gather_tensor(tensor, 0, group))
     return _call(_operators.all_gather_into_tensor.default, tensor, group.size(), group.group_name)
 
 
 def _call(operator: Operator, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-    """A collective where nothing is traced. If nobody looks on between here and the backend, its kernel is called at
-    once, which spares two ways through torch's dispatcher."""
+    """A collective where nothing is traced, of memory as it is: what is still to be negated it does not know. If nobody
+    looks on between here and the backend, its kernel is called at once, which spares two ways through torch's
+    dispatcher."""
     kernel = _kernels.get(operator)
     watched = (
         type(tensor) is not torch.Tensor

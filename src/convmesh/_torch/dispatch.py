@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -121,11 +122,30 @@ def _depend(tensor: DTensor, written: bool, args: tuple[Any, ...]) -> None:
         relocate(tensor, tied, spec_of(tensor))
 
 
+@contextmanager
+def resolving() -> Iterator[None]:
+    """Let torch bring into memory what is still to be conjugated or negated, before operators that do not know of it:
+    below autograd, where rules are, it does not."""
+    excluded, keys = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
+    with excluded(keys.Conjugate, False), excluded(keys.Negative, False):
+        yield
+
+
 def view_rule(handler: Handler) -> Handler:
-    """A view operator's rule: in inference mode torch wants views of other tensors to be other tensors too."""
+    """A view operator's rule: in inference mode torch wants views of other tensors to be other tensors too.
+
+    What is still to be conjugated or negated torch brings into memory for all operators but these. Where they have to
+    compute, it does so for each operator that they are made of.
+    """
 
     @wraps(handler)
     def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args[0].is_conj() or args[0].is_neg():
+            with resolving():
+                return viewing(operator, args, kwargs)
+        return viewing(operator, args, kwargs)
+
+    def viewing(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_inference_mode_enabled() or args[0].is_inference():
             return handler(operator, args, kwargs)
         # Outside of inference mode autograd is back, also for what a rule is made of, and it wants views that it has

@@ -17,8 +17,8 @@ from .. import _torch
 from .assign import Place
 
 Take = Callable[[DTensor], DTensor]
-PutBack = Callable[[DTensor, DTensor], DTensor]
-"""The full tensor with the part in its place."""
+PutBack = Callable[[DTensor, DTensor], DTensor] | None
+"""The full tensor with the part in its place; None for copies that are not to be written into."""
 
 _NOTES = "_convmesh_notes"
 anything_noted = False  # of any memory yet: in most programs nothing ever is

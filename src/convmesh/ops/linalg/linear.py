@@ -57,6 +57,7 @@ def _is_pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def _pointwise(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    input, weight = input.resolve_neg(), weight.resolve_neg()  # what is recorded whole is seen as it is in memory
     if _torch.records_whole():
         result: torch.Tensor = _torch.recorded(aten.linear.default, (input, weight, bias))
         return result
