@@ -20,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch
 from .failures.interception import CommunicationError
 
-# By world, since a new one may have other processes: what every rank of a mesh has answered, in ascending rank.
-_answers: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, DeviceMesh], list[str]]] = WeakKeyDictionary()
+# By world, since a new one may have other processes: what every rank of a mesh has answered, in ascending rank. What
+# was asked of some ranks is not asked again for another mesh of them.
+Asked = DeviceMesh | tuple[int, ...]
+_answers: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, Asked], list[str]]] = WeakKeyDictionary()
 _occasion = ""
 
 
@@ -65,13 +67,15 @@ def _everybodys(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, toge
     known = _answers.setdefault(world, {})
     found = known.get((fact, mesh))
     if found is None and together and mesh.get_coordinate() is not None:
-        found = known[fact, mesh] = _ask(fact, say(), mesh, world)
+        with _torch.no_modes():
+            ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        if (fact, ranks) not in known:
+            known[fact, ranks] = _ask(fact, say(), ranks, world)
+        found = known[fact, mesh] = known[fact, ranks]
     return found
 
 
-def _ask(fact: str, mine: str, mesh: DeviceMesh, world: dist.ProcessGroup) -> list[str]:
-    with _torch.no_modes():
-        ranks = sorted(mesh.mesh.flatten().tolist())
+def _ask(fact: str, mine: str, ranks: tuple[int, ...], world: dist.ProcessGroup) -> list[str]:
     if len(ranks) == 1 or _torch.is_fake(world):  # there is nobody else
         return [mine]
     store = _torch.store()

@@ -26,12 +26,13 @@ class CopyPlan:
     output: Layout
     remap: Remap | None  # None where no dimension that is sharded is mapped: then the stock operator does it
 
-    def call(self, stock: Stock, fill: Fill = 0, alone: Stock | None = None, **how: Any) -> Call:
+    def call(self, stock: Stock, filled: bool = False, alone: Stock | None = None, **how: Any) -> Call:
         """`stock(local, fill)` does it where none of the mapped dimensions is sharded, and `alone`, if it is given,
-        where some are and yet this rank needs nothing of others."""
-        value, shape = fill if self.source.adds_once else 0, self.output.local_shape
+        where some are and yet this rank needs nothing of others. If it is `filled`, then with the last argument."""
+        fills, shape = filled and self.source.adds_once, self.output.local_shape
 
         def run(x: torch.Tensor, *numbers: Any) -> torch.Tensor:
+            value: Fill = numbers[-1] if fills else 0
             if self.remap is not None:
                 return self.remap([x], value) if alone is None else alone(x, value)
             # torch refuses some empty tensors, and would do nothing for them

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial
 
 from ... import _torch
 from ...sharding.layout import Layout
@@ -21,6 +22,8 @@ aten = torch.ops.aten
 FILL = Behaviour("all dimensions, Partial", "what is written into a part of a sharded dimension, to its owners")
 
 LIKE = Behaviour("all dimensions", "nothing: like a Partial tensor they are replicated, empty ones Partial")
+
+NEW = Behaviour("all dimensions, of a tensor of the same sizes", "nothing")
 
 
 @rule(aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, behaviour=FILL)
@@ -61,6 +64,15 @@ def _layout_like(spec: _torch.Spec, dtype: torch.dtype | None, keeps_partial: bo
     given = Layout.of(spec)
     layout = replace(given, stride=stride).typed(dtype or given.dtype)
     return layout if keeps_partial else layout.without_partial()
+
+
+@rule(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, behaviour=NEW, knows_strides=True)
+def new(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """DTensor's own rule lets numbers be Partial beside a sharded dimension, so that they are added up."""
+    spec = _torch.spec_of(args[0])
+    if any(isinstance(placement, Partial) for placement in spec.placements):
+        args = (_torch.wrap(_torch.local_of(args[0]), _layout(spec).without_partial().spec), *args[1:])
+    return _torch.stock(operator, args, kwargs)
 
 
 def _whole(value: Any) -> Any:
