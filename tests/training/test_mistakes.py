@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import convmesh
 from convmesh import api
 from convmesh.sharding import registry
+from convmesh.training import same_data
 from tests.harness import Pool
 
 NAMES = ("data", "h")
@@ -132,3 +133,31 @@ def test_models_and_inputs_that_do_not_go_together(pool: Pool) -> None:
 def test_an_error_in_a_thread_without_a_line_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convmesh.sharding.errors.caller", lambda: None)
     assert str(convmesh.ShardingError("what")) == "what"
+
+
+def head() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout())
+
+
+def check_draws(mesh: DeviceMesh, odd: int | None) -> None:
+    """Numbers that a rank alone has drawn, after which its dropout is another one than the others'."""
+    same_data._calls.get().clear()
+    torch.manual_seed(mesh.get_rank())
+    model = convmesh.distribute(head(), mesh)
+    images = torch.ones(4, 3, 8, 8)
+
+    def run() -> None:
+        for _ in range(3):
+            model(convmesh.shard(images, mesh, data=0, h=2))
+            if mesh.get_rank() == odd:
+                torch.rand(1)
+
+    if odd is None:
+        run()
+    else:
+        with pytest.raises(convmesh.ShardingError, match=f"different random numbers\n(.*\n)?  rank {odd}: "):
+            run()
+
+
+def test_random_numbers_that_differ(pool: Pool) -> None:
+    pool.run_cases(check_draws, [None, 0, 3], mesh=(2, 2), names=NAMES)

@@ -9,12 +9,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch, comm
+from ..ops.random import noted_draws
 from ..sharding.debug.agreement import checking
 from ..sharding.errors import ShardingError
 from ..sharding.plan_cache import Kept
 
 # Values are compared in so many calls on a mesh, and then in ever fewer: whenever their number is a power of two.
 FIRST_CALLS = 16
+ALIKE = (
+    "seed all ranks alike after convmesh.distribute, and let what only some ranks draw (augmentation, figures) have a "
+    "generator of its own"
+)
 _WORD, _ROW, _ROWS = 8, 4096, 64
 _TEXT_BYTES, _SHOWN = 512, 8
 
@@ -37,21 +42,29 @@ def compare(
     differ along `copies_along` only. `problem` is what this rank has found by itself. All ranks of the mesh call this,
     at the same point.
 
+    With the facts go the random numbers that were drawn since the last call that compared values.
+
     Facts are compared in every call on a CPU, by one small message. Another device would have to finish its work for
     it, and so compares facts only as often as values.
     """
     thorough = _is_thorough(mesh)
     if thorough is None or not (thorough or mesh.device_type == "cpu"):
+        noted_draws.taken(mesh, going_on=False)
         if problem is not None:
             raise ShardingError(f"{operation}: {problem}\n  remedy: {remedy}")
         return
     everybody = range(mesh.ndim)
     digest = int.from_bytes(blake2b(f"{operation} {facts}".encode(), digest_size=7).digest())
-    greatest, inverted_least, failed = _greatest([digest, ~digest, int(problem is not None)], mesh, everybody)
+    drawn = noted_draws.taken(mesh, going_on=thorough)
+    mine = [digest, ~digest, int(problem is not None), drawn, ~drawn]
+    greatest, inverted_least, failed, most, inverted_fewest = _greatest(mine, mesh, everybody)
     if failed:
         raise _error(operation, "parts that do not fit", problem or "", mesh, remedy)
     if greatest != ~inverted_least:
         raise _error(operation, "different shapes, types or layouts", facts, mesh, remedy)
+    if most != ~inverted_fewest:
+        said = f"what was drawn since the last call has checksum {drawn:x}"
+        raise _error("dropout or another random operator", "different random numbers", said, mesh, ALIKE)
     if not thorough or values is None or not copies_along:  # from here on the facts are the same, and so all go on
         return
     total = checksum(values())

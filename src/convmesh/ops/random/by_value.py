@@ -17,6 +17,7 @@ from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
+from .noted_draws import note
 from .replicated_draw import narrowed, where_drawn
 
 aten = torch.ops.aten
@@ -35,6 +36,7 @@ def by_value(operator: _torch.Operator, *given: Any) -> Call:
 
     def run(*values: Any) -> torch.Tensor:
         own = tuple(layout.own(dim) for dim in range(layout.ndim))
+        note(layout, values[0].device, values[-1])
         return narrowed(_drawn(operator, given, values), own).clone()  # a copy, so that the full tensor goes
 
     return Call([one.replicated() for one in given if isinstance(one, Layout)], layout, run)
@@ -43,7 +45,12 @@ def by_value(operator: _torch.Operator, *given: Any) -> Call:
 @plan_rule(aten.multinomial.default, behaviour=MULTINOMIAL, varies=("generator",))
 def multinomial(operator: _torch.Operator, input: Layout, samples: int, *how: Any) -> Call:
     layout = input.replicated().new((*input.shape[:-1], samples), dtype=torch.int64)
-    return Call((input.replicated(),), layout, lambda *values: _drawn(operator, (input,), values))
+
+    def run(*values: Any) -> torch.Tensor:
+        note(layout, values[0].device, values[-1])
+        return _drawn(operator, (input,), values)
+
+    return Call((input.replicated(),), layout, run)
 
 
 def _drawn(operator: _torch.Operator, given: Sequence[Any], values: Sequence[Any]) -> torch.Tensor:
