@@ -1,6 +1,7 @@
 """Where tensors were in the forward pass, for gradients: torch asks for some of these by sizes only.
 
-Any placement of a gradient is exact. The one of its tensor spares memory, and moving it later.
+Any placement of a gradient is exact. The one of its tensor spares memory, and moving it later. Of what is replicated
+nothing is remembered: a rank may use it alone, and would then go by other placements than the others.
 """
 
 from __future__ import annotations
@@ -49,15 +50,19 @@ class Hints:
 by_shape = Hints()
 
 
-def hint_of(spec: _torch.Spec) -> tuple[Hashable, Placements]:
+def hint_of(spec: _torch.Spec) -> tuple[Hashable, Placements] | None:
     """What is to be remembered `by_shape` of a tensor whose gradient is made of zeros of its shape."""
+    if not any(isinstance(placement, Shard) for placement in spec.placements):
+        return None
     placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
     return (spec.mesh, tuple(spec.shape)), placements
 
 
 def remember(spec: _torch.Spec) -> None:
     """Call this in forward for such a tensor."""
-    by_shape.remember(*hint_of(spec))
+    hint = hint_of(spec)
+    if hint is not None:
+        by_shape.remember(*hint)
 
 
 def placements_of(mesh: DeviceMesh, shape: tuple[int, ...]) -> Placements | None:

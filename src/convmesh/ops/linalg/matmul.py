@@ -106,10 +106,12 @@ _factors = Hints()
 
 
 def _like(first: _torch.Spec, second: _torch.Spec) -> Placements | None:
-    """In backward, the placements of the factor whose gradient a product is. A forward pass remembers them."""
+    """In backward, the placements of the factor whose gradient a product is. A forward pass remembers them, but not of
+    what is replicated, which a rank may multiply alone."""
     if _torch.in_backward():
         return _factors.recall((first.mesh, tuple(first.shape), tuple(second.shape)))
-    for hint in _hints(first, second):
+    sharded = any(isinstance(placement, Shard) for placement in (*first.placements, *second.placements))
+    for hint in _hints(first, second) if sharded else ():
         _factors.remember(*hint)
     return None
 
