@@ -66,7 +66,7 @@ def _layout_like(spec: _torch.Spec, dtype: torch.dtype | None, keeps_partial: bo
     return layout if keeps_partial else layout.without_partial()
 
 
-@rule(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, behaviour=NEW, knows_strides=True)
+@rule(aten.new_ones.default, aten.new_full.default, behaviour=NEW, knows_strides=True)
 def new(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """DTensor's own rule lets numbers be Partial beside a sharded dimension, so that they are added up."""
     spec = _torch.spec_of(args[0])
