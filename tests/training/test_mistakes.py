@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import convmesh
 from convmesh import api
+from convmesh.comm.agreed_facts import asked_anew
 from convmesh.sharding import registry
 from convmesh.training import same_data
 from tests.harness import Pool
@@ -161,3 +162,25 @@ def check_draws(mesh: DeviceMesh, odd: int | None) -> None:
 
 def test_random_numbers_that_differ(pool: Pool) -> None:
     pool.run_cases(check_draws, [None, 0, 3], mesh=(2, 2), names=NAMES)
+
+
+def check_settings(mesh: DeviceMesh) -> list[str]:
+    """Of a rank that computes with more threads than the others."""
+    threads = torch.get_num_threads()
+    said: list[list[str]] = []
+    for odd in (False, True):
+        with asked_anew(f"settings, of which one is odd: {odd}"), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.set_num_threads(threads + (odd and mesh.get_rank() == 2))
+            convmesh.distribute(net(), mesh)
+            torch.set_num_threads(threads)
+        said.append([str(warning.message) for warning in caught])
+    assert said[0] == []
+    return said[1]
+
+
+def test_processes_that_do_not_compute_alike(pool: Pool) -> None:
+    for said in pool.run(check_settings, mesh=(2, 2), names=NAMES):
+        (text,) = said
+        assert "ranks 0, 1, 3: torch " in text
+        assert "rank 2: torch " in text

@@ -46,6 +46,11 @@ def of_first_rank(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, to
     return None if answers is None else answers[0]
 
 
+def of_all_ranks(fact: str, say: Callable[[], str], mesh: DeviceMesh) -> list[str] | None:
+    """What each rank of `mesh` says, in ascending rank, where all make this call."""
+    return _everybodys(fact, say, mesh, True)
+
+
 @contextmanager
 def asked_anew(occasion: str) -> Iterator[None]:
     """Within it nothing is agreed upon yet, and afterwards what was before; the ranks that enter name it alike."""
