@@ -183,4 +183,18 @@ def test_processes_that_do_not_compute_alike(pool: Pool) -> None:
     for said in pool.run(check_settings, mesh=(2, 2), names=NAMES):
         (text,) = said
         assert "ranks 0, 1, 3: torch " in text
-        assert "rank 2: torch " in text
+        assert "ranks 2: torch " in text
+
+
+def check_drift(mesh: DeviceMesh, odd: int | None) -> list[str]:
+    """A rank with another learning rate."""
+    model = convmesh.distribute(net(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if mesh.get_rank() == odd else 0.1)
+    return [said for _ in range(5) for said in step(model, optimizer, mesh)]
+
+
+def test_parameters_that_drift_apart(pool: Pool) -> None:
+    assert pool.run(check_drift, None, mesh=(2, 2), names=NAMES) == [[]] * 4
+    for said in pool.run(check_drift, 1, mesh=(2, 2), names=NAMES):
+        assert len(said) == 2  # before the second step, and before the fourth
+        assert "but on ranks 0, 2, 3; 1\n  remedy: " in said[0]

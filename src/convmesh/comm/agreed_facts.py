@@ -46,9 +46,12 @@ def of_first_rank(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, to
     return None if answers is None else answers[0]
 
 
-def of_all_ranks(fact: str, say: Callable[[], str], mesh: DeviceMesh) -> list[str] | None:
-    """What each rank of `mesh` says, in ascending rank, where all make this call."""
-    return _everybodys(fact, say, mesh, True)
+def of_all_ranks(fact: str, say: Callable[[], str], mesh: DeviceMesh) -> dict[str, list[int]]:
+    """What the ranks of `mesh` say, all of which make this call, and which of them says it."""
+    said: dict[str, list[int]] = {}
+    for rank, answer in zip(_ranks(mesh), _everybodys(fact, say, mesh, True) or (), strict=False):
+        said.setdefault(answer, []).append(rank)
+    return said
 
 
 @contextmanager
@@ -72,12 +75,16 @@ def _everybodys(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, toge
     known = _answers.setdefault(world, {})
     found = known.get((fact, mesh))
     if found is None and together and mesh.get_coordinate() is not None:
-        with _torch.no_modes():
-            ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        ranks = _ranks(mesh)
         if (fact, ranks) not in known:
             known[fact, ranks] = _ask(fact, say(), ranks, world)
         found = known[fact, mesh] = known[fact, ranks]
     return found
+
+
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    with _torch.no_modes():
+        return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def _ask(fact: str, mine: str, ranks: tuple[int, ...], world: dist.ProcessGroup) -> list[str]:

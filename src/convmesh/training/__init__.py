@@ -1,5 +1,6 @@
 """The way of a training script: a model on a mesh, its data in regions, its gradients summed."""
 
+from . import drift as drift
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import PendingCheckpoint as PendingCheckpoint
 from .checkpoint import latest_checkpoint as latest_checkpoint

@@ -12,16 +12,14 @@ from .. import comm
 
 def compare_settings(mesh: DeviceMesh) -> None:
     """Warn, on all ranks of the mesh, if results of theirs may differ in their last bits."""
-    answers = comm.of_all_ranks("settings", lambda: _settings(mesh.device_type), mesh)
-    if answers is None or len(set(answers)) == 1:
+    said = comm.of_all_ranks("settings", lambda: _settings(mesh.device_type), mesh)
+    if len(said) < 2:
         return
-    said: dict[str, list[str]] = {}
-    for rank, answer in zip(sorted(mesh.mesh.flatten().tolist()), answers, strict=True):
-        said.setdefault(answer, []).append(str(rank))
+    lines = [f"  ranks {', '.join(map(str, ranks))}: {answer}\n" for answer, ranks in said.items()]
     warnings.warn(
         "the processes of this mesh do not compute alike: what should be replicated may differ in its last bits, and "
         "replicated parameters drift apart\n"
-        + "".join(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {say}\n" for say, ranks in said.items())
+        + "".join(lines)
         + "  remedy: the same machines, releases and settings for all ranks, such as OMP_NUM_THREADS",
         stacklevel=3,
     )
