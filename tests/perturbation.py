@@ -92,13 +92,31 @@ def kernels(has_them: bool) -> Iterator[None]:
         yield
 
 
+def _use_alone(beside: DTensor) -> None:
+    """What ranks do that log something: tensors of the same shape, of which they have all."""
+    mesh = beside.device_mesh
+    if mesh.get_coordinate() is None or not beside.numel():
+        return
+    with torch.no_grad():
+        mine = DTensor.from_local(torch.ones(beside.shape), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        found = [
+            mine.sum(),
+            mine.flatten(),
+            mine.mean(-1) if mine.dim() else mine,
+            mine[..., :1] if mine.dim() else mine,
+        ]
+        found += [mine.amax(0), mine.unsqueeze(0).expand(2, *mine.shape)] if mine.dim() else []
+        assert sum(float(one.sum()) for one in found) > 0
+
+
 @contextmanager
 def perturbed() -> Iterator[None]:
-    """This rank keeps what it sees, collects garbage when it likes, has memory of another shape, and is slow."""
-    dice, held = random.Random(7), []
+    """This rank keeps what it sees, collects garbage when it likes, has memory of another shape, uses alone what is
+    replicated, and is slow."""
+    dice, held, busy = random.Random(7), [], []
 
     def interfere(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _torch.tracing():
+        if _torch.tracing() or busy:
             return
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, DTensor)]
         with torch.no_grad():
@@ -108,6 +126,10 @@ def perturbed() -> Iterator[None]:
             del held[dice.randrange(len(held)) :]
         if dice.random() < 0.005:
             gc.collect()
+        if tensors and dice.random() < 0.3 and not torch.is_inference_mode_enabled():
+            busy.append(True)
+            _use_alone(dice.choice(tensors))
+            busy.pop()
 
     def dawdle(operator: _torch.Operator, args: tuple[Any, ...], group: dist.ProcessGroup) -> None:
         if dice.random() < 0.1:

@@ -53,6 +53,17 @@ def rows(mesh: DeviceMesh) -> bool:
         return agreed("row", lambda: dist.get_rank() != 2, row)
 
 
+def of_several_meshes(mesh: DeviceMesh) -> tuple[bool, bool]:
+    """Were they asked again, a quick rank would find the others' answers to the first question, and take them away."""
+    flat = init_device_mesh("cpu", (4,))
+    with asked_anew("several meshes"):
+        return agreed("fact", lambda: True, flat), agreed("fact", never, mesh)
+
+
+def test_ranks_are_asked_once_whatever_mesh_they_make(pool: Pool) -> None:
+    assert pool.run(of_several_meshes, mesh=(2, 2)) == [(True, True)] * 4
+
+
 def test_without_other_processes_a_rank_answers_for_itself() -> None:
     assert agreed("fact", lambda: True, None)
     assert not agreed("fact", lambda: False, None)

@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import convmesh
 from convmesh import api
+from convmesh.comm.agreed_facts import asked_anew
 from convmesh.sharding import registry
+from convmesh.training import same_data
 from tests.harness import Pool
 
 NAMES = ("data", "h")
@@ -132,3 +134,67 @@ def test_models_and_inputs_that_do_not_go_together(pool: Pool) -> None:
 def test_an_error_in_a_thread_without_a_line_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convmesh.sharding.errors.caller", lambda: None)
     assert str(convmesh.ShardingError("what")) == "what"
+
+
+def head() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout())
+
+
+def check_draws(mesh: DeviceMesh, odd: int | None) -> None:
+    """Numbers that a rank alone has drawn, after which its dropout is another one than the others'."""
+    same_data._calls.get().clear()
+    torch.manual_seed(mesh.get_rank())
+    model = convmesh.distribute(head(), mesh)
+    images = torch.ones(4, 3, 8, 8)
+
+    def run() -> None:
+        for _ in range(3):
+            model(convmesh.shard(images, mesh, data=0, h=2))
+            if mesh.get_rank() == odd:
+                torch.rand(1)
+
+    if odd is None:
+        run()
+    else:
+        with pytest.raises(convmesh.ShardingError, match=f"different random numbers\n(.*\n)?  rank {odd}: "):
+            run()
+
+
+def test_random_numbers_that_differ(pool: Pool) -> None:
+    pool.run_cases(check_draws, [None, 0, 3], mesh=(2, 2), names=NAMES)
+
+
+def check_settings(mesh: DeviceMesh) -> list[str]:
+    """Of a rank that computes with more threads than the others."""
+    threads = torch.get_num_threads()
+    said: list[list[str]] = []
+    for odd in (False, True):
+        with asked_anew(f"settings, of which one is odd: {odd}"), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.set_num_threads(threads + (odd and mesh.get_rank() == 2))
+            convmesh.distribute(net(), mesh)
+            torch.set_num_threads(threads)
+        said.append([str(warning.message) for warning in caught])
+    assert said[0] == []
+    return said[1]
+
+
+def test_processes_that_do_not_compute_alike(pool: Pool) -> None:
+    for said in pool.run(check_settings, mesh=(2, 2), names=NAMES):
+        (text,) = said
+        assert "ranks 0, 1, 3: torch " in text
+        assert "ranks 2: torch " in text
+
+
+def check_drift(mesh: DeviceMesh, odd: int | None) -> list[str]:
+    """A rank with another learning rate."""
+    model = convmesh.distribute(net(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if mesh.get_rank() == odd else 0.1)
+    return [said for _ in range(5) for said in step(model, optimizer, mesh)]
+
+
+def test_parameters_that_drift_apart(pool: Pool) -> None:
+    assert pool.run(check_drift, None, mesh=(2, 2), names=NAMES) == [[]] * 4
+    for said in pool.run(check_drift, 1, mesh=(2, 2), names=NAMES):
+        assert len(said) == 2  # before the second step, and before the fourth
+        assert "but on ranks 0, 2, 3; 1\n  remedy: " in said[0]

@@ -168,6 +168,19 @@ def test_checksums_tell_bits_and_their_order(dtype: torch.dtype, size: int) -> N
         assert checksum(tensor.flip(0)) != checksum(tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 64, 4096, 100_000])
+def test_checksums_tell_signs(dtype: torch.dtype, size: int) -> None:
+    """Which are the uppermost bits: of two products together nothing would be left of them."""
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = {checksum(tensor), checksum(-tensor)}
+    for pair in ([0, 1], [0, size - 1], [size // 2 - 1, size - 1])[: size // 2]:
+        other = tensor.clone()
+        other[pair] *= -1
+        assert checksum(other) != checksum(tensor)
+    assert len(found) == 2
+
+
 def late(mesh: DeviceMesh) -> None:
     for number in range(40):
         values = torch.full((4,), -1.0 if number > 36 and mesh.get_rank() == 3 else float(number))

@@ -28,6 +28,7 @@ from .dispatch import in_backward as in_backward
 from .dispatch import keeps_communication as keeps_communication
 from .dispatch import replicate_implicitly as replicate_implicitly
 from .dispatch import replicates_implicitly as replicates_implicitly
+from .dispatch import resolving as resolving
 from .dispatch import stock as stock
 from .dispatch import view_of_itself as view_of_itself
 from .dispatch import view_rule as view_rule

@@ -36,6 +36,7 @@ def all_to_all(
     if buffer.is_complex():  # not every backend supports complex dtypes, but all support pairs of reals
         doubled = [2 * count for count in incoming], [2 * count for count in outgoing]
         return torch.view_as_complex(all_to_all(_pairs(buffer).reshape(-1), *doubled, group).view(-1, 2))
+    buffer = buffer.resolve_neg()
     if tracing():
         return in_order(buffer, lambda buffer: collectives.all_to_all_single(buffer, incoming, outgoing, group), True)
     return _call(ALL_TO_ALL, buffer, incoming, outgoing, group.group_name)
@@ -45,6 +46,7 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place
     """Start an all-reduce over a group; `wait` gives the result, in the storage of `tensor` if `in_place`."""
     if tensor.is_complex() and op in ("sum", "avg"):
         return torch.view_as_complex(all_reduce(_pairs(tensor), op, group, in_place))
+    tensor = tensor.resolve_neg()
     if tracing():
         return in_order(tensor, lambda tensor: collectives.all_reduce(tensor, op, group))
     run = _operators.all_reduce_.default if in_place else _operators.all_reduce.default
@@ -55,13 +57,14 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Start an all-gather along dimension 0; `wait` gives the result."""
     if tensor.is_complex():
         return torch.view_as_complex(all_gather(_pairs(tensor), group))
+    tensor = tensor.resolve_neg()
     if tracing():
         return in_order(tensor, lambda tensor: collectives.all_gather_tensor(tensor, 0, group))
     return _call(_operators.all_gather_into_tensor.default, tensor, group.size(), group.group_name)
 
 
 def _call(operator: Operator, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Call a collective outside of a trace.
+    """Call a collective outside of a trace, on a tensor without a pending negation.
 
     If nothing observes calls (modes, transforms, profiler), the intercepting kernel is called directly, which saves two
     passes through torch's dispatcher.

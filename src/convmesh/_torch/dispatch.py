@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -124,11 +125,29 @@ def _depend(tensor: DTensor, written: bool, args: tuple[Any, ...]) -> None:
         relocate(tensor, tie(after_the_last(local), *operands), spec_of(tensor))
 
 
+@contextmanager
+def resolving() -> Iterator[None]:
+    """Let torch resolve lazy conjugates and negatives before operators, which it does not do below autograd."""
+    excluded, keys = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
+    with excluded(keys.Conjugate, False), excluded(keys.Negative, False):
+        yield
+
+
 def view_rule(handler: Handler) -> Handler:
-    """Wrap a view operator's rule for inference mode: views of non-inference tensors must be non-inference tensors."""
+    """Wrap a view operator's rule: lazy conjugation and negation, and inference mode.
+
+    torch resolves lazy conjugates and negatives for all operators but views. Where a view computes, it resolves
+    them for each operator that it is made of. In inference mode, views of non-inference tensors must be such tensors.
+    """
 
     @wraps(handler)
     def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args[0].is_conj() or args[0].is_neg():
+            with resolving():
+                return viewing(operator, args, kwargs)
+        return viewing(operator, args, kwargs)
+
+    def viewing(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_inference_mode_enabled() or args[0].is_inference():
             return handler(operator, args, kwargs)
         # Outside of inference mode autograd is active again, also for the operators that a rule calls, and requires

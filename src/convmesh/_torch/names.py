@@ -117,6 +117,8 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._subclasses, "FakeTensor"),
     (torch, "_functionalize_unsafe_set"),
     (torch._C, "DispatchKeySet"),
+    (torch._C, "DispatchKey"),
+    (torch._C, "_SetExcludeDispatchKeyGuard"),
     (torch.autograd.forward_ad, "_current_level"),
     (torch.Tensor, "_is_zerotensor"),
     (torch.library, "get_kernel"),

@@ -1,6 +1,7 @@
 """Communication between ranks: rank lines, schedules and their adjoints, and the one exchange that runs them."""
 
 from .agreed_facts import agreed as agreed
+from .agreed_facts import of_all_ranks as of_all_ranks
 from .agreed_facts import of_first_rank as of_first_rank
 from .blocks import Block as Block
 from .blocks import Held as Held

@@ -21,7 +21,9 @@ from .. import _torch
 from .failures.interception import CommunicationError
 
 # For each world, as a new one may have other processes: the answers of all ranks of a mesh, by ascending rank.
-_answers: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, DeviceMesh], list[str]]] = WeakKeyDictionary()
+# Meshes of the same ranks share an answer.
+Asked = DeviceMesh | tuple[int, ...]
+_answers: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, Asked], list[str]]] = WeakKeyDictionary()
 _occasion = ""
 
 
@@ -41,6 +43,14 @@ def of_first_rank(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, to
     """Return the first rank's answer on all ranks of `mesh`; None where `agreed` would return False without asking."""
     answers = _everybodys(fact, say, mesh, together)
     return None if answers is None else answers[0]
+
+
+def of_all_ranks(fact: str, say: Callable[[], str], mesh: DeviceMesh) -> dict[str, list[int]]:
+    """Return the answers of the ranks of `mesh`, which all make this call, and the ranks that gave each."""
+    said: dict[str, list[int]] = {}
+    for rank, answer in zip(_ranks(mesh), _everybodys(fact, say, mesh, True) or (), strict=False):
+        said.setdefault(answer, []).append(rank)
+    return said
 
 
 @contextmanager
@@ -64,13 +74,19 @@ def _everybodys(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, toge
     known = _answers.setdefault(world, {})
     found = known.get((fact, mesh))
     if found is None and together and mesh.get_coordinate() is not None:
-        found = known[fact, mesh] = _ask(fact, say(), mesh, world)
+        ranks = _ranks(mesh)
+        if (fact, ranks) not in known:
+            known[fact, ranks] = _ask(fact, say(), ranks, world)
+        found = known[fact, mesh] = known[fact, ranks]
     return found
 
 
-def _ask(fact: str, mine: str, mesh: DeviceMesh, world: dist.ProcessGroup) -> list[str]:
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     with _torch.no_modes():
-        ranks = sorted(mesh.mesh.flatten().tolist())
+        return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def _ask(fact: str, mine: str, ranks: tuple[int, ...], world: dist.ProcessGroup) -> list[str]:
     if len(ranks) == 1 or _torch.is_fake(world):  # there are no other ranks
         return [mine]
     store = _torch.store()

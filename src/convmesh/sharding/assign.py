@@ -23,6 +23,8 @@ class Place:
     spec: _torch.Spec
     dtype: torch.dtype
     geometry: tuple[int, tuple[int, ...], tuple[int, ...]] = (0, (), ())
+    is_conj: bool = False  # whether the tensor is a lazy conjugate, or a lazy negative
+    is_neg: bool = False
     traced: ref[torch.Tensor] | None = None  # a traced tensor itself, which cannot be recreated
 
     @staticmethod
@@ -31,13 +33,14 @@ class Place:
         if type(local) is not torch.Tensor:
             return Place(_torch.spec_of(tensor), local.dtype, traced=_torch.kept(local))
         geometry = int(local.storage_offset()), tuple(local.shape), tuple(local.stride())
-        return Place(_torch.spec_of(tensor), local.dtype, geometry)
+        return Place(_torch.spec_of(tensor), local.dtype, geometry, local.is_conj(), local.is_neg())
 
     def tensor(self, memory: torch.UntypedStorage) -> DTensor:
         if self.traced is not None:
             return _torch.wrap(cast(torch.Tensor, self.traced()), self.spec)
         local = torch.empty(0, dtype=self.dtype, device=memory.device).set_(memory, *self.geometry)
-        return _torch.wrap(local, self.spec)
+        local = local.conj() if self.is_conj else local
+        return _torch.wrap(torch.ops.aten._neg_view.default(local) if self.is_neg else local, self.spec)
 
     def write(self, memory: torch.UntypedStorage, values: DTensor) -> None:
         assign(self.tensor(memory), values)

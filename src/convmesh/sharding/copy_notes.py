@@ -17,8 +17,8 @@ from .. import _torch
 from .assign import Place
 
 Take = Callable[[DTensor], DTensor]
-PutBack = Callable[[DTensor, DTensor], DTensor]
-"""Takes (full tensor, part), and returns the full tensor with the part written into it."""
+PutBack = Callable[[DTensor, DTensor], DTensor] | None
+"""Takes (full tensor, part), and returns the full tensor with the part written into it; None for read-only copies."""
 
 _NOTES = "_convmesh_notes"
 anything_noted = False  # whether any storage has notes yet: in most programs none ever does

@@ -1,6 +1,7 @@
 """Placements of tensors in the forward pass, kept for their gradients: torch asks for some of those by shape only.
 
-Any placement of a gradient is correct. That of its tensor saves memory, and a later redistribution.
+Any placement of a gradient is correct. That of its tensor saves memory, and a later redistribution. Nothing is
+remembered of replicated tensors: a rank may use one alone, and would then choose other placements than the other ranks.
 """
 
 from __future__ import annotations
@@ -49,15 +50,19 @@ class Hints:
 by_shape = Hints()
 
 
-def hint_of(spec: _torch.Spec) -> tuple[Hashable, Placements]:
+def hint_of(spec: _torch.Spec) -> tuple[Hashable, Placements] | None:
     """Return (key, placements) to store `by_shape` for a tensor whose gradient is made from zeros of its shape."""
+    if not any(isinstance(placement, Shard) for placement in spec.placements):
+        return None
     placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
     return (spec.mesh, tuple(spec.shape)), placements
 
 
 def remember(spec: _torch.Spec) -> None:
     """Store the placements of such a tensor in the forward pass."""
-    by_shape.remember(*hint_of(spec))
+    hint = hint_of(spec)
+    if hint is not None:
+        by_shape.remember(*hint)
 
 
 def placements_of(mesh: DeviceMesh, shape: tuple[int, ...]) -> Placements | None:

@@ -64,6 +64,7 @@ def rule(
         plain = handler if tolerates else tolerant(handler)
         strided = plain if knows_strides else as_on_one_device(plain)
         for operator in operators:
+            assert operator not in _behaviour, f"{operator} has a rule already"
             mutable = operator._schema.is_mutable
             new = any(result.alias_info is None for result in operator._schema.returns)
             run = strided if new or not mutable else plain

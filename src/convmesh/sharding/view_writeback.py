@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from .. import _torch
 from . import copy_notes
-from .copy_notes import Origin, made_notes, notes_of, notes_of_local
+from .copy_notes import Notes, Origin, made_notes, notes_of, notes_of_local
 from .errors import refuse
 
 watching_reads = False
@@ -60,6 +60,8 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
         targets = (args[0],) if first_only else tuple(_written(known, args, kwargs))
         if not (any(map(_is_of_others, targets)) if copy_notes.anything_noted else _has_view(targets)):
             return handler(operator, args, kwargs)  # the usual case
+        if len(targets) > 1 and _are_of_one(targets):
+            return _one_by_one(operator, args, kwargs, len(targets))
         for target in targets:
             _before(target)
         writes = [_writes(target) for target in targets]
@@ -79,6 +81,30 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
         return result
 
     return run
+
+
+def _are_of_one(targets: Iterable[Any]) -> bool:
+    """Whether several targets are parts of one tensor and some are copies, so that they may overlap."""
+    noted = [(target, notes) for target in targets if (notes := notes_of(target)) is not None]
+    roots = [_root(_torch.local_of(target).untyped_storage()) for target, _ in noted]
+    copies = any(notes.origin is not None for _, notes in noted)
+    return copies and len({id(root) for root in roots}) < len(roots)
+
+
+def _root(memory: torch.UntypedStorage) -> Notes:
+    """Return the notes of the storage that a copy, or a copy of a copy, was taken from."""
+    notes = made_notes(memory)
+    return notes if notes.origin is None else _root(notes.origin.memory)
+
+
+def _one_by_one(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> None:
+    """Run an operator on lists one entry after the other, in the order of one device."""
+
+    def at(place: int, value: Any) -> Any:
+        return [value[place]] if isinstance(value, list | tuple) and len(value) == count else value
+
+    for place in range(count):
+        operator(*(at(place, value) for value in args), **{name: at(place, value) for name, value in kwargs.items()})
 
 
 def _is_of_others(target: Any) -> bool:
@@ -112,13 +138,27 @@ def _before(target: Any) -> None:
                      "not into what that is a part of", (("target", target),),
                      "return a clone of the part from the compiled function, or write within it")  # fmt: skip
     if notes is not None and notes.origin is not None:
+        _check_put_back(target, notes.origin)
         _refresh(_torch.local_of(target).untyped_storage(), notes.origin)
     elif isinstance(target, DTensor) and target._is_view() and target.numel():
         base = target._base
         if base is not None and not _torch.shares_memory(target, base):
-            raise refuse("an operator that writes in place", "would write into a copy that torch takes for a view",
-                         (("target", target), ("full", base)),
-                         "clone it first, or use the operator that returns a new tensor")  # fmt: skip
+            raise _writes_into_a_copy(target, base)
+
+
+def _check_put_back(target: DTensor, origin: Origin) -> None:
+    """What is written goes back to where it was taken from, and on from there."""
+    if origin.put_back is None:
+        raise _writes_into_a_copy(target, origin.full.tensor(origin.memory))
+    above = made_notes(origin.memory).origin
+    if above is not None:
+        _check_put_back(target, above)
+
+
+def _writes_into_a_copy(target: DTensor, full: torch.Tensor) -> Exception:
+    return refuse("an operator that writes in place", "would write into a copy that torch takes for a view",
+                  (("target", target), ("full", full)),
+                  "clone it first, or use the operator that returns a new tensor")  # fmt: skip
 
 
 def refresh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -149,9 +189,10 @@ def _refresh(memory: torch.UntypedStorage, origin: Origin) -> None:
     if above.origin is not None:
         _refresh(origin.memory, above.origin)
     if origin.seen != above.writes:
-        values = origin.take(origin.full.tensor(origin.memory))
-        origin.seen = above.writes
-        origin.part.write(memory, values)
+        with _torch.resolving():
+            values = origin.take(origin.full.tensor(origin.memory))
+            origin.seen = above.writes
+            origin.part.write(memory, values)
         made_notes(memory).writes += 1
 
 
@@ -166,7 +207,9 @@ def _after(memory: torch.UntypedStorage, through_a_copy: bool = False) -> None:
         full, part = origin.full.tensor(origin.memory), origin.part.tensor(memory)
         if not _torch.is_traced(_torch.local_of(full)):
             raise _changes_one_only(part)
-        values = origin.put_back(full, part)
+        assert origin.put_back is not None, "such a copy is not written into"
+        with _torch.resolving():
+            values = origin.put_back(full, part)
         if type(_torch.local_of(values)) is not origin.kind:
             raise _changes_one_only(part)
         origin.full.write(origin.memory, values)

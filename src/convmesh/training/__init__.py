@@ -1,5 +1,6 @@
 """For training scripts: distributed models and their gradients, sharded data, checkpoints and export."""
 
+from . import drift as drift
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import PendingCheckpoint as PendingCheckpoint
 from .checkpoint import latest_checkpoint as latest_checkpoint

@@ -21,6 +21,7 @@ from .gradients import Gradients
 from .loaded_state import place_loaded
 from .metrics import Collecting, collect_global, make_global
 from .random_state import share_random_state
+from .same_settings import compare_settings
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module | Collecting)
 
@@ -74,6 +75,7 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
     _replicate(module, mesh)
     idle_optimizers.remember(module, (tensor for tensor in before if not isinstance(tensor, DTensor)))
     share_random_state(mesh)
+    compare_settings(mesh)
     Entry(mesh, Gradients(bucket_bytes)).open(module)
     make_global(module, mesh)
     module.register_load_state_dict_pre_hook(place_loaded)

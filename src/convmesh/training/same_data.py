@@ -9,14 +9,18 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch, comm
+from ..ops.random import noted_draws
 from ..sharding.debug.agreement import checking
 from ..sharding.errors import ShardingError
 from ..sharding.plan_cache import PerProcessGroup
 
 # Values are compared in so many calls on a mesh, and then in ever fewer: whenever their number is a power of two.
 FIRST_CALLS = 16
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW, _ROWS = 4096, 512
+ALIKE = (
+    "seed all ranks alike after convmesh.distribute, and let what only some ranks draw (augmentation, figures) have a "
+    "generator of its own"
+)
+_WORD, _ROW, _ROWS = 8, 4096, 64
 _TEXT_BYTES, _SHOWN = 512, 8
 
 _calls = PerProcessGroup(dict)  # by mesh: all ranks count alike, because all make their tensors in the same order
@@ -38,21 +42,29 @@ def compare(
     differ along `copies_along` only. `problem` is what this rank has found by itself. All ranks of the mesh call this,
     at the same point.
 
+    With the facts go the random numbers that were drawn since the last call that compared values.
+
     Facts are compared in every call on a CPU, by one small message. Another device would have to finish its work for
     it, and so compares facts only as often as values.
     """
     thorough = _is_thorough(mesh)
     if thorough is None or not (thorough or mesh.device_type == "cpu"):
+        noted_draws.taken(mesh, going_on=False)
         if problem is not None:
             raise ShardingError(f"{operation}: {problem}\n  remedy: {remedy}")
         return
     everybody = range(mesh.ndim)
     digest = int.from_bytes(blake2b(f"{operation} {facts}".encode(), digest_size=7).digest())
-    greatest, inverted_least, failed = _greatest([digest, ~digest, int(problem is not None)], mesh, everybody)
+    drawn = noted_draws.taken(mesh, going_on=thorough)
+    mine = [digest, ~digest, int(problem is not None), drawn, ~drawn]
+    greatest, inverted_least, failed, most, inverted_fewest = _greatest(mine, mesh, everybody)
     if failed:
         raise _error(operation, "parts that do not fit", problem or "", mesh, remedy)
     if greatest != ~inverted_least:
         raise _error(operation, "different shapes, types or layouts", facts, mesh, remedy)
+    if most != ~inverted_fewest:
+        said = f"what was drawn since the last call has checksum {drawn:x}"
+        raise _error("dropout or another random operator", "different random numbers", said, mesh, ALIKE)
     if not thorough or values is None or not copies_along:  # from here on the facts are the same, and so all go on
         return
     total = checksum(values())
@@ -103,16 +115,25 @@ def _said_by_all(text: str, mesh: DeviceMesh) -> list[str]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of the bits of a tensor and of their order; of some rows at a time, because the products are of 64 bits."""
+    """Of the bits of a tensor and of their order: eight bytes at a time, in products of 64 bits, some rows at once,
+    which stay in the cache. The upper bits, which products lose, and with them signs, come in lower down as well."""
     tensor = tensor.detach().as_subclass(torch.Tensor)
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
-    bits = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
-    weights = _scattered(torch.arange(_ROW, device=bits.device))
-    total = (bits[len(bits) // _ROW * _ROW :] * weights[: len(bits) % _ROW]).sum()
-    for number, rows in enumerate(bits[: len(bits) // _ROW * _ROW].view(-1, _ROW).split(_ROWS)):
-        sums = (rows * weights).sum(1)
-        total += (sums * _scattered(torch.arange(1, len(sums) + 1, device=bits.device) + number * _ROWS)).sum()
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    tensor = tensor.resolve_neg().contiguous()
+    data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    data = data.clone() if data.storage_offset() % _WORD else data
+    words, rest = data[: len(data) // _WORD * _WORD].view(torch.int64), data[len(data) // _WORD * _WORD :]
+    weights = _scattered(torch.arange(_ROW, device=data.device))
+    last = words[len(words) // _ROW * _ROW :]
+    total = (_mixed(last) * weights[: len(last)]).sum() + (rest * weights[-_WORD:][: len(rest)]).sum()
+    for number, rows in enumerate(words[: len(words) // _ROW * _ROW].view(-1, _ROW).split(_ROWS)):
+        sums = _mixed((_mixed(rows) * weights).sum(1))
+        total += (sums * _scattered(torch.arange(1, len(sums) + 1, device=data.device) + number * _ROWS)).sum()
     return int(total)
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    return words ^ (words >> 29)
 
 
 def _scattered(numbers: torch.Tensor) -> torch.Tensor:

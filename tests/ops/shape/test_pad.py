@@ -55,6 +55,19 @@ def test_any_number_of_dimensions(pool: Pool) -> None:
     pool.run_cases(check_elements, made, mesh=(2,))
 
 
+def pad_with_zeros_of_either_sign(mesh: DeviceMesh, at: tuple[Any, ...]) -> None:
+    """Which are equal, and yet not the same."""
+    x = torch.ones(2, 5)
+    with convmesh.enable():
+        for zero in (0.0, -0.0, 0.0):
+            padded = F.pad(place(x, mesh, at), (1, 2), value=zero).full_tensor()
+            assert torch.equal(padded.signbit(), F.pad(x, (1, 2), value=zero).signbit())
+
+
+def test_zeros_of_either_sign(pool: Pool) -> None:
+    pool.run_cases(pad_with_zeros_of_either_sign, [(0,), (1,), ("R",)], mesh=(2,))
+
+
 def by_one_kernel(mesh: DeviceMesh, case: Sharded) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DistributedCopy, "__call__", None)  # nothing is copied piece by piece

@@ -26,15 +26,18 @@ class CopyPlan:
     output: Layout
     copy: DistributedCopy | None  # None where no mapped dimension is sharded: torch's operator runs on local tensors
 
-    def call(self, local_op: LocalOp, fill: Fill = 0, without_exchange: LocalOp | None = None, **how: Any) -> Call:
+    def call(
+        self, local_op: LocalOp, filled: bool = False, without_exchange: LocalOp | None = None, **how: Any
+    ) -> Call:
         """Return a `Call` that runs `local_op(local, fill)` where no mapped dimension is sharded, else the exchange.
 
         `without_exchange(local, fill)`, if given, replaces the exchange; for sharded dimensions of which no rank needs
-        remote values.
+        remote values. With `filled`, the fill value is the operator's last argument, else 0.
         """
-        value, shape = fill if self.source.adds_once else 0, self.output.local_shape
+        fills, shape = filled and self.source.adds_once, self.output.local_shape
 
         def run(x: torch.Tensor, *numbers: Any) -> torch.Tensor:
+            value: Fill = numbers[-1] if fills else 0
             if self.copy is not None:
                 return self.copy([x], value) if without_exchange is None else without_exchange(x, value)
             # torch refuses some empty tensors, for which there is nothing to do

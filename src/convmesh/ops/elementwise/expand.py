@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from ... import _torch
+from ...sharding.call import copy_of
 from ...sharding.errors import refuse
 from ...sharding.gradient_placements import Placements, placements_of
 from ...sharding.layout import Layout
@@ -85,8 +87,13 @@ def expand(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, A
     plan = plan_expand(spec, shape, placements_of(spec.mesh, shape))
     if plan is None:
         return _torch.stock(operator, args, kwargs)
-    local = move(input, plan.source)
-    if plan.output.present:
-        local = local.expand(plan.output.local_shape)
-    result = _torch.wrap(local, plan.output.spec)
-    return _torch.as_view(operator, args, kwargs, result) if plan.source.placements == input.placements else result
+    if plan.source.placements == input.placements:
+        return _torch.as_view(operator, args, kwargs, _repeated(_torch.local_of(input), plan))
+    moved = _torch.wrap(move(input, plan.source), plan.source.spec)
+    if not _torch.in_backward():  # nobody writes into a gradient that autograd has just made a larger one of
+        copy_of(moved, input, (lambda full: _torch.wrap(move(full, plan.source), plan.source.spec), None))
+    return _repeated(_torch.local_of(moved), plan)
+
+
+def _repeated(local: torch.Tensor, plan: ExpandPlan) -> DTensor:
+    return _torch.wrap(local.expand(plan.output.local_shape) if plan.output.present else local, plan.output.spec)

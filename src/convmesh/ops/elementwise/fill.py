@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial
 
 from ... import _torch
 from ...sharding.layout import Layout
@@ -24,6 +25,8 @@ FILL = Behaviour(
 LIKE = Behaviour(
     "all dimensions; for a Partial tensor the result is replicated, and Partial from empty_like", "nothing"
 )
+
+NEW = Behaviour("all dimensions, if the new tensor has the same sizes", "nothing")
 
 
 @rule(aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, behaviour=FILL)
@@ -66,6 +69,15 @@ def _layout_like(spec: _torch.Spec, dtype: torch.dtype | None, keeps_partial: bo
     source = Layout.of(spec)
     layout = replace(source, stride=stride).typed(dtype or source.dtype)
     return layout if keeps_partial else layout.without_partial()
+
+
+@rule(aten.new_ones.default, aten.new_full.default, behaviour=NEW, knows_strides=True)
+def new(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """DTensor's own rule makes the result Partial like the tensor, so that the values would be summed over ranks."""
+    spec = _torch.spec_of(args[0])
+    if any(isinstance(placement, Partial) for placement in spec.placements):
+        args = (_torch.wrap(_torch.local_of(args[0]), _layout(spec).without_partial().spec), *args[1:])
+    return _torch.stock(operator, args, kwargs)
 
 
 def _full_value(value: Any) -> Any:

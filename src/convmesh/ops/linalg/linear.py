@@ -59,6 +59,7 @@ def _is_supported(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 def _linear_or_convolution(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute a linear layer as one operator or, where autograd cannot record that, as a convolution."""
+    input, weight = input.resolve_neg(), weight.resolve_neg()  # an operator that is recorded as one reads raw storage
     if _torch.records_whole():
         result: torch.Tensor = _torch.recorded(aten.linear.default, (input, weight, bias))
         return result

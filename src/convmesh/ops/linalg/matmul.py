@@ -114,10 +114,14 @@ _factors = Hints()
 
 
 def _gradient_hint(first: _torch.Spec, second: _torch.Spec) -> Placements | None:
-    """In backward, return the placements of the factor whose gradient this product is; in forward, remember them."""
+    """In backward, return the placements of the factor whose gradient this product is; in forward, remember them.
+
+    Nothing is remembered of replicated factors, which a rank may multiply alone.
+    """
     if _torch.in_backward():
         return _factors.recall((first.mesh, tuple(first.shape), tuple(second.shape)))
-    for hint in _hints(first, second):
+    sharded = any(isinstance(placement, Shard) for placement in (*first.placements, *second.placements))
+    for hint in _hints(first, second) if sharded else ():
         _factors.remember(*hint)
     return None
 

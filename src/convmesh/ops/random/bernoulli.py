@@ -21,6 +21,7 @@ from ...geometry import Box, Interval
 from ...kernels.mt19937 import advanced, can_advance, is_generator_of
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
+from .noted_draws import note
 from .partitioned_draw import Share, plan_share
 
 BITS = 53
@@ -41,6 +42,7 @@ def bernoulli_shard(
     shared = share is not None and share.pays() and _all_can_share(layout.mesh)
     if not shared and not _uses_64_bits_per_element():
         return None
+    note(layout, device, generator)
     if not layout.sharded_dims:
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).bernoulli_(p, generator=generator)
     order = layout.memory_order

@@ -25,6 +25,7 @@ from ...geometry import Box, Interval, shards
 from ...sharding.layout import Layout
 from ...sharding.registry import Behaviour
 from ...strides import Stride
+from .noted_draws import note
 
 LARGEST_DRAWN = 1 << 26
 TILES = 8  # along each dimension of at least `SMALLEST_TILED` indices
@@ -54,6 +55,7 @@ def drawing_layout(layout: Layout, dtype: torch.dtype | None = None, stride: Str
 
 def draw_shard(layout: Layout, device: torch.device, generator: torch.Generator | None, draw: Draw) -> torch.Tensor:
     """Return this rank's shard of what `draw` fills an empty full tensor with."""
+    note(layout, device, generator)
     own = tuple(layout.own(dim) for dim in range(len(layout.shape)))
     if prod(layout.shape) > LARGEST_DRAWN and not _torch.tracing():
         return _drawn_in_tiles(layout, own, device, generator, draw)

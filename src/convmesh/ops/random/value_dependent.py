@@ -17,6 +17,7 @@ from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour
+from .noted_draws import note
 from .replicated_draw import STAYS, drawing_layout, narrowed
 
 aten = torch.ops.aten
@@ -35,9 +36,8 @@ def value_dependent(operator: _torch.Operator, *arguments: Any) -> Call:
 
     def run(*values: Any) -> torch.Tensor:
         own = tuple(layout.own(dim) for dim in range(layout.ndim))
-        return narrowed(
-            _draw_full(operator, arguments, values), own
-        ).clone()  # a copy, so that the full tensor is freed
+        note(layout, values[0].device, values[-1])
+        return narrowed(_draw_full(operator, arguments, values), own).clone()  # so that the full tensor is freed
 
     return Call([argument.replicated() for argument in arguments if isinstance(argument, Layout)], layout, run)
 
@@ -45,7 +45,12 @@ def value_dependent(operator: _torch.Operator, *arguments: Any) -> Call:
 @plan_rule(aten.multinomial.default, behaviour=MULTINOMIAL, varies=("generator",))
 def multinomial(operator: _torch.Operator, input: Layout, samples: int, *how: Any) -> Call:
     layout = input.replicated().new((*input.shape[:-1], samples), dtype=torch.int64)
-    return Call((input.replicated(),), layout, lambda *values: _draw_full(operator, (input,), values))
+
+    def run(*values: Any) -> torch.Tensor:
+        note(layout, values[0].device, values[-1])
+        return _draw_full(operator, (input,), values)
+
+    return Call((input.replicated(),), layout, run)
 
 
 def _draw_full(operator: _torch.Operator, arguments: Sequence[Any], values: Sequence[Any]) -> torch.Tensor:

@@ -31,8 +31,8 @@ def _pads_by_dim(pads: Pads, dims: int) -> dict[int, tuple[int, int]]:
     return {dim: pair for dim, pair in sorted(pairs.items()) if any(pair)}
 
 
-@plan_rule(aten.constant_pad_nd.default, behaviour=PAD)
-def constant_pad(operator: _torch.Operator, input: Layout, pads: Pads, value: float) -> Call:
+@plan_rule(aten.constant_pad_nd.default, behaviour=PAD, varies=("value",))
+def constant_pad(operator: _torch.Operator, input: Layout, pads: Pads, value: None) -> Call:
     """Plan constant padding. Its gradient is the same operator with the padding negated."""
     if len(pads) % 2 or len(pads) > 2 * input.ndim:
         raise Unfit("the padding must be pairs, for at most all dimensions", "give pairs")
@@ -42,7 +42,7 @@ def constant_pad(operator: _torch.Operator, input: Layout, pads: Pads, value: fl
         if size + min(0, before) < 0 or size + min(0, after) < 0 or size + before + after < 0:
             raise Unfit(f"the padding crops more of dimension {dim} than it has", "crop less")
     maps = {dim: index_map.constant_pad(input.shape[dim], *pair) for dim, pair in pairs.items()}
-    return copy_plan(input, maps).call(lambda x, fill: aten.constant_pad_nd.default(x, pads, fill), value)
+    return copy_plan(input, maps).call(lambda x, fill: aten.constant_pad_nd.default(x, pads, fill), filled=True)
 
 
 def _border_maps(input: Layout, make: MakeMap, pads: Pads, batched_dims: int) -> Maps:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.call import Call
+from ...sharding.call import Call, copy_of
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import Made, plan_rule
@@ -47,7 +47,10 @@ def unfold(operator: _torch.Operator, input: Layout, dim: int, size: int, step: 
     dim %= input.ndim
     where = _slices_by_position(input.shape[dim], size, step)
     if dim in input.sharded_dims:
-        return lambda input, *_: aten.stack.default([aten.slice.Tensor(input, dim, *place) for place in where], -1)
+        return lambda input, *how: copy_of(
+            aten.stack.default([aten.slice.Tensor(input, dim, *place) for place in where], -1), input,
+            (lambda full: operator(full, *how), None),
+        )  # fmt: skip
     count = (input.shape[dim] - size) // step + 1
     shape = (*input.shape[:dim], count, *input.shape[dim + 1 :], size)
     stride = (*input.stride[:dim], input.stride[dim] * step, *input.stride[dim + 1 :], input.stride[dim])

@@ -1,0 +1,38 @@
+"""Whether the processes of a mesh compute alike: what they have the same of, each of them computes by itself."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import comm
+
+
+def compare_settings(mesh: DeviceMesh) -> None:
+    """Warn, on all ranks of the mesh, if results of theirs may differ in their last bits."""
+    said = comm.of_all_ranks("settings", lambda: _settings(mesh.device_type), mesh)
+    if len(said) < 2:
+        return
+    lines = [f"  ranks {', '.join(map(str, ranks))}: {answer}\n" for answer, ranks in said.items()]
+    warnings.warn(
+        "the processes of this mesh do not compute alike: what should be replicated may differ in its last bits, and "
+        "replicated parameters drift apart\n"
+        + "".join(lines)
+        + "  remedy: the same machines, releases and settings for all ranks, such as OMP_NUM_THREADS",
+        stacklevel=3,
+    )
+
+
+def _settings(device: str) -> str:
+    if device == "cpu":
+        units = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    else:
+        name = getattr(torch.get_device_module(device), "get_device_name", str)
+        units = str(name())
+    deterministic = "deterministic" if torch.are_deterministic_algorithms_enabled() else "any"
+    return (
+        f"torch {torch.__version__}, {units}, float32 products in {torch.get_float32_matmul_precision()} precision, "
+        f"{deterministic} algorithms"
+    )
