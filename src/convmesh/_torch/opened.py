@@ -14,7 +14,7 @@ from ..strides import usual
 from .symbols import known
 from .tensors import spec_of
 
-_DTENSORS, _PLAIN = {DTensor}, {torch.Tensor}
+_DTENSORS, _PLAIN, _NUMBERS = {DTensor}, {torch.Tensor}, {int, bool}
 _shared: dict[tuple[int, DTensorSpec], DTensorSpec] = {}
 
 
@@ -41,7 +41,7 @@ def opened(
             key.append(spec)
             values.append(local)
             shapes.append(local.shape)
-        elif kind is list and argument and type(argument[0]) is not int:
+        elif kind is list and argument and type(argument[0]) not in _NUMBERS:
             inner = opened(argument)
             if inner is None:
                 return None
@@ -60,7 +60,8 @@ def opened(
 def share_specs(lists: Iterable[Iterable[Any]]) -> None:
     """Let DTensors that lie alike have one spec, which is found again without comparing."""
     for tensor in (tensor for tensors in lists for tensor in tensors):
-        tensor._spec = shared_spec(tensor._spec)
+        if type(tensor) is DTensor:
+            tensor._spec = shared_spec(tensor._spec)
 
 
 def shared_spec(spec: DTensorSpec) -> DTensorSpec:
@@ -78,16 +79,23 @@ def shared_spec(spec: DTensorSpec) -> DTensorSpec:
 
 
 def opened_like(lists: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], list[list[DTensorSpec]]] | None:
-    """The local tensors of lists of DTensors, as they are, and where the tensors are; None for what needs a closer
-    look."""
+    """The local tensors of lists of DTensors, as they are, and where the tensors are; numbers that are plain tensors
+    stay what they are, and are nowhere. None for what needs a closer look."""
+    opened: list[list[Any]] = []
+    specs: list[list[DTensorSpec]] = []
     for tensors in lists:
-        if set(map(type, tensors)) != _DTENSORS:
+        kinds = set(map(type, tensors))
+        if kinds == _DTENSORS:
+            opened.append([tensor._local_tensor for tensor in tensors])
+            specs.append([tensor._spec for tensor in tensors])
+            if set(map(type, opened[-1])) != _PLAIN:
+                return None
+        elif kinds == _PLAIN and opened and {tensor.dim() for tensor in tensors} == {0}:
+            opened.append(list(tensors))
+            specs.append([])
+        else:
             return None
-    opened = [[tensor._local_tensor for tensor in tensors] for tensors in lists]
-    for local in opened:
-        if set(map(type, local)) != _PLAIN:
-            return None
-    return opened, [[tensor._spec for tensor in tensors] for tensors in lists]
+    return opened, specs
 
 
 def opened_lists(

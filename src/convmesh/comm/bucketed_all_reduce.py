@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,14 @@ from .reduce import groups_along
 BUCKET_BYTES = 25 << 20
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """This rank's term of a sum over the ranks along `mesh_dims`."""
 
     local: torch.Tensor
     mesh: DeviceMesh
     mesh_dims: tuple[int, ...]
-    # Called with the sum once the message has left, with which `local` is not used any more. Who reads the sum waits.
+    # Called with the sum once the message has left before `finish`, with which `local` is not used any more. Who reads
+    # the sum waits.
     left: Callable[[torch.Tensor], None] = lambda total: None
 
 
@@ -67,7 +68,7 @@ class Summation:
         """Returns the place of the sum among the results of `finish`."""
         number, self._count = self._count, self._count + 1
         local = term.local
-        key = (term.mesh, term.mesh_dims, local.dtype, local.device)
+        key = (id(term.mesh), term.mesh_dims, local.dtype, local.device)
         size = local.numel() * local.element_size()
         bucket = self._open.setdefault(key, _Bucket())
         if bucket.terms and bucket.bytes + size > self.bucket_bytes:
@@ -81,7 +82,7 @@ class Summation:
     def finish(self) -> list[torch.Tensor]:
         """The sums, in the order of their terms; those of one message are parts of one memory."""
         for bucket in self._open.values():
-            self._send(bucket)
+            self._send(bucket, awaited=True)
         sums: dict[int, torch.Tensor] = {}
         for message in self._sent:
             whole = _torch.wait(message.flat)
@@ -90,7 +91,7 @@ class Summation:
             sums |= message.parts if whole is message.flat else _parts(whole, message.shapes)
         return [sums[number] for number in range(self._count)]
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: _Bucket, awaited: bool = False) -> None:
         # In the order of the indices and not of memory, which may differ from rank to rank.
         flat = torch.cat([term.local.reshape(-1) for _, term in bucket.terms])
         first = bucket.terms[0][1]
@@ -100,7 +101,7 @@ class Summation:
         shapes = [(number, term.local.shape) for number, term in bucket.terms]
         message = _Message(shapes, flat, _parts(flat, shapes), groups[1:])
         self._sent.append(message)
-        if not message.then:
+        if not (message.then or awaited):
             for number, term in bucket.terms:
                 term.left(_torch.under_way(message.parts[number]))
 

@@ -58,9 +58,11 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
 
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if first_only and not copy_notes.anything_noted and not args[0]._is_view():
+            return handler(operator, args, kwargs)  # nearly always
         targets = (args[0],) if first_only else tuple(_written(known, args, kwargs))
         if not (any(map(_is_of_others, targets)) if copy_notes.anything_noted else _has_view(targets)):
-            return handler(operator, args, kwargs)  # nearly always
+            return handler(operator, args, kwargs)
         for target in targets:
             _before(target)
         writes = [_writes(target) for target in targets]

@@ -19,7 +19,6 @@ from ...sharding.partial import is_pending, kept, put_back, reduce_once
 from ...sharding.plan_cache import Table
 from ...sharding.redistribute import move, specs_of
 from ...sharding.registry import Behaviour, made_of_others, rule, tolerant
-from ...strides import usual
 from .pointwise_plan import PointwisePlan, Step, is_number, plan_pointwise
 
 aten = torch.ops.aten
@@ -84,8 +83,8 @@ def _handler(operator: _torch.Operator) -> _torch.Handler:
             specs, values, _, mesh = opened
             plan = known.get(_key(specs, kwargs))
             if plan is not None and plan.ready and plan.output.mesh is mesh:
-                for number, stride in plan.odd:
-                    values[number] = usual(values[number], stride)
+                for number, made_usual in plan.odd:
+                    values[number] = made_usual(values[number])
                 result = operator(*values, **kwargs)
                 if writes:
                     return args[0]

@@ -20,7 +20,7 @@ from ...sharding.errors import ShardingError
 from ...sharding.layout import Layout
 from ...sharding.redistribute import layouts_of
 from ...sharding.sharding_table import Assignment, Row, choose, input_placements, output_placements
-from ...strides import Stride, has_idle_strides
+from ...strides import Usual, has_idle_strides
 from .linear_rows import Terms, linear_rows
 
 R = Replicate()
@@ -59,7 +59,7 @@ class PointwisePlan:
     scales: bool = False  # what stays Partial is multiplied or divided by a number
     leaves: bool = False  # to torch's DTensor: on several meshes, or sharded in an order other than the mesh's
     ready: bool = False  # all arguments are used as they are
-    odd: tuple[tuple[int, Stride], ...] = ()  # arguments of which this rank has one index, or none, of a dimension
+    odd: tuple[tuple[int, Usual], ...] = ()  # arguments of which this rank has one index, or none, of a dimension
     specs: dict[torch.dtype, _torch.Spec] = field(default_factory=dict)
 
     def spec(self, dtype: torch.dtype) -> _torch.Spec:
@@ -95,10 +95,10 @@ def is_number(arg: Any) -> bool:
     return isinstance(arg, int | float | complex)
 
 
-def _odd(specs: Sequence[_torch.Spec | None]) -> tuple[tuple[int, Stride], ...]:
+def _odd(specs: Sequence[_torch.Spec | None]) -> tuple[tuple[int, Usual], ...]:
     given = [(number, spec, Layout.of(spec)) for number, spec in enumerate(specs) if spec is not None]
     return tuple(
-        (number, layout.stride)
+        (number, Usual(layout.stride))
         for number, spec, layout in given
         if not _torch.plain_order(spec) or has_idle_strides(layout.local_shape)
     )

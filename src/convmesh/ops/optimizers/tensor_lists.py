@@ -18,7 +18,7 @@ from ...sharding.layout import Layout, is_sum
 from ...sharding.partial import is_pending, kept, put_back, reduce_once
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
-from ...strides import Stride, format_of, has_idle_strides, usual
+from ...strides import Usual, format_of, has_idle_strides
 
 LINEAR = frozenset(f"_foreach_{name}" for name in (
     "neg.default", "mul.Scalar", "div.Scalar", "mul.ScalarList", "div.ScalarList", "add.List", "sub.List",
@@ -29,7 +29,7 @@ class Known(NamedTuple):
     """Lists of tensors that an operator got before, of which nothing had to be moved."""
 
     specs: list[list[_torch.Spec]]
-    odd: list[tuple[int, int, Stride]]  # of which list which tensor has strides that say nothing, and those of all
+    odd: list[tuple[int, int, Usual]]  # of which list which tensor has strides that say nothing
     has_gaps: bool
 
 
@@ -61,12 +61,12 @@ def of_one_layout(
         has_gaps = any(format_of(tuple(spec.shape), spec.stride) is None for spec in specs)
         if opened is not None:
             each = [(number, at, one) for number, some in enumerate(locals) for at, one in enumerate(some)]
-            odd = [(number, at, specs[at].stride) for number, at, one in each if has_idle_strides(one.shape)]
+            odd = [(number, at, Usual(specs[at].stride)) for number, at, one in each if has_idle_strides(one.shape)]
             _known[key] = Known(opened[1], odd, has_gaps)
     else:
         locals, (specs, *_), has_gaps = *opened, found.has_gaps
-        for number, at, stride in found.odd:
-            locals[number][at] = usual(locals[number][at], stride)
+        for number, at, made_usual in found.odd:
+            locals[number][at] = made_usual(locals[number][at])
     for number, local in zip(lists, locals, strict=True):
         values[number] = local
     return values, specs, has_gaps

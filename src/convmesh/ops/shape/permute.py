@@ -58,14 +58,9 @@ def _without_conj(input: DTensor) -> tuple[DTensor]:
     return (_torch.wrap(local.resolve_conj(), _torch.spec_of(input)) if local.is_conj() else input,)
 
 
-def _itself(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
-    """What autograd saves of the results of operators is detached when it is saved, and again when it is used."""
-    return _torch.view_of_itself(operator, args[0])
-
-
 @plan_rule(aten.view_as_complex.default, aten._conj.default, aten._neg_view.default, behaviour=RENAME, foreign=True)
 @plan_rule(aten.view_as_real.default, behaviour=RENAME, foreign=True, adapt=_without_conj)
-@plan_rule(aten.detach.default, aten.alias.default, behaviour=RENAME, foreign=True, quick=_itself)
+@plan_rule(aten.detach.default, aten.alias.default, behaviour=RENAME, foreign=True, quick=_torch.view_of_itself)
 @plan_rule(
     aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, behaviour=RENAME, foreign=True,
     quick=local_views(_seen),
