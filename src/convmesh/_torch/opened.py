@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from ..strides import usual
 from .symbols import known
 from .tensors import spec_of
 
-_DTENSORS, _PLAIN, _NUMBERS = {DTensor}, {torch.Tensor}, {int, bool}
+_DTENSORS, _PLAIN = {DTensor}, {torch.Tensor}
+_COUNTS, _NUMBERS = {int, bool}, {int, bool, float, NoneType}
 _shared: dict[tuple[int, DTensorSpec], DTensorSpec] = {}
 
 
@@ -41,7 +43,10 @@ def opened(
             key.append(spec)
             values.append(local)
             shapes.append(local.shape)
-        elif kind is list and argument and type(argument[0]) not in _NUMBERS:
+        elif kind in _NUMBERS:
+            key.append(argument if numbers else None)
+            values.append(argument)
+        elif kind is list and argument and type(argument[0]) not in _COUNTS:
             inner = opened(argument)
             if inner is None:
                 return None

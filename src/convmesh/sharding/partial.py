@@ -8,6 +8,7 @@ A sum holds until an operator writes into the tensor or a view of it, which all 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
+from functools import lru_cache
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -64,7 +65,12 @@ def reduce_once(tensors: Iterable[DTensor], like: Mapping[int, DTensor] | None =
 
 
 def is_pending(tensor: DTensor) -> bool:
-    return any(isinstance(placement, Partial) for placement in tensor.placements)
+    return _are_pending(tensor.placements)
+
+
+@lru_cache(maxsize=1024)
+def _are_pending(placements: tuple[Placement, ...]) -> bool:
+    return any(isinstance(placement, Partial) for placement in placements)
 
 
 def kept(tensor: DTensor) -> DTensor | None:

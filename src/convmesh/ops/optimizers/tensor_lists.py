@@ -44,10 +44,9 @@ def of_one_layout(
     and whether one of these has gaps in memory. None where something may have to be."""
     values = list(_torch.arguments(operator, args, kwargs))
     lists = [number for number in _torch.signature(operator).lists if values[number]]
-    lengths = {len(values[number]) for number in lists}
-    if len(lengths) != 1 or any(isinstance(value, DTensor) for value in values):
-        return None
     given = [values[number] for number in lists]
+    if len(set(map(len, given))) != 1 or True in [isinstance(value, DTensor) for value in values]:
+        return None
     key = id(operator), len(given[0]), get_ident()
     found, opened = _known.get(key), _torch.opened_like(given)
     if found is None or opened is None or opened[1] != found.specs:
