@@ -93,7 +93,7 @@ class Summation:
 
     def _send(self, bucket: _Bucket, awaited: bool = False) -> None:
         # In the order of the indices and not of memory, which may differ from rank to rank.
-        flat = torch.cat([term.local.reshape(-1) for _, term in bucket.terms])
+        flat = torch.cat([_in_a_row(term.local) for _, term in bucket.terms])
         first = bucket.terms[0][1]
         groups = groups_along(first.mesh, first.mesh_dims)
         if groups:
@@ -108,7 +108,14 @@ class Summation:
 
 def _parts(flat: torch.Tensor, shapes: Sequence[tuple[int, torch.Size]]) -> dict[int, torch.Tensor]:
     pieces = flat.split([shape.numel() for _, shape in shapes])
-    return {number: piece.view(shape) for (number, shape), piece in zip(shapes, pieces, strict=True)}
+    return {
+        number: piece if len(shape) == 1 else piece.view(shape)
+        for (number, shape), piece in zip(shapes, pieces, strict=True)
+    }
+
+
+def _in_a_row(local: torch.Tensor) -> torch.Tensor:
+    return local if local.dim() == 1 else local.reshape(-1)
 
 
 def sum_in_buckets(terms: Sequence[Term]) -> list[torch.Tensor]:

@@ -76,7 +76,8 @@ class HaloStep:
         dense = local.is_contiguous()
         if dense and found.sides is not None:
             size, stride, offset = found.sides
-            buffer = local.as_strided(size, stride, local.storage_offset() + offset).reshape(-1)
+            sides = local.as_strided(size, stride, local.storage_offset() + offset)
+            buffer = sides.clone(memory_format=torch.contiguous_format).view(-1)
         else:
             pieces = [local.narrow(self._dim, start, size) for start, size in self._sends]
             buffer = joined(pieces, local, self._alike)

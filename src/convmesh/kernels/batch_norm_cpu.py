@@ -25,7 +25,7 @@ def _normalised(
 
 def _channel_sums(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
     if not gy.numel():
-        return mean.new_zeros((2, len(mean)))
+        return mean.new_zeros((2, mean.numel()))
     return norms.sums(library.existing(), gy, x, (mean, rstd), torch.get_num_threads(), x.shape[0])
 
 

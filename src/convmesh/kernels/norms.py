@@ -49,9 +49,10 @@ def moments(library: ctypes.CDLL, x: torch.Tensor, sets: int, threads: int, samp
 def sums(
     library: ctypes.CDLL, gradient: torch.Tensor, x: torch.Tensor, moments: Pair, threads: int, samples: int = 1
 ) -> torch.Tensor:
-    """[2 set]: of the gradient times the normalised input, by means and reciprocal deviations, and of the gradient."""
+    """[2 set]: of the gradient times the normalised input, by means and reciprocal deviations in any shape, and of the
+    gradient."""
     mean, rstd = moments
-    sets = mean.shape[0]
+    sets = mean.numel()
     found = mean.new_empty((2, sets))
     at, step = found.data_ptr(), sets * found.element_size()
     sizes = samples, sets, x.numel() // (samples * sets)

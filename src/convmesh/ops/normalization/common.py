@@ -18,7 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import kernels
-from ...comm import Agreed, all_gather_summaries, are_few, groups_along, lines_along, start_reducing, sum_over
+from ...comm import (
+    Agreed,
+    all_gather_summaries,
+    all_reduce,
+    are_few,
+    groups_along,
+    lines_along,
+    start_reducing,
+    sum_over,
+)
 from ...kernels.batch_norm import Merge
 from ...kernels.normalization import Pair
 from ...sharding.layout import Layout
@@ -85,9 +94,9 @@ class Spread:
         """Of moments which are those of all ranks together."""
         return Merge(Numbers([1.0]).on, True, self.count, Numbers([self.count]).on)
 
-    def total(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks; `own` is lost."""
-        return sum_over(own, self._groups)
+    def total(self, own: torch.Tensor, keeps: bool = False) -> torch.Tensor:
+        """The sum over all ranks; `own` is lost, unless this `keeps` it."""
+        return all_reduce(own, self.mesh, self.mesh_dims) if keeps else sum_over(own, self._groups)
 
     @cached_property
     def _lines(self) -> list[dist.ProcessGroup]:

@@ -225,9 +225,12 @@ def _gradients(
 ) -> tuple[torch.Tensor, ...]:
     if _as_batch_norm(plan, gy, x) and mean.dtype == gy.dtype == x.dtype:
         steps, values = _steps(plan, gy, x, w, mean, rstd), prod(plan.output.shape[2:])
-        given = _one_sample(gy), _one_sample(x), mean.contiguous().view(-1), rstd.contiguous().view(-1)
+        moments = mean.contiguous(), rstd.contiguous()
+        if steps is not BY_LIBRARY:  # which asks nobody for the shape
+            moments = moments[0].view(-1), moments[1].view(-1)
+        given = _one_sample(gy), _one_sample(x), *moments
         own = steps.channel_sums(*given)
-        gx = steps.gradient_by_sums(*given, _for_samples(x, w), plan.spread.total(own.clone()), values)
+        gx = steps.gradient_by_sums(*given, _for_samples(x, w), plan.spread.total(own, keeps=True), values)
         products, plain = own.unbind() if len(x) == 1 else own.view(2, *x.shape[:2]).sum(1).unbind()
         return _of_samples(gx, x), products, plain
     gy, x = (t.to(mean.dtype) for t in (gy, x))
