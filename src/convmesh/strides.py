@@ -78,6 +78,24 @@ def usual(local: torch.Tensor, whole: Stride) -> torch.Tensor:
     return local if stride is None else local.as_strided(shape, stride)
 
 
+class Usual:
+    """`usual` of tensors of one shape, one after the other, which nearly always have the same strides."""
+
+    __slots__ = ("_fine", "_whole")
+
+    def __init__(self, whole: Stride):
+        self._whole = whole
+        self._fine: Stride | None = None
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        if local.stride() == self._fine:
+            return local
+        made = usual(local, self._whole)
+        if made is local:
+            self._fine = local.stride()
+        return made
+
+
 def is_usual(shape: tuple[int, ...], stride: Stride, whole: Stride) -> bool:
     """Whether a local tensor of this shape already has the strides that `usual` would give it."""
     sane = (1 not in shape and 0 not in shape) or len(shape) != len(whole)

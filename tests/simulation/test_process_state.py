@@ -146,7 +146,8 @@ SHARED = {
     "rules, which the first rank installs, and the end of the simulation removes":
         "registry._rules registry._behaviour registry._composites registry._guards registry._replaced "
         "registry._switches registry._undo registry._library registration._library view_writeback.watching_reads "
-        "view_writeback._stop_watching copy_notes.anything_noted collectives._kernels",
+        "view_writeback._stop_watching copy_notes.anything_noted collectives._kernels "
+        "collectives.interceptors",
     "not used by simulated ranks: their group compares, and compiled code is not theirs":
         "agreement._timeout agreement._undo tracing._tag order._last order._exchanges order._zeros",
 }  # fmt: skip

@@ -7,6 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from .arrivals import AWAKE_SECONDS as AWAKE_SECONDS
 from .arrivals import memory_of as memory_of
+from .awaited import exchange as exchange
+from .awaited import gather as gather
+from .awaited import sum_up as sum_up
 from .collectives import ALL_TO_ALL as ALL_TO_ALL
 from .collectives import all_gather as all_gather
 from .collectives import all_reduce as all_reduce

@@ -39,7 +39,12 @@ def all_to_all_on_cpus(
 def look_for(tensor: torch.Tensor) -> None:
     """Poll for a while until the result of a collective is there, yielding the core to other threads."""
     work = _arrivals.pop(memory_of(tensor), None)
-    if work is None or not hasattr(os, "sched_yield"):
+    if work is not None:
+        stay_awake(work)
+
+
+def stay_awake(work: dist.Work) -> None:
+    if not hasattr(os, "sched_yield"):
         return
     until = perf_counter() + AWAKE_SECONDS
     while not work.is_completed() and perf_counter() < until:

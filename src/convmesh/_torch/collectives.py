@@ -16,6 +16,9 @@ from .names import COLLECTIVES, Operator
 from .order import in_order
 from .tracing import tracing
 
+Around = Callable[[Operator, tuple[Any, ...], Callable[[], Any]], Any]
+Awaiting = Callable[[torch.Tensor, Callable[[], Any]], Any]
+
 # The operators themselves, for use outside of traces: torch's Python wrappers take longer than a small message.
 _operators = torch.ops._c10d_functional
 # Dtypes that every backend supports. Others, which some do not, are sent as bytes.
@@ -23,10 +26,13 @@ SENT = frozenset({
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
 })  # fmt: skip
 ALL_TO_ALL: Operator = _operators.all_to_all_single.default
-MOVING = (ALL_TO_ALL, _operators.all_gather_into_tensor.default)
 _WAIT: Operator = _operators.wait_tensor.default
-# The kernels that the operators dispatch to before the backend, while collectives are intercepted.
+ALL_GATHER: Operator = _operators.all_gather_into_tensor.default
+MOVING = (ALL_TO_ALL, ALL_GATHER)
+ALL_REDUCE_IN_PLACE: Operator = _operators.all_reduce_.default
+# The kernels that the operators dispatch to before the backend while collectives are intercepted, and the interceptors.
 _kernels: dict[Operator, Callable[..., Any]] = {}
+interceptors: list[tuple[Around, Awaiting]] = []
 
 
 def all_to_all(
@@ -49,7 +55,7 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, in_place
     tensor = tensor.resolve_neg()
     if tracing():
         return in_order(tensor, lambda tensor: collectives.all_reduce(tensor, op, group))
-    run = _operators.all_reduce_.default if in_place else _operators.all_reduce.default
+    run = ALL_REDUCE_IN_PLACE if in_place else _operators.all_reduce.default
     return _call(run, tensor, op, group.group_name)
 
 
@@ -60,7 +66,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     tensor = tensor.resolve_neg()
     if tracing():
         return in_order(tensor, lambda tensor: collectives.all_gather_tensor(tensor, 0, group))
-    return _call(_operators.all_gather_into_tensor.default, tensor, group.size(), group.group_name)
+    return _call(ALL_GATHER, tensor, group.size(), group.group_name)
 
 
 def _call(operator: Operator, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -70,17 +76,21 @@ def _call(operator: Operator, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     passes through torch's dispatcher.
     """
     kernel = _kernels.get(operator)
-    watched = (
-        type(tensor) is not torch.Tensor
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch._C._autograd._profiler_enabled()
-    )
-    if kernel is None or watched:
+    if kernel is None or watched(tensor):
         result: torch.Tensor = operator(tensor, *args)
     else:
         result = kernel(torch._C._dispatch_keys(tensor), tensor, *args)
     return result
+
+
+def watched(tensor: torch.Tensor) -> bool:
+    """Whether somebody looks on between a call here and the backend."""
+    return (
+        type(tensor) is not torch.Tensor
+        or bool(torch._C._len_torch_dispatch_stack())
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._autograd._profiler_enabled()
+    )
 
 
 def _pairs(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,10 +119,7 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
-def intercept_collectives(
-    around: Callable[[Operator, tuple[Any, ...], Callable[[], Any]], Any],
-    awaiting: Callable[[torch.Tensor, Callable[[], Any]], Any],
-) -> Callable[[], None]:
+def intercept_collectives(around: Around, awaiting: Awaiting) -> Callable[[], None]:
     """Let `around(operator, args, run)` run every functional collective, and `awaiting(tensor, run)` every wait.
 
     Returns a function that undoes this. The interception is the last step before the backend, so it sees compiled code
@@ -131,7 +138,6 @@ def intercept_collectives(
             if operator in MOVING and first.dtype not in SENT:
                 return _as_bytes(lambda data: operator(data, *args[1:], **kwargs), first)
             if operator is ALL_TO_ALL and is_fake(group_called(args[-1])):
-                # torch's fake group sends nothing, leaves the result uninitialised, and never completes.
                 return around(operator, args, lambda: first.new_zeros((sum(args[1]), *first.shape[1:])))
             if first.is_cpu and operator is ALL_TO_ALL:
                 return around(operator, args, lambda: all_to_all_on_cpus(*args, **kwargs))
@@ -152,11 +158,13 @@ def intercept_collectives(
         _kernels[getattr(_operators, name).default] = kernel
     library.impl("wait_tensor", waiting, "BackendSelect", with_keyset=True)
     _kernels[_WAIT] = waiting
+    interceptors.append((around, awaiting))
     # torch's CommDebugMode does not know the in-place all-reduce.
     NATIVE_TO_PY_MAPPING[_operators.all_reduce_] = torch.ops.c10d_functional.all_reduce
 
     def undo() -> None:
         _kernels.clear()
+        interceptors.clear()
         NATIVE_TO_PY_MAPPING.pop(_operators.all_reduce_)
         library._destroy()
 

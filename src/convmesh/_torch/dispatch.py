@@ -81,12 +81,19 @@ def aliased(view: DTensor, tensor: DTensor) -> DTensor:
     return view
 
 
-def view_of_itself(operator: Operator, tensor: Any) -> DTensor | None:
-    """Return a DTensor's view by `detach` or `alias`; None for a call that needs the slow path."""
+def view_of_itself(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
+    """Return a DTensor's view by `detach` or `alias`; None for a call that needs the slow path.
+
+    It has to be fast: autograd detaches results when it saves them, and again when it uses them.
+    """
+    tensor = args[0]
     local = tensor._local_tensor if type(tensor) is DTensor else None
-    if type(local) is not torch.Tensor:
+    if type(local) is not torch.Tensor or torch.is_inference_mode_enabled():
         return None
-    return aliased(DTensor.__new__(DTensor, operator(local), tensor._spec, requires_grad=False), tensor)
+    seen = local.detach() if operator is torch.ops.aten.detach.default else operator(local)
+    view: DTensor = DTensor.__new__(DTensor, seen, tensor._spec, requires_grad=False)
+    torch._functionalize_unsafe_set(view, tensor)
+    return view
 
 
 def keeps_communication(handler: Handler) -> Handler:

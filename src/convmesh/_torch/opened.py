@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .symbols import known
 from .tensors import spec_of
 
 _DTENSORS, _PLAIN = {DTensor}, {torch.Tensor}
+_COUNTS, _NUMBERS = {int, bool}, {int, bool, float, NoneType}
 _shared: dict[tuple[int, DTensorSpec], DTensorSpec] = {}
 
 
@@ -41,7 +43,10 @@ def opened(
             key.append(spec)
             values.append(local)
             shapes.append(local.shape)
-        elif kind is list and argument and type(argument[0]) is not int:
+        elif kind in _NUMBERS:
+            key.append(argument if numbers else None)
+            values.append(argument)
+        elif kind is list and argument and type(argument[0]) not in _COUNTS:
             inner = opened(argument)
             if inner is None:
                 return None
@@ -60,7 +65,8 @@ def opened(
 def share_specs(lists: Iterable[Iterable[Any]]) -> None:
     """Let DTensors that lie alike have one spec, which is found again without comparing."""
     for tensor in (tensor for tensors in lists for tensor in tensors):
-        tensor._spec = shared_spec(tensor._spec)
+        if type(tensor) is DTensor:
+            tensor._spec = shared_spec(tensor._spec)
 
 
 def shared_spec(spec: DTensorSpec) -> DTensorSpec:
@@ -78,16 +84,23 @@ def shared_spec(spec: DTensorSpec) -> DTensorSpec:
 
 
 def opened_like(lists: Sequence[Sequence[Any]]) -> tuple[list[list[Any]], list[list[DTensorSpec]]] | None:
-    """The local tensors of lists of DTensors, as they are, and where the tensors are; None for what needs a closer
-    look."""
+    """The local tensors of lists of DTensors, as they are, and where the tensors are; numbers that are plain tensors
+    stay what they are, and are nowhere. None for what needs a closer look."""
+    opened: list[list[Any]] = []
+    specs: list[list[DTensorSpec]] = []
     for tensors in lists:
-        if set(map(type, tensors)) != _DTENSORS:
+        kinds = set(map(type, tensors))
+        if kinds == _DTENSORS:
+            opened.append([tensor._local_tensor for tensor in tensors])
+            specs.append([tensor._spec for tensor in tensors])
+            if set(map(type, opened[-1])) != _PLAIN:
+                return None
+        elif kinds == _PLAIN and opened and {tensor.dim() for tensor in tensors} == {0}:
+            opened.append(list(tensors))
+            specs.append([])
+        else:
             return None
-    opened = [[tensor._local_tensor for tensor in tensors] for tensors in lists]
-    for local in opened:
-        if set(map(type, local)) != _PLAIN:
-            return None
-    return opened, [[tensor._spec for tensor in tensors] for tensors in lists]
+    return opened, specs
 
 
 def opened_lists(

@@ -196,6 +196,8 @@ def is_composite(operator: Operator) -> bool:
 
 def call(operator: Operator, values: Sequence[Any]) -> Any:
     """Call an operator with all arguments in the order of its schema."""
+    if signature(operator).by_name == len(values):
+        return operator(*values)
     args, kwargs = by_name(operator, values)
     return operator(*args, **kwargs)
 

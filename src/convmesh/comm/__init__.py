@@ -1,5 +1,6 @@
 """Communication between ranks: rank lines, schedules and their adjoints, and the one exchange that runs them."""
 
+from .agreed_facts import Agreed as Agreed
 from .agreed_facts import agreed as agreed
 from .agreed_facts import of_all_ranks as of_all_ranks
 from .agreed_facts import of_first_rank as of_first_rank
@@ -30,8 +31,11 @@ from .reduce import all_gather_stacked as all_gather_stacked
 from .reduce import all_gather_summaries as all_gather_summaries
 from .reduce import all_reduce as all_reduce
 from .reduce import are_few as are_few
+from .reduce import groups_along as groups_along
+from .reduce import lines_along as lines_along
 from .reduce import replaces_reduction as replaces_reduction
 from .reduce import start_reducing as start_reducing
+from .reduce import sum_over as sum_over
 from .routed import owners as owners
 from .routed import route_rows as route_rows
 from .schedule import Halo as Halo

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +37,28 @@ def agreed(fact: str, holds: Callable[[], bool], mesh: DeviceMesh | None, togeth
     """
     answers = _everybodys(fact, lambda: str(holds()), mesh, together)
     return answers is not None and answers.count("True") == len(answers)
+
+
+class Agreed:
+    """`agreed` on one mesh, for who asks on every call: what was agreed upon is kept."""
+
+    def __init__(self, fact: str, holds: Callable[[], bool], mesh: DeviceMesh):
+        self._asked = fact, lambda: str(holds()), mesh
+        self._occasion: object = None
+        self._world: Callable[[], dist.ProcessGroup | None] = lambda: None
+        self._holds = False
+
+    def __call__(self, together: bool) -> bool:
+        if _torch.tracing():
+            return False
+        world = dist.group.WORLD
+        if self._occasion is not _answers or self._world() is not world:
+            answers = _everybodys(*self._asked, together)
+            if answers is None or world is None:
+                return False
+            self._occasion, self._world = _answers, ref(world)
+            self._holds = answers.count("True") == len(answers)
+        return self._holds
 
 
 def of_first_rank(fact: str, say: Callable[[], str], mesh: DeviceMesh | None, together: bool = True) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,14 @@ from .reduce import groups_along
 BUCKET_BYTES = 25 << 20
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """This rank's term of a sum over the ranks along `mesh_dims`."""
 
     local: torch.Tensor
     mesh: DeviceMesh
     mesh_dims: tuple[int, ...]
-    # Called with the result tensor once the all-reduce has started and `local` is no longer used. Reading it waits.
+    # Called with the result if the all-reduce starts before `finish`; `local` is no longer used then. Reading the
+    # result waits.
     left: Callable[[torch.Tensor], None] = lambda total: None
 
 
@@ -67,7 +68,7 @@ class Summation:
         """Add a term, and return the index of its sum in the results of `finish`."""
         number, self._count = self._count, self._count + 1
         local = term.local
-        key = (term.mesh, term.mesh_dims, local.dtype, local.device)
+        key = (id(term.mesh), term.mesh_dims, local.dtype, local.device)
         size = local.numel() * local.element_size()
         bucket = self._open.setdefault(key, _Bucket())
         if bucket.terms and bucket.bytes + size > self.bucket_bytes:
@@ -81,7 +82,7 @@ class Summation:
     def finish(self) -> list[torch.Tensor]:
         """Return the sums in the order of their terms; the sums of one message are views of one storage."""
         for bucket in self._open.values():
-            self._send(bucket)
+            self._send(bucket, awaited=True)
         sums: dict[int, torch.Tensor] = {}
         for message in self._sent:
             whole = _torch.wait(message.flat)
@@ -90,9 +91,9 @@ class Summation:
             sums |= message.parts if whole is message.flat else _parts(whole, message.shapes)
         return [sums[number] for number in range(self._count)]
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: _Bucket, awaited: bool = False) -> None:
         # Flattened in index order and not in storage order, which may differ between ranks.
-        flat = torch.cat([term.local.reshape(-1) for _, term in bucket.terms])
+        flat = torch.cat([_in_a_row(term.local) for _, term in bucket.terms])
         first = bucket.terms[0][1]
         groups = groups_along(first.mesh, first.mesh_dims)
         if groups:
@@ -100,14 +101,21 @@ class Summation:
         shapes = [(number, term.local.shape) for number, term in bucket.terms]
         message = _Message(shapes, flat, _parts(flat, shapes), groups[1:])
         self._sent.append(message)
-        if not message.then:
+        if not (message.then or awaited):
             for number, term in bucket.terms:
                 term.left(_torch.under_way(message.parts[number]))
 
 
 def _parts(flat: torch.Tensor, shapes: Sequence[tuple[int, torch.Size]]) -> dict[int, torch.Tensor]:
     pieces = flat.split([shape.numel() for _, shape in shapes])
-    return {number: piece.view(shape) for (number, shape), piece in zip(shapes, pieces, strict=True)}
+    return {
+        number: piece if len(shape) == 1 else piece.view(shape)
+        for (number, shape), piece in zip(shapes, pieces, strict=True)
+    }
+
+
+def _in_a_row(local: torch.Tensor) -> torch.Tensor:
+    return local if local.dim() == 1 else local.reshape(-1)
 
 
 def sum_in_buckets(terms: Sequence[Term]) -> list[torch.Tensor]:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _torch
 from ..geometry import Box, Interval
 from ..strides import memory_format
 from .blocks import Held
@@ -38,6 +37,7 @@ class Prepared(NamedTuple):
     before: tuple[View, ...]
     after: tuple[View, ...]
     shape: list[int]  # shape of the result
+    sides: View | None  # both pieces to be sent of a contiguous tensor, if they have the same size
 
 
 class HaloStep:
@@ -74,32 +74,37 @@ class HaloStep:
         found = self._prepared.get(local.shape)
         if found is None:
             found = self._prepared[local.shape] = self._prepare(local.shape)
-        if self._step > 0 and local.is_contiguous():
-            arriving = found.wire.send(self._both_sides(local).view(-1))
+        dense = local.is_contiguous()
+        if dense and found.sides is not None:
+            size, stride, offset = found.sides
+            sides = local.as_strided(size, stride, local.storage_offset() + offset)
+            buffer = sides.clone(memory_format=torch.contiguous_format).view(-1)
         else:
             pieces = [local.narrow(self._dim, start, size) for start, size in self._sends]
-            arriving = found.wire.send(joined(pieces, local, self._alike))
+            buffer = joined(pieces, local, self._alike)
+        received = found.wire.exchange(buffer)
         own = local if self._kept is None else local.narrow(self._dim, *self._kept)
-        received = _torch.wait(arriving)
         if not found.before and not found.after:
             return own
         parts = [received.as_strided(*view) for view in found.before]
         parts.append(own)
         parts += [received.as_strided(*view) for view in found.after]
-        if local.is_contiguous():
+        if dense:
             return torch.cat(parts, self._dim)
         block = torch.empty(
             found.shape, dtype=local.dtype, device=local.device, memory_format=memory_format(local)
         )  # fmt: skip
         return torch.cat(parts, self._dim, out=block)
 
-    def _both_sides(self, local: torch.Tensor) -> torch.Tensor:
-        """Return both pieces to be sent, which have the same size, one after the other, in one copy."""
-        stride, (start, size) = local.stride(), self._sends[0]
-        shape = list(local.shape)
-        shape[self._dim] = size
-        offset, step = local.storage_offset() + start * stride[self._dim], self._step * stride[self._dim]
-        return local.as_strided((2, *shape), (step, *stride), offset).clone(memory_format=torch.contiguous_format)
+    def _both_sides(self, shape: torch.Size) -> View | None:
+        """Return a view of both pieces to be sent of a contiguous tensor of this shape, one after the other."""
+        if self._step <= 0:
+            return None
+        (start, piece), size = self._sends[0], list(shape)
+        stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        size[self._dim] = piece
+        step = stride[self._dim]
+        return View(torch.Size((2, *size)), (self._step * step, *stride), start * step)
 
     def _traced(self, local: torch.Tensor) -> torch.Tensor:
         """Do the same while tracing: `start` sends tokens by which the compiler orders exchanges."""
@@ -121,7 +126,7 @@ class HaloStep:
             offset += prod(size)
         full = list(shape)
         full[self._dim] = self._needed.size
-        return Prepared(wire, tuple(views[True]), tuple(views[False]), full)
+        return Prepared(wire, tuple(views[True]), tuple(views[False]), full, self._both_sides(shape))
 
 
 @dataclass(frozen=True, eq=False)

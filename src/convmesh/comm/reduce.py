@@ -6,7 +6,7 @@ Only what is left of a tensor after a local reduction comes here: values per cha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, nan, prod
+from math import inf, nan
 from threading import local
 
 import torch
@@ -76,10 +76,19 @@ def _start_extreme(tensor: torch.Tensor, group: dist.ProcessGroup, op: str) -> C
     return finish
 
 
+def sum_over(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """The sum over the ranks of `groups_along`, of numbers that backends add up; it may be where `tensor` was."""
+    for group in groups:
+        tensor = _tell_all(tensor, group)().sum(0) if _goes_at_once(tensor, group) else _torch.sum_up(tensor, group)
+    return tensor
+
+
 def _goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Whether every rank sends its tensor to every other, and each reduces all of them by itself, in the same order."""
+    if not _torch.is_gloo(group) or not tensor.is_cpu or _torch.tracing():
+        return False
     size = tensor.numel() * tensor.element_size() * group.size()
-    if size > FEW_SHARED_BYTES or not tensor.is_cpu or _torch.tracing() or not _torch.is_gloo(group):
+    if size > FEW_SHARED_BYTES:
         return False
     return size <= FEW_BYTES or mailbox_of(group) is not None
 
@@ -111,11 +120,11 @@ def all_gather_stacked(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[
     return all_gather_rows(tensor.contiguous().view(1, *tensor.shape), mesh, mesh_dims)
 
 
-def all_gather_summaries(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
-    """`all_gather_rows` of summaries that every rank then combines by itself, in place of an all-reduce."""
+def all_gather_summaries(rows: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """`all_gather_rows` over `groups`, of summaries that each rank then combines, in place of an all-reduce."""
     _merging.on = True
     try:
-        return all_gather_rows(rows, mesh, mesh_dims)
+        return _gather_rows(rows, groups)
     finally:
         _merging.on = False
 
@@ -127,22 +136,29 @@ def replaces_reduction() -> bool:
 
 def all_gather_rows(rows: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> torch.Tensor:
     """All-gather contiguous rows, as many on each rank, and concatenate them in rank order."""
-    result = rows
-    for mesh_dim in reversed(mesh_dims):
-        group = mesh.get_group(mesh_dim)
-        if _goes_at_once(result, group):
-            result = _tell_all(result, group)().flatten(0, 1)
+    return _gather_rows(rows, lines_along(mesh, mesh_dims))
+
+
+def lines_along(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> list[dist.ProcessGroup]:
+    """Return the groups over which to gather, one after the other."""
+    return [mesh.get_group(mesh_dim) for mesh_dim in reversed(mesh_dims)]
+
+
+def _gather_rows(rows: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    for group in groups:
+        if _goes_at_once(rows, group):
+            rows = _tell_all(rows, group)().flatten(0, 1)
         elif rows.numel():  # some backends refuse empty tensors
-            result = _torch.wait(_torch.all_gather(result, group))
+            rows = _torch.gather(rows, group)
         else:
-            result = result.repeat(group.size(), *[1] * (rows.dim() - 1))
-    return result
+            rows = rows.repeat(group.size(), *[1] * (rows.dim() - 1))
+    return rows
 
 
-def are_few(tensor: torch.Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
-    """Whether latency dominates when every rank along `mesh_dims` sends such a tensor to every other.
+def are_few(tensor: torch.Tensor, ranks: int) -> bool:
+    """Whether latency dominates when each of `ranks` ranks sends such a tensor to every other.
 
     The answer is the same on all ranks. It is False for symbolic sizes, which may be large.
     """
-    size = tensor.numel() * tensor.element_size() * prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims)
+    size = tensor.numel() * tensor.element_size() * ranks
     return isinstance(size, int) and size <= FEW_BYTES

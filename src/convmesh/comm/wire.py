@@ -51,6 +51,14 @@ class Wire(NamedTuple):
             received = _torch.all_to_all(received, hop.incoming, hop.outgoing, hop.group)
         return received
 
+    def exchange(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Send, and wait for what comes in."""
+        if len(self.hops) > 1:
+            return _torch.wait(self.send(buffer))
+        hop = self.hops[0]
+        traffic.note(buffer.numel() * buffer.element_size())
+        return _torch.exchange(buffer, hop.incoming, hop.outgoing, hop.group)
+
 
 AnyMessages = Callable[[int, bool], Iterable[Message]]
 

@@ -47,7 +47,10 @@ class Kernel(Generic[P, Result]):
         return None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
-        return (self.faster(*args, **kwargs) or self._default)(*args, **kwargs)
+        for takes, way in self._ways.get(args[0].device.type, ()):  # type: ignore[attr-defined]
+            if takes(*args, **kwargs):  # as in `faster`, without a call that takes as long as this
+                return way(*args, **kwargs)
+        return self._default(*args, **kwargs)
 
 
 def synchronous(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Batch norm on one rank: what it adds to the statistics of all ranks, and what it makes of them.
 
-Each way is a pair of steps with a communication of 2 C numbers in between. By torch's operators here; where `compiled`,
-all ranks have the compiled library, the tensors are contiguous and of one type, and a device that the library is for
-does each step in one pass over memory and one call (`batch_norm_cpu.py`).
+Each way is a pair of steps with a communication of 2 C numbers in between. By torch's operators here, or by kernels of
+an accelerator (`batch_norm_fused.py`). Where all ranks have the compiled library, and the tensors are contiguous and of
+one type, it does each step in one pass over memory and one call (`batch_norm_cpu.py`).
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Normalised(NamedTuple):
 
 
 @Kernel
-def channel_moments(x: torch.Tensor, dtype: torch.dtype, compiled: bool) -> torch.Tensor:
+def channel_moments(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[N C space] -> [1 2 C]: means and variances of a rank's own values, in this type; of no values, zeros."""
-    return torch.stack(moments_of_channels(x.to(dtype), compiled)).unsqueeze(0)
+    return torch.stack(moments_of_channels(x.to(dtype), False)).unsqueeze(0)
 
 
 @Kernel
 def normalised_by_ranks(
     x: torch.Tensor, moments: torch.Tensor, merge: Merge, eps: float, weight: Optional, bias: Optional,
-    running: Running, compiled: bool,
+    running: Running,
 ) -> Normalised:  # fmt: skip
     """[N C space] and the moments of all ranks [rank 2 C] -> [N C space], and the mean and reciprocal deviation."""
     mean, var = _merged(moments, merge)
@@ -97,18 +97,16 @@ def normalised_by_statistics(
 
 
 @Kernel
-def channel_sums(
-    gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool
-) -> torch.Tensor:
+def channel_sums(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
     """[N C space] [N C space] [C] [C] -> [2 C]: of the gradient times the normalised input, and of the gradient."""
-    plain, products = sums_of_channels(gy, x, mean, rstd, compiled)
+    plain, products = sums_of_channels(gy, x, mean, rstd, False)
     return torch.stack([products, plain])
 
 
 @Kernel
 def gradient_by_sums(
     gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: Optional, sums: torch.Tensor,
-    count: int, compiled: bool,
+    count: int,
 ) -> torch.Tensor:  # fmt: skip
     """That of the input, from the sums of all ranks: a linear function of gradient and input for every channel."""
 
@@ -120,6 +118,20 @@ def gradient_by_sums(
     by_input, added = (scale * rstd).mul_(products), scale * plain
     if in_rows(x):
         coefficients = by_channel(mean), by_channel(by_input), by_channel(added)
-        return combined(x, *coefficients, gy, by_channel(scale), compiled)
+        return combined(x, *coefficients, gy, by_channel(scale), False)
     result: torch.Tensor = gy * by_channel(scale)
     return result.addcmul_(x, by_channel(by_input)).add_(by_channel(added - by_input * mean))
+
+
+class Steps(NamedTuple):
+    """One way to do it."""
+
+    channel_moments: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+    normalised_by_ranks: Callable[[torch.Tensor, torch.Tensor, Merge, float, Optional, Optional, Running], Normalised]
+    channel_sums: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    gradient_by_sums: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Optional, torch.Tensor, int], torch.Tensor
+    ]
+
+
+BY_OPERATORS = Steps(channel_moments, normalised_by_ranks, channel_sums, gradient_by_sums)

@@ -1,40 +1,40 @@
-"""Batch norm on CPUs: a call of the compiled library for each step."""
+"""Batch norm by the compiled library: a call of it for each step."""
 
 from __future__ import annotations
 
 import torch
 
-from . import batch_norm, library
-from .batch_norm import Merge, Normalised, Optional, Running
-from .norms import Parameters
+from . import library, norms
+from .batch_norm import Merge, Normalised, Optional, Running, Steps
 
 
-@batch_norm.channel_moments.on("cpu", when=lambda x, dtype, compiled: compiled and bool(x.numel()))
-def _channel_moments(x: torch.Tensor, dtype: torch.dtype, compiled: bool) -> torch.Tensor:
-    return library.moments(x, x.shape[1], x.shape[0])
+def _channel_moments(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if not x.numel():
+        return x.new_zeros((1, 2, x.shape[1]))
+    return norms.moments(library.existing(), x, x.shape[1], torch.get_num_threads(), x.shape[0])
 
 
-@batch_norm.normalised_by_ranks.on("cpu", when=lambda *_, compiled: compiled)
 def _normalised(
     x: torch.Tensor, moments: torch.Tensor, merge: Merge, eps: float, weight: Optional, bias: Optional,
-    running: Running, compiled: bool,
+    running: Running,
 ) -> Normalised:  # fmt: skip
-    given = Parameters(eps, weight, bias, *running, merge.correction)
-    y, saved = library.batch_norm(x, moments, merge.shares(x.device, torch.float64), given)
-    mean, rstd = saved.unbind()
-    return Normalised(y, mean, rstd)
+    given = norms.Parameters(eps, weight, bias, *running, merge.correction)
+    shares = merge.shares(x.device, torch.float64)
+    return Normalised(*norms.batch_norm(library.existing(), x, moments, shares, given, torch.get_num_threads()))
 
 
-@batch_norm.channel_sums.on("cpu", when=lambda gy, *_, compiled: compiled and bool(gy.numel()))
-def _channel_sums(
-    gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool
-) -> torch.Tensor:
-    return library.sums(gy, x, (mean, rstd), len(x))
+def _channel_sums(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+    if not gy.numel():
+        return mean.new_zeros((2, mean.numel()))
+    return norms.sums(library.existing(), gy, x, (mean, rstd), torch.get_num_threads(), x.shape[0])
 
 
-@batch_norm.gradient_by_sums.on("cpu", when=lambda *_, compiled: compiled)
 def _gradient(
     gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: Optional, sums: torch.Tensor,
-    count: int, compiled: bool,
+    count: int,
 ) -> torch.Tensor:  # fmt: skip
-    return library.batch_norm_backward(gy, x, (mean, rstd), weight, sums, count)
+    moments, threads = (mean, rstd), torch.get_num_threads()
+    return norms.batch_norm_backward(library.existing(), gy, x, moments, weight, sums, count, threads)
+
+
+BY_LIBRARY = Steps(_channel_moments, _normalised, _channel_sums, _gradient)

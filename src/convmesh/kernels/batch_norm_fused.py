@@ -7,7 +7,6 @@ Other types, or memory in another order, they would misread. Moments are taken b
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -38,17 +37,17 @@ def _fits(x: torch.Tensor, dtype: torch.dtype, values: int, *parameters: Optiona
     return right and _on(x.device.type) and not _torch.tracing()
 
 
-def _channel_moments(x: torch.Tensor, dtype: torch.dtype, compiled: bool) -> torch.Tensor:
+def _channel_moments(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(aten.batch_norm_update_stats.default(dense(x), None, None, 0.0)).unsqueeze(0)
 
 
-def _takes_moments(x: torch.Tensor, dtype: torch.dtype, compiled: bool) -> bool:
+def _takes_moments(x: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool(x.numel()) and _fits(x, dtype, COUNTED[0])
 
 
 def _normalised(
     x: torch.Tensor, moments: torch.Tensor, merge: Merge, eps: float, weight: Optional, bias: Optional,
-    running: Running, compiled: bool,
+    running: Running,
 ) -> Normalised:  # fmt: skip
     if merge.owners is not None:  # the kernel would make NaN of those that have nothing
         moments = moments.index_select(0, merge.owners(x.device, torch.int64))
@@ -64,27 +63,25 @@ def _normalised(
 
 def _takes_input(
     x: torch.Tensor, moments: torch.Tensor, merge: Merge, eps: float, weight: Optional, bias: Optional,
-    running: Running, compiled: bool,
+    running: Running,
 ) -> bool:  # fmt: skip
     kept = all(one is None or one.dtype == moments.dtype for one in running[:2])
     return kept and _fits(x, moments.dtype, merge.values, weight, bias)
 
 
-def _channel_sums(
-    gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool
-) -> torch.Tensor:
+def _channel_sums(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
     x = dense(x)
     plain, products, *_ = torch.batch_norm_backward_reduce(_beside(gy, x), x, mean, rstd, None, True, False, False)
     return torch.stack([products * rstd, plain])
 
 
-def _takes_gradient(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, *_: Any, **__: Any) -> bool:
+def _takes_gradient(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> bool:
     return bool(x.numel()) and _fits(x, mean.dtype, COUNTED[0])
 
 
 def _gradient(
     gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: Optional, sums: torch.Tensor,
-    count: int, compiled: bool,
+    count: int,
 ) -> torch.Tensor:  # fmt: skip
     x = dense(x)
     weight = None if weight is None else weight.to(mean.dtype)
@@ -95,7 +92,7 @@ def _gradient(
 
 def _takes_sums(
     gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: Optional, sums: torch.Tensor,
-    count: int, compiled: bool,
+    count: int,
 ) -> bool:  # fmt: skip
     return bool(x.numel()) and _fits(x, mean.dtype, count, weight)
 

@@ -34,10 +34,9 @@ def convolution(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conv: Convolution
 ) -> torch.Tensor:
     """Of tensors that are not empty."""
-    if _is_pointwise(weight, conv) and _channels_innermost(input):
+    if _channels_innermost(input) and _is_pointwise(weight, conv):
         return F.linear(input.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
-    result: torch.Tensor = aten.convolution.default(input, weight, bias, *conv.arguments)
-    return result
+    return torch.convolution(input, weight, bias, *conv.arguments)
 
 
 @Kernel
@@ -46,7 +45,7 @@ def convolution_backward(
 ) -> Gradients:
     """Of input, weight and bias, where `mask` asks for them."""
     # In whatever order the gradient comes: often that is the one of what was made of a linear layer's result.
-    if _is_pointwise(weight, conv) and _channels_innermost(input):
+    if _channels_innermost(input) and _is_pointwise(weight, conv):
         return _product_gradients(gradient, input, weight, mask)
     fine, coarse = (gradient, input) if conv.transposed else (input, gradient)
     faster = weight_gradient.faster(fine, coarse, weight, conv) if mask[1] else None
@@ -101,7 +100,7 @@ def _skips(weight: torch.Tensor, conv: Convolution) -> bool:
     return max(conv.stride) > 1 and not any(conv.padding)
 
 
-@convolution.on("cpu", when=lambda input, weight, bias, conv: _skips(weight, conv) and input.numel() > FEW)
+@convolution.on("cpu", when=lambda input, weight, bias, conv: input.numel() > FEW and _skips(weight, conv))
 def _of_what_is_read(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conv: Convolution
 ) -> torch.Tensor:
@@ -109,7 +108,7 @@ def _of_what_is_read(
 
 
 @convolution_backward.on(
-    "cpu", when=lambda gradient, input, weight, conv, mask: _skips(weight, conv) and input.numel() > FEW
+    "cpu", when=lambda gradient, input, weight, conv, mask: input.numel() > FEW and _skips(weight, conv)
 )
 def _to_what_was_read(
     gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, conv: Convolution, mask: Sequence[bool]

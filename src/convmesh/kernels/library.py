@@ -29,51 +29,37 @@ def takes(tensor: torch.Tensor) -> bool:
 
 def lanes(itemsize: int) -> int:
     """How many numbers of so many bytes the library takes at a time."""
-    return int(_existing().convmesh_vector_bytes()) // itemsize
+    return int(existing().convmesh_vector_bytes()) // itemsize
 
 
 def compute(product: products.Product, tensors: products.Steps, threads: int) -> None:
     """Write one of an image, a kernel and a response, the one that is wanted, from the others."""
-    products.run(_existing(), product, tensors, threads)
+    products.run(existing(), product, tensors, threads)
 
 
 def prepare(product: products.Product, tensors: products.Steps) -> products.Prepared:
     """The same for tensors that lie as these do."""
-    return products.Prepared(_existing(), product, tensors)
+    return products.Prepared(existing(), product, tensors)
 
 
 def moments(x: torch.Tensor, sets: int, samples: int = 1) -> torch.Tensor:
     """Mean and variance of each of `sets` sets, [1 2 set]. Every sample has a part of each, one behind the other
     in contiguous memory, and none is empty."""
-    return norms.moments(_existing(), x, sets, torch.get_num_threads(), samples)
+    return norms.moments(existing(), x, sets, torch.get_num_threads(), samples)
 
 
 def sums(gradient: torch.Tensor, x: torch.Tensor, moments: norms.Pair, samples: int = 1) -> torch.Tensor:
     """Of the gradient times the normalised input, and of the gradient, in as many such sets as there are moments."""
-    return norms.sums(_existing(), gradient, x, moments, torch.get_num_threads(), samples)
-
-
-def batch_norm(
-    x: torch.Tensor, moments: torch.Tensor, shares: torch.Tensor, given: norms.Parameters
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the moments of all ranks; see `norms`."""
-    return norms.batch_norm(_existing(), x, moments, shares, given, torch.get_num_threads())
-
-
-def batch_norm_backward(
-    gradient: torch.Tensor, x: torch.Tensor, moments: norms.Pair, weight: torch.Tensor | None, sums: torch.Tensor,
-    count: int,
-) -> torch.Tensor:  # fmt: skip
-    """By the sums over all ranks; see `norms`."""
-    return norms.batch_norm_backward(_existing(), gradient, x, moments, weight, sums, count, torch.get_num_threads())
+    return norms.sums(existing(), gradient, x, moments, torch.get_num_threads(), samples)
 
 
 def combined(x: torch.Tensor, gradient: torch.Tensor | None, linear: norms.Linear, sets: int) -> torch.Tensor:
     """A linear function of each of `sets` equal parts of contiguous memory, in new memory."""
-    return norms.combined(_existing(), x, gradient, linear, sets, torch.get_num_threads())
+    return norms.combined(existing(), x, gradient, linear, sets, torch.get_num_threads())
 
 
-def _existing() -> ctypes.CDLL:
+def existing() -> ctypes.CDLL:
+    """The library, where it is available."""
     library = _library()
     assert library is not None
     return library

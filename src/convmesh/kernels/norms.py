@@ -49,9 +49,10 @@ def moments(library: ctypes.CDLL, x: torch.Tensor, sets: int, threads: int, samp
 def sums(
     library: ctypes.CDLL, gradient: torch.Tensor, x: torch.Tensor, moments: Pair, threads: int, samples: int = 1
 ) -> torch.Tensor:
-    """[2 set]: of the gradient times the normalised input, by means and reciprocal deviations, and of the gradient."""
+    """[2 set]: of the gradient times the normalised input, by means and reciprocal deviations in any shape, and of the
+    gradient."""
     mean, rstd = moments
-    sets = len(mean)
+    sets = mean.numel()
     found = mean.new_empty((2, sets))
     at, step = found.data_ptr(), sets * found.element_size()
     sizes = samples, sets, x.numel() // (samples * sets)
@@ -73,18 +74,20 @@ def combined(
 
 def batch_norm(
     library: ctypes.CDLL, x: torch.Tensor, moments: torch.Tensor, shares: torch.Tensor, given: Parameters, threads: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of moments of all ranks [rank 2 set], and the share of the values that each has, in float64: the output, in new
-    memory, and [2 set] with the mean and the reciprocal deviation."""
-    samples, sets, ranks = x.shape[0], x.shape[1], len(shares)
+    memory, and by set the mean and the reciprocal deviation."""
+    samples, sets = x.shape[:2]
     result, saved = torch.empty_like(x), x.new_empty((2, sets))
     eps, weight, bias, running_mean, running_var, momentum, correction = given
     _call(
         library, "batch_norm", x.dtype, x.data_ptr(), samples, sets, x.numel() // max(1, samples * sets),
-        moments.data_ptr(), shares.data_ptr(), ranks, eps, _pointer(weight), _pointer(bias), _pointer(running_mean),
-        _pointer(running_var), momentum, correction, saved.data_ptr(), result.data_ptr(), threads,
+        moments.data_ptr(), shares.data_ptr(), shares.shape[0], eps, _pointer(weight), _pointer(bias),
+        _pointer(running_mean), _pointer(running_var), momentum, correction, saved.data_ptr(), result.data_ptr(),
+        threads,
     )  # fmt: skip
-    return result, saved
+    mean, rstd = saved.unbind()
+    return result, mean, rstd
 
 
 def batch_norm_backward(
@@ -92,7 +95,7 @@ def batch_norm_backward(
     sums: torch.Tensor, count: int, threads: int,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient of the input, in new memory, by the sums over all ranks [2 set] of so many values."""
-    samples, sets, (mean, rstd) = x.shape[0], x.shape[1], moments
+    (samples, sets), (mean, rstd) = x.shape[:2], moments
     result = torch.empty_like(x)
     _call(
         library, "batch_norm_backward", x.dtype, gradient.data_ptr(), x.data_ptr(), samples, sets,

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..strides import Stride, has_idle_strides, usual
+from ..strides import Stride, Usual, has_idle_strides, usual
 from . import copy_notes, gradient_placements, registry
 from .assign import assign
 from .errors import refuse
@@ -131,7 +131,8 @@ class Prepared:
         self.operator, self.call, self.run = operator, call, call.run
         self.mesh, self.present = first.mesh, first.present
         self.shapes = [layout.local_shape for _, layout in self.tensors]
-        self.odd = [(place, layout.stride) for place, layout in self.tensors if has_idle_strides(layout.local_shape)]
+        odd = [(place, layout) for place, layout in self.tensors if has_idle_strides(layout.local_shape)]
+        self.odd = [(place, Usual(layout.stride)) for place, layout in odd]
         self.unused = [place for place, _ in self.tensors if wanted.get(place) is None]
         self.moves = [
             (place, move)
@@ -159,9 +160,9 @@ class Prepared:
 
     def make_usual(self, values: list[Any]) -> None:
         """Give kernels strides that one device could have had, as `_torch.local_of` does."""
-        for (outer, number), stride in self.odd:
+        for (outer, number), made_usual in self.odd:
             into = values if outer is None else values[outer]
-            into[number] = usual(into[number], stride)
+            into[number] = made_usual(into[number])
 
     def __call__(self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Of all arguments with local tensors, and of the arguments as they were given."""

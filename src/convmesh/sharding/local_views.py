@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .. import _torch
 from .layout import Layout
 from .plan_cache import PlanTable
@@ -35,7 +37,7 @@ def local_views(where: Callable[..., Layout | None]) -> Quick:
 
     def view(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local = None if kwargs else _torch.plain_local_of(args[0])
-        if local is None:
+        if local is None or torch.is_inference_mode_enabled():
             return None
         spec = _torch.eager_spec_of(args[0])
         numbers = args[1:] if type(args[-1]) is not list else (tuple(args[-1]),)

@@ -9,6 +9,7 @@ alike.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
+from functools import lru_cache
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -65,7 +66,12 @@ def reduce_once(tensors: Iterable[DTensor], like: Mapping[int, DTensor] | None =
 
 
 def is_partial(tensor: DTensor) -> bool:
-    return any(isinstance(placement, Partial) for placement in tensor.placements)
+    return _has_partial(tensor.placements)
+
+
+@lru_cache(maxsize=1024)
+def _has_partial(placements: tuple[Placement, ...]) -> bool:
+    return any(isinstance(placement, Partial) for placement in placements)
 
 
 def cached_sum(tensor: DTensor) -> DTensor | None:

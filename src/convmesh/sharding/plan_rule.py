@@ -38,7 +38,7 @@ class Left:
 
 
 Quick = Callable[[_torch.Operator, tuple[Any, ...], dict[str, Any]], Any]
-"""Of a call what it gives; None for calls that need a closer look."""
+"""Of a call what it gives; None for calls that need a closer look, which it has to know of inference mode, too."""
 Make = Callable[[_torch.Operator, tuple[Any, ...], list[Any]], Prepared | Left]
 """Of an operator, the arguments of a call, and the same with layouts in place of tensors."""
 AnyPlanner = TypeVar("AnyPlanner", bound=Callable[..., Call | Made | None])
@@ -102,23 +102,13 @@ def prepared_rule(
     for operator in operators:
         handler = _handler(operator, make, written, asks, varies, completes, foreign)
         handler = handler if adapt is None else _adapted(handler, adapt)
-        handler = handler if quick is None else _quicker(handler, quick)
-        rule(operator, behaviour=behaviour, knows_strides=True, tolerates=True)(handler)
+        rule(operator, behaviour=behaviour, knows_strides=True, tolerates=True, quick=quick)(handler)
 
 
 def _adapted(handler: _torch.Handler, adapt: Callable[..., tuple[Any, ...]]) -> _torch.Handler:
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return handler(operator, adapt(*_torch.arguments(operator, args, kwargs)), {})
-
-    return run
-
-
-def _quicker(handler: _torch.Handler, quick: Quick) -> _torch.Handler:
-    @wraps(handler)
-    def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        made = quick(operator, args, kwargs)
-        return handler(operator, args, kwargs) if made is None else made
 
     return run
 

@@ -52,12 +52,16 @@ def tolerant(handler: Handler) -> Handler:
 
 
 def rule(
-    *operators: Operator, behaviour: Behaviour, knows_strides: bool = False, tolerates: bool = False
+    *operators: Operator,
+    behaviour: Behaviour,
+    knows_strides: bool = False,
+    tolerates: bool = False,
+    quick: Handler | None = None,
 ) -> Callable[[AnyHandler], AnyHandler]:
     """Declare how `operators` run on DTensors, and what users can expect of them.
 
     Results get the strides of one device, unless the rule `knows_strides` and sets them itself. It is wrapped with
-    `tolerant`, unless it `tolerates` already.
+    `tolerant`, unless it `tolerates` already. `quick` is called first, on every call, and may return None.
     """
 
     def declare(handler: AnyHandler) -> AnyHandler:
@@ -69,11 +73,21 @@ def rule(
             new = any(result.alias_info is None for result in operator._schema.returns)
             run = strided if new or not mutable else plain
             run = _torch.view_rule(run) if operator._schema._is_view_op() else run
-            _rules[operator] = view_writeback.tracked(operator, run) if mutable else run
+            run = view_writeback.tracked(operator, run) if mutable else run
+            _rules[operator] = run if quick is None else _quicker(run, quick)
             _behaviour[operator] = replace(behaviour, family=handler.__module__.split(".")[-2])
         return handler
 
     return declare
+
+
+def _quicker(handler: Handler, quick: Handler) -> Handler:
+    @wraps(handler)
+    def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = quick(operator, args, kwargs)
+        return handler(operator, args, kwargs) if made is None else made
+
+    return run
 
 
 def unlisted(operator: Operator) -> Callable[[AnyHandler], AnyHandler]:

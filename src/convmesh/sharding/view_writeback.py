@@ -57,9 +57,12 @@ def tracked(operator: _torch.Operator, handler: _torch.Handler) -> _torch.Handle
 
     @wraps(handler)
     def run(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        targets = (args[0],) if first_only else tuple(_written(known, args, kwargs))
-        if not (any(map(_is_of_others, targets)) if copy_notes.anything_noted else _has_view(targets)):
+        noted = copy_notes.anything_noted
+        if not noted and not (args[0]._is_view() if first_only else _has_view(known, args, kwargs)):
             return handler(operator, args, kwargs)  # the usual case
+        targets = (args[0],) if first_only else tuple(_written(known, args, kwargs))
+        if noted and not any(map(_is_of_others, targets)):
+            return handler(operator, args, kwargs)
         if len(targets) > 1 and _are_of_one(targets):
             return _one_by_one(operator, args, kwargs, len(targets))
         for target in targets:
@@ -116,8 +119,13 @@ def _is_view(target: Any) -> bool:
     return target is not None and target._is_view()
 
 
-def _has_view(targets: Iterable[Any]) -> bool:
-    return True in [target is not None and target._is_view() for target in targets]  # an optimizer has hundreds
+def _has_view(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether one of the tensors that are written is one. An optimizer has hundreds."""
+    for number in known.written:
+        value = args[number] if number < len(args) else kwargs.get(known.names[number])
+        if any(map(torch.Tensor._is_view, value)) if isinstance(value, list | tuple) else _is_view(value):
+            return True
+    return False
 
 
 def _written(known: _torch.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

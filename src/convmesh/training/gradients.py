@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -77,66 +77,73 @@ class Gradients:
 
     def _forget(self) -> None:
         self._summation = Summation(self.bucket_bytes)
-        self._waiting: dict[int, tuple[torch.Tensor, int | None]] = {}
+        self._waiting: dict[int, tuple[torch.Tensor, DTensor, int | None, _Way]] = {}
 
     def _after(self, parameter: torch.Tensor) -> None:
         """A gradient has arrived. One that arrives again, from a nested backward pass, counts as it is then."""
         gradient = parameter.grad
         if self.paused or not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
             return
-        if gradient.placements == parameter.placements:
+        spec, at = _torch.spec_of(gradient), _torch.spec_of(parameter)
+        if spec.placements == at.placements:
             return
         if torch.is_grad_enabled():  # create_graph: the sum has to be differentiable, too
             parameter.grad = gradient.redistribute(placements=parameter.placements)
             return
         if not self._waiting:
             _torch.when_backward_ends(self._finish)
-        spec = _torch.spec_of(gradient)
-        sums, summed = _summed(spec)
+        way = _way(spec, at)
 
         def left(total: torch.Tensor) -> None:
             if parameter.grad is gradient:
-                parameter.grad = _torch.wrap(total, summed.spec)
+                parameter.grad = _torch.wrap(total, way.summed)
 
-        number = self._summation.add(Term(_torch.local_of(gradient), spec.mesh, sums, left)) if sums else None
-        self._waiting[id(parameter)] = (parameter, number)
+        term = Term(_torch.local_of(gradient), way.summed.mesh, way.sums, left) if way.sums else None
+        number = None if term is None else self._summation.add(term)
+        self._waiting[id(parameter)] = parameter, gradient, number, way
 
     def _finish(self) -> None:
         waiting, summation = list(self._waiting.values()), self._summation
         self._forget()
         sums = summation.finish()
-        for parameter, number in waiting:
-            if not isinstance(parameter, DTensor) or not isinstance(parameter.grad, DTensor):
+        for parameter, before, number, way in waiting:
+            gradient = parameter.grad
+            if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                 continue  # someone has taken the gradient, an optimizer that steps during backward for example
-            local = _torch.local_of(parameter.grad) if number is None else sums[number]
-            parameter.grad = _settled(parameter, parameter.grad, local)
+            if gradient is not before:
+                way = _way(_torch.spec_of(gradient), _torch.spec_of(parameter))
+            parameter.grad = _settled(parameter, _torch.local_of(gradient) if number is None else sums[number], way)
 
 
-def _settled(parameter: DTensor, gradient: DTensor, local: torch.Tensor) -> DTensor:
+def _settled(parameter: DTensor, local: torch.Tensor, way: _Way) -> DTensor:
     """The gradient, of which `local` is summed, where the parameter lies and in its memory format."""
-    source, target, result = _settling(_torch.spec_of(gradient), _torch.spec_of(parameter), local.dtype)
-    if source.placements != target.placements:
-        local = _torch.redistribute(local, source, target)
-    beside = _torch.local_of(parameter)
-    if local.stride() != beside.stride():
-        local = torch.empty_like(beside, dtype=local.dtype).copy_(local)
-    return _torch.wrap(local, result)
+    if way.moved is not None:
+        local = _torch.redistribute(local, way.summed, way.moved)
+    if not (way.dense and local.is_contiguous()):
+        beside = _torch.local_of(parameter)
+        if local.stride() != beside.stride():
+            local = torch.empty_like(beside, dtype=local.dtype).copy_(local)
+    return _torch.wrap(local, way.wanted)
+
+
+class _Way(NamedTuple):
+    """From where backward leaves a gradient to where its parameter is."""
+
+    sums: tuple[int, ...]  # the mesh dimensions over which it is a Partial(sum)
+    summed: _torch.Spec  # without these
+    moved: _torch.Spec | None  # where the parameter is, if that is elsewhere
+    wanted: _torch.Spec  # and in its strides
+    dense: bool  # which are those of a new tensor
 
 
 @planned
-def _settling(gradient: _torch.Spec, parameter: _torch.Spec, dtype: torch.dtype) -> tuple[_torch.Spec, ...]:
-    """Where the summed gradient is, where it goes, and the same in the strides of the parameter."""
-    _, layout = _summed(gradient)
-    goal = Layout.of(parameter)
-    return layout.spec, layout.placed(goal.placements).spec, goal.typed(dtype).spec
-
-
-@planned
-def _summed(spec: _torch.Spec) -> tuple[tuple[int, ...], Layout]:
-    """Without its Partial(sum)s; other pending results (averages, extremes) are for a redistribution."""
-    layout = Layout.of(spec)
+def _way(gradient: _torch.Spec, parameter: _torch.Spec) -> _Way:
+    """Other pending results (averages, extremes) are for a redistribution."""
+    layout, goal = Layout.of(gradient), Layout.of(parameter)
     sums = tuple(mesh_dim for mesh_dim, placement in enumerate(layout.placements) if is_sum(placement))
-    return sums, layout.placed(tuple(Replicate() if is_sum(p) else p for p in layout.placements))
+    summed = layout.placed(tuple(Replicate() if is_sum(p) else p for p in layout.placements))
+    moved = None if summed.placements == goal.placements else summed.placed(goal.placements).spec
+    return _Way(sums, summed.spec, moved, goal.typed(layout.dtype).spec, goal.is_contiguous)
 
 
 def _before(gradient: torch.Tensor) -> None:

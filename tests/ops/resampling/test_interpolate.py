@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from convmesh.geometry import Interval
+from convmesh.ops.resampling.gathered import Along, along_block
 from tests.harness import Pool
 from tests.ops.pooling.windows import PLACES, Call, check_call, placed_calls
 
@@ -62,3 +64,13 @@ def test_other_dtypes(pool: Pool, dtype: torch.dtype) -> None:
         for last in (False, True)
     ]
     pool.run_cases(check_call, cases, mesh=(2,))
+
+
+def test_a_block_is_little_more_than_what_is_read() -> None:
+    """Sizes without a common divisor begin together only once: a block of these would be all of the tensor."""
+    twice = along_block(Interval(7, 17), Interval(16, 32), 32, 64)
+    assert twice == Along(Interval(7, 17), Interval(14, 34))
+    half = along_block(Interval(15, 33), Interval(8, 16), 64, 32)
+    assert half == Along(Interval(14, 34), Interval(7, 17))
+    assert along_block(Interval(7, 13), Interval(9, 18), 17, 23) is None
+    assert along_block(Interval(0, 9), Interval(0, 8), 10, 16) is None

@@ -19,7 +19,6 @@ from ...sharding.partial import cached_sum, is_partial, reduce_once, write_sum_b
 from ...sharding.plan_cache import PlanTable
 from ...sharding.redistribute import move, specs_of
 from ...sharding.registry import Behaviour, made_of_others, rule, tolerant
-from ...strides import usual
 from .pointwise_plan import PointwisePlan, Step, is_number, plan_pointwise
 
 aten = torch.ops.aten
@@ -86,8 +85,8 @@ def _handler(operator: _torch.Operator) -> _torch.Handler:
             specs, values, _, mesh = opened
             plan = known.get(_key(specs, kwargs))
             if plan is not None and plan.is_local and plan.output.mesh is mesh:
-                for number, stride in plan.restrided:
-                    values[number] = usual(values[number], stride)
+                for number, made_usual in plan.restrided:
+                    values[number] = made_usual(values[number])
                 result = operator(*values, **kwargs)
                 if writes:
                     return args[0]

@@ -19,7 +19,7 @@ from ...sharding.errors import ShardingError
 from ...sharding.layout import Layout
 from ...sharding.redistribute import layouts_of
 from ...sharding.sharding_table import Assignment, Row, choose, input_placements, output_placements
-from ...strides import Stride, has_idle_strides
+from ...strides import Usual, has_idle_strides
 from .linear_rows import PartialRow, linear_rows
 
 R = Replicate()
@@ -60,7 +60,7 @@ class PointwisePlan:
     scales: bool = False  # a tensor that stays Partial is multiplied or divided by a number
     use_torch: bool = False  # left to torch's DTensor: the shards or the mesh are in an unusual order
     is_local: bool = False  # no argument needs preparation
-    restrided: tuple[tuple[int, Stride], ...] = ()  # (argument, full strides) where a local size is 0 or 1
+    restrided: tuple[tuple[int, Usual], ...] = ()  # (argument, how to restride it) where a local size is 0 or 1
     specs: dict[torch.dtype, _torch.Spec] = field(default_factory=dict)
 
     def spec(self, dtype: torch.dtype) -> _torch.Spec:
@@ -97,11 +97,11 @@ def is_number(arg: Any) -> bool:
     return isinstance(arg, int | float | complex)
 
 
-def _restrided(specs: Sequence[_torch.Spec | None]) -> tuple[tuple[int, Stride], ...]:
+def _restrided(specs: Sequence[_torch.Spec | None]) -> tuple[tuple[int, Usual], ...]:
     """The arguments whose local strides must be replaced by the full tensor's (see `PointwisePlan.restrided`)."""
     given = [(number, spec, Layout.of(spec)) for number, spec in enumerate(specs) if spec is not None]
     return tuple(
-        (number, layout.stride)
+        (number, Usual(layout.stride))
         for number, spec, layout in given
         if not _torch.plain_order(spec) or has_idle_strides(layout.local_shape)
     )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from ...comm import all_reduce
+from ...comm import all_reduce, groups_along, sum_over
 from ...geometry import Interval
 from ...kernels import synchronous
 from ...sharding.errors import Unfit
@@ -97,10 +99,14 @@ class Classes:
 
     def put_together(self, sums: Sequence[torch.Tensor], reduction: int) -> Pair:
         """From this rank's losses, weights and number of wrong targets to those of all."""
-        loss, weights, wrong = all_reduce(torch.stack(list(sums)), self.mesh, self.all_over)
+        loss, weights, wrong = sum_over(torch.stack(list(sums)), self._groups).unbind()
         self.raise_if(wrong)
         loss = loss / weights if reduction == MEAN else loss
         return loss if synchronous(loss) else loss.masked_fill(wrong > 0, torch.nan), weights
+
+    @cached_property
+    def _groups(self) -> list[dist.ProcessGroup]:
+        return groups_along(self.mesh, self.all_over)
 
     def tell_of(self, wrong: torch.Tensor) -> None:
         """Where nothing else is all-reduced, ranks tell each other how many of their targets are no class."""

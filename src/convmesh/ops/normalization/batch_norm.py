@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import _torch
-from ...kernels.batch_norm import Running, channel_moments, normalised_by_ranks, normalised_by_statistics
+from ...kernels.batch_norm import BY_OPERATORS, Running, normalised_by_statistics
+from ...kernels.batch_norm_cpu import BY_LIBRARY
 from ...sharding.call import Call, Move, Moved
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
@@ -137,20 +138,12 @@ class _Training:
     def __call__(self, x: Any, w: Any, b: Any, *rest: Any) -> tuple[Any, ...]:
         running: tuple[Any, Any] = rest[:2] if self._to else (None, None)
         compiled = self._fits and self._spread.compiled() and not _torch.any_lazy(x, w, b, *running)
-        x = x.contiguous() if compiled else x
-        own = channel_moments(x, self._dtype, compiled=compiled)
+        steps, x = (BY_LIBRARY, x.contiguous()) if compiled else (BY_OPERATORS, x)
+        own = steps.channel_moments(x, self._dtype)
         moved: Any = running if self._simple else [*map(self._moved, self._to, running)]
         moments = self._spread.gather(own)
-        y, mean, rstd = normalised_by_ranks(
-            x,
-            moments,
-            self._spread.merging(moments),
-            rest[-1],
-            w,
-            b,
-            Running(moved[0], moved[1], rest[-2]),
-            compiled=compiled,
-        )
+        merge, moving = self._spread.merging(moments), Running(moved[0], moved[1], rest[-2])
+        y, mean, rstd = steps.normalised_by_ranks(x, moments, merge, rest[-1], w, b, moving)
         if self._simple and not self._more:
             return y, mean, rstd
         scratch = (mean.new_empty(0, dtype=torch.uint8),) * (self._more - 2 * self._functional)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ... import _torch
-from ...kernels.batch_norm import channel_sums, gradient_by_sums
+from ...kernels.batch_norm import BY_OPERATORS
+from ...kernels.batch_norm_cpu import BY_LIBRARY
 from ...sharding.call import Call, Moved
 from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
@@ -71,14 +72,15 @@ class _Gradients:
         if not self._training:
             rstd = (rstd + values[self._eps]).rsqrt()
         compiled = self._fits and self._spread.compiled() and not _torch.any_lazy(gy, x, w, mean, rstd)
+        steps = BY_LIBRARY if compiled else BY_OPERATORS
         if compiled:
             gy, x, mean, rstd = gy.contiguous(), x.contiguous(), mean.contiguous(), rstd.contiguous()
-        sums = channel_sums(gy, x, mean, rstd, compiled=compiled)
+        sums = steps.channel_sums(gy, x, mean, rstd)
         gx = None
         if self._training:
             sums = self._spread.total(sums)
             if self._mask[0]:
-                gx = gradient_by_sums(gy, x, mean, rstd, w, sums, self._count, compiled=compiled)
+                gx = steps.gradient_by_sums(gy, x, mean, rstd, w, sums, self._count)
         elif self._mask[0]:
             gx = gy * (rstd if w is None else rstd * w).view(-1, *[1] * (x.dim() - 2))
         for_weight, for_bias = sums.unbind()

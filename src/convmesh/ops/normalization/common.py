@@ -13,11 +13,21 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from ... import kernels
-from ...comm import agreed, all_gather_summaries, all_reduce, are_few, start_reducing
+from ...comm import (
+    Agreed,
+    all_gather_summaries,
+    all_reduce,
+    are_few,
+    groups_along,
+    lines_along,
+    start_reducing,
+    sum_over,
+)
 from ...kernels.batch_norm import Merge
 from ...kernels.normalization import Pair
 from ...sharding.layout import Layout
@@ -51,19 +61,20 @@ class Spread:
 
         Where moments are merged, all ranks are about to communicate, and so all of them ask.
         """
-        together = bool(self.mesh_dims)
-        return self.mesh.device_type in kernels.COMPILED_FOR and agreed(
-            "kernels", kernels.available, self.mesh, together
-        )
+        return self.mesh.device_type in kernels.COMPILED_FOR and self._has_kernels(bool(self.mesh_dims))
+
+    @cached_property
+    def _has_kernels(self) -> Agreed:
+        return Agreed("kernels", kernels.available, self.mesh)
 
     def merge(self, mean: torch.Tensor, var: torch.Tensor) -> Pair:
         return merge_moments(mean, var, self.weights, self.mesh, self.mesh_dims)
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """The moments of each rank, [1 2 C] -> [rank 2 C]; those of all together, [1 2 C], where they are many."""
-        if self.mesh_dims and not are_few(own, self.mesh, self.mesh_dims):
+        if self.mesh_dims and not are_few(own, len(self.shares)):
             return torch.stack(self.merge(*own[0])).unsqueeze(0)
-        return all_gather_summaries(own, self.mesh, self.mesh_dims)
+        return all_gather_summaries(own, self._lines)
 
     @cached_property
     def weights(self) -> Constant:
@@ -84,9 +95,17 @@ class Spread:
         """Of moments which are those of all ranks together."""
         return Merge(Constant([1.0]).on, True, self.count, Constant([self.count]).on)
 
-    def total(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks."""
-        return all_reduce(own, self.mesh, self.mesh_dims)
+    def total(self, own: torch.Tensor, keeps: bool = False) -> torch.Tensor:
+        """The sum over all ranks; `own` is lost, unless this `keeps` it."""
+        return all_reduce(own, self.mesh, self.mesh_dims) if keeps else sum_over(own, self._groups)
+
+    @cached_property
+    def _lines(self) -> list[dist.ProcessGroup]:
+        return lines_along(self.mesh, self.mesh_dims)
+
+    @cached_property
+    def _groups(self) -> list[dist.ProcessGroup]:
+        return groups_along(self.mesh, self.mesh_dims)
 
     def add_up(self, one: torch.Tensor, other: torch.Tensor) -> Pair:
         """Two sums over all ranks, in one all-reduce."""

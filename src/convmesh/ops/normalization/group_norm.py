@@ -13,7 +13,8 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from ... import _torch
 from ...geometry import Interval
-from ...kernels.batch_norm import Running, channel_moments, channel_sums, gradient_by_sums, normalised_by_ranks
+from ...kernels.batch_norm import BY_OPERATORS, Running, Steps
+from ...kernels.batch_norm_cpu import BY_LIBRARY
 from ...kernels.normalization import Pair, input_gradient, moments_of_groups, normalised, sums_by_set
 from ...sharding.call import Call, Goal, Moved, Reported
 from ...sharding.errors import refuse
@@ -162,22 +163,21 @@ def _for_samples(x: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tenso
     return parameter if parameter is None or len(x) == 1 else parameter.repeat(len(x))
 
 
-def _by_library(plan: GroupNormPlan, *tensors: torch.Tensor | None) -> bool:
-    """Whether the compiled library computes it, as far as this rank's tensors tell."""
+def _steps(plan: GroupNormPlan, *tensors: torch.Tensor | None) -> Steps:
+    """Those of the compiled library, where the plan and this rank's tensors are for it."""
     alike = all(tensor is None or tensor.dtype == plan.output.dtype for tensor in tensors)
     known = plan.output.dtype in (torch.float32, torch.float64)
-    return alike and known and plan.spread.compiled() and not _torch.any_lazy(*tensors)
+    compiled = alike and known and plan.spread.compiled() and not _torch.any_lazy(*tensors)
+    return BY_LIBRARY if compiled else BY_OPERATORS
 
 
 def _normalise(plan: GroupNormPlan, x: torch.Tensor, w: Any, b: Any, eps: float) -> tuple[torch.Tensor, ...]:
     if _as_batch_norm(plan, x):
-        compiled, sample = _by_library(plan, x, w, b), _one_sample(x)
-        own = plan.spread.gather(channel_moments(sample, plan.statistics.dtype, compiled=compiled))
+        steps, sample = _steps(plan, x, w, b), _one_sample(x)
+        own = plan.spread.gather(steps.channel_moments(sample, plan.statistics.dtype))
         parameters = _for_samples(x, w), _for_samples(x, b)
         no_statistics = Running(None, None, 0.0)
-        found = normalised_by_ranks(
-            sample, own, plan.spread.merging(own), eps, *parameters, no_statistics, compiled=compiled
-        )
+        found = steps.normalised_by_ranks(sample, own, plan.spread.merging(own), eps, *parameters, no_statistics)
         return _of_samples(found.output, x), found.mean.view(x.shape[:2]), found.rstd.view(x.shape[:2])
     # A group of which the rank has some channels only is made of these, one by one.
     local_groups = plan.groups if plan.full_groups else len(plan.channels)
@@ -224,10 +224,13 @@ def _gradients(
     plan: GroupNormPlan, gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, w: Any
 ) -> tuple[torch.Tensor, ...]:
     if _as_batch_norm(plan, gy, x) and mean.dtype == gy.dtype == x.dtype:
-        compiled, values = _by_library(plan, gy, x, w, mean, rstd), prod(plan.output.shape[2:])
-        given = _one_sample(gy), _one_sample(x), mean.contiguous().view(-1), rstd.contiguous().view(-1)
-        own = channel_sums(*given, compiled=compiled)
-        gx = gradient_by_sums(*given, _for_samples(x, w), plan.spread.total(own), values, compiled=compiled)
+        steps, values = _steps(plan, gy, x, w, mean, rstd), prod(plan.output.shape[2:])
+        moments = mean.contiguous(), rstd.contiguous()
+        if steps is not BY_LIBRARY:  # which asks nobody for the shape
+            moments = moments[0].view(-1), moments[1].view(-1)
+        given = _one_sample(gy), _one_sample(x), *moments
+        own = steps.channel_sums(*given)
+        gx = steps.gradient_by_sums(*given, _for_samples(x, w), plan.spread.total(own, keeps=True), values)
         products, plain = own.unbind() if len(x) == 1 else own.view(2, *x.shape[:2]).sum(1).unbind()
         return _of_samples(gx, x), products, plain
     gy, x = (t.to(mean.dtype) for t in (gy, x))

@@ -18,7 +18,7 @@ from ...sharding.layout import Layout, is_sum
 from ...sharding.partial import cached_sum, is_partial, reduce_once, write_sum_back
 from ...sharding.plan_cache import planned
 from ...sharding.redistribute import check_placed, move
-from ...strides import Stride, format_of, has_idle_strides, usual
+from ...strides import Usual, format_of, has_idle_strides
 
 LINEAR = frozenset(f"_foreach_{name}" for name in (
     "neg.default", "mul.Scalar", "div.Scalar", "mul.ScalarList", "div.ScalarList", "add.List", "sub.List",
@@ -29,7 +29,7 @@ class Known(NamedTuple):
     """Lists of tensors from an earlier call that needed no redistribution."""
 
     specs: list[list[_torch.Spec]]
-    odd: list[tuple[int, int, Stride]]  # (list, index, full strides) of tensors with a local size of 0 or 1
+    odd: list[tuple[int, int, Usual]]  # (list, index, how to restride it) of tensors with a local size of 0 or 1
     has_gaps: bool
 
 
@@ -46,10 +46,9 @@ def of_one_layout(
     """
     values = list(_torch.arguments(operator, args, kwargs))
     lists = [number for number in _torch.signature(operator).lists if values[number]]
-    lengths = {len(values[number]) for number in lists}
-    if len(lengths) != 1 or any(isinstance(value, DTensor) for value in values):
-        return None
     given = [values[number] for number in lists]
+    if len(set(map(len, given))) != 1 or True in [isinstance(value, DTensor) for value in values]:
+        return None
     key = id(operator), len(given[0]), get_ident()
     found, opened = _known.get(key), _torch.opened_like(given)
     if found is None or opened is None or opened[1] != found.specs:
@@ -63,12 +62,12 @@ def of_one_layout(
         has_gaps = any(format_of(tuple(spec.shape), spec.stride) is None for spec in specs)
         if opened is not None:
             each = [(number, at, one) for number, some in enumerate(locals) for at, one in enumerate(some)]
-            odd = [(number, at, specs[at].stride) for number, at, one in each if has_idle_strides(one.shape)]
+            odd = [(number, at, Usual(specs[at].stride)) for number, at, one in each if has_idle_strides(one.shape)]
             _known[key] = Known(opened[1], odd, has_gaps)
     else:
         locals, (specs, *_), has_gaps = *opened, found.has_gaps
-        for number, at, stride in found.odd:
-            locals[number][at] = usual(locals[number][at], stride)
+        for number, at, made_usual in found.odd:
+            locals[number][at] = made_usual(locals[number][at])
     for number, local in zip(lists, locals, strict=True):
         values[number] = local
     return values, specs, has_gaps

@@ -7,14 +7,14 @@ they are all-reduced, so that messages do not grow with the number of ranks.
 
 from __future__ import annotations
 
-from math import nan
+from math import nan, prod
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import _torch
-from ...comm import all_gather_summaries, all_reduce, are_few, rank_line
+from ...comm import all_gather_summaries, all_reduce, are_few, lines_along, rank_line
 from ...sharding.call import Call
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
@@ -45,10 +45,10 @@ def merge_moments(
     `shares` has each rank's fraction of the values: one number, or one for every result.
     """
     both = torch.stack([mean, var])
-    if not are_few(both, mesh, mesh_dims):
+    if not are_few(both, prod(map(mesh.size, mesh_dims))):
         own = shares.on(mean.device, torch.float64)[rank_line(mesh, mesh_dims).rank]
         return merge_by_all_reduce(mean, var, own, mesh, mesh_dims)
-    parts = all_gather_summaries(both.contiguous().unsqueeze(0), mesh, mesh_dims)
+    parts = all_gather_summaries(both.contiguous().unsqueeze(0), lines_along(mesh, mesh_dims))
     means, variances = parts[:, 0], parts[:, 1]
     weights = shares.on(mean.device, mean.dtype)
     weights = weights.view(*weights.shape, *[1] * (means.dim() - 1)) if weights.dim() == 1 else weights

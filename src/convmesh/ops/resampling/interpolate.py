@@ -19,6 +19,7 @@ from ...sharding.layout import Layout
 from ...sharding.plan_rule import plan_rule
 from ...sharding.registry import Behaviour, keep_whole, rule
 from .._core.tiles import recompute_border
+from .gathered import FEW_ELEMENTS
 from .interpolate_plan import ResamplePlan, Resampling, plan_resample
 from .weighted_sum import WeightedSums
 
@@ -94,7 +95,8 @@ def _call(operator: _torch.Operator, given: Layout, resampling: Resampling, rest
 
 
 class _Resample:
-    """By torch's operator on the tile, with its border computed anew; else by weighted sums."""
+    """By torch's operator, on a small tile together with its halos, or on the tile with its border computed anew; by
+    weighted sums where it would take other weights than on the full tensor."""
 
     def __init__(self, operator: _torch.Operator, plan: ResamplePlan, resampling: Resampling, rest: Sequence[Any]):
         self._operator, self._plan, self._rest, self._backward = operator, plan, rest, resampling.backward
@@ -105,6 +107,9 @@ class _Resample:
         assert tiling is not None, "nothing is computed outside of the mesh"
         if not tiling.dims and not plan.sums and 0 not in self._shape:
             return self._by_operator(x, self._shape)
+        # A compiled exchange is awaited where it starts, and so there is nothing to do meanwhile, whatever the size.
+        if plan.gathered is not None and (type(x) is not torch.Tensor or x.numel() <= FEW_ELEMENTS):
+            return plan.gathered.of_own(self._by_operator(plan.gathered.block(x), plan.gathered.shape))
         fetch = tiling.fetch_sources(x)
         if 0 in self._shape:
             return fetch.tie(x.new_empty(self._shape))

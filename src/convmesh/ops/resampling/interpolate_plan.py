@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -16,16 +15,10 @@ from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
 from .._core.tile_plan import TiledPlan, check_memory, plan_targets
 from .._core.tiles import LARGEST_BORDER, Tiling
+from .gathered import Along, Gathered, along_block
 from .weighted_sum import WeightedSum, WeightedSums
 
 AnyTaps = Taps | TransposedTaps
-
-
-class Along(NamedTuple):
-    """Along one dimension: the sources that the operator gets, and the targets that it makes of them."""
-
-    block: Interval
-    produced: Interval
 
 
 @dataclass(frozen=True)
@@ -42,10 +35,11 @@ class Resampling:
 
 @dataclass(frozen=True, eq=False)
 class ResamplePlan(TiledPlan):
-    """Either all of a rank's targets are weighted sums, or torch's own operator on its local tensor is right for the
-    `inner` ones."""
+    """Either all of a rank's targets are weighted sums, or torch's own operator is right for them: on the local tensor
+    for the `inner` ones, and on a block with its halos for all of them."""
 
     inner: Box | None
+    gathered: Gathered | None
     sums_of: Callable[[Box], tuple[Box, WeightedSums]]  # what a box of targets reads, and how that is summed
     sums: bool  # whether it is by these that targets are made where nothing is sharded
 
@@ -60,12 +54,13 @@ def plan_resample(given: Layout, resampling: Resampling) -> ResamplePlan:
     kernel = _takes_symbols(resampling) or not _torch.has_symbols(given.shape)
     sums = _Sums(layouts, mapped)
     if tiling is None or (kernel and not tiling.dims):
-        return ResamplePlan(*layouts.fields, None, sums, False)
+        return ResamplePlan(*layouts.fields, None, None, sums, False)
     if not given.dtype.is_floating_point and "nearest" not in resampling.mode:
         raise Unfit(f"dtype {given.dtype} along sharded dimensions", "cast to a floating point dtype first")
     kernel = kernel and _knows_size(layouts, resampling)
     inner = _inner(layouts, tiling, mapped, resampling) if kernel else None
-    return ResamplePlan(*layouts.fields, inner, sums, True)
+    gathered = _gathered(layouts, tiling, mapped, resampling) if kernel else None
+    return ResamplePlan(*layouts.fields, inner, gathered, sums, True)
 
 
 class _Sums:
@@ -113,7 +108,7 @@ def _inner(layouts: TiledPlan, tiling: Tiling, mapped: Mapping[int, AnyTaps], re
     """The targets for which torch's operator on the local tensor is right; None if these are not nearly all."""
     sides, double = [], layouts.computed.dtype == torch.float64
     for dim, sources, targets in zip(tiling.dims, tiling.sources, tiling.targets, strict=True):
-        right = _right(mapped[dim], resampling, dim, Along(sources, targets), targets, double)
+        right = _right(mapped[dim], resampling, dim, Along(sources, targets), targets, double, sources)
         inside = Interval(*_longest(right)).shift(targets.start)
         if len(inside) < (1 - LARGEST_BORDER) * len(targets):
             return None
@@ -121,10 +116,28 @@ def _inner(layouts: TiledPlan, tiling: Tiling, mapped: Mapping[int, AnyTaps], re
     return tuple(sides)
 
 
+def _gathered(
+    layouts: TiledPlan, tiling: Tiling, mapped: Mapping[int, AnyTaps], resampling: Resampling
+) -> Gathered | None:
+    """A block of sources of which torch's operator makes all of this rank's targets; None where there is none."""
+    sides, double = [], layouts.computed.dtype == torch.float64
+    given, shape = list(layouts.operands[0].local_shape), list(layouts.computed.local_shape)
+    for dim, read, targets in zip(tiling.dims, tiling.source_halos.needed, tiling.targets, strict=True):
+        side = along_block(read, targets, layouts.operands[0].shape[dim], layouts.computed.shape[dim])
+        if side is None or not all(_right(mapped[dim], resampling, dim, side, targets, double, read)):
+            return None
+        sides.append(side)
+        given[dim], shape[dim] = side.block.size, side.produced.size
+    if _copies(layouts.computed, resampling, given[2:], shape[2:]):
+        return None
+    return Gathered.of(tiling, sides, shape)
+
+
 def _right(
-    of_all: AnyTaps, resampling: Resampling, dim: int, side: Along, wanted: Interval, double: bool
+    of_all: AnyTaps, resampling: Resampling, dim: int, side: Along, wanted: Interval, double: bool, read: Interval
 ) -> list[bool]:
-    """By wanted target: whether the operator has the same taps for it if it knows of a block only."""
+    """By wanted target: whether the operator has the same taps for it if it knows of a block only. What of that is not
+    `read` is zeros, of which it may take nothing."""
     sizes = side.block.size, side.produced.size
     ends = (sizes[1], sizes[0]) if resampling.backward else sizes
     theirs, here = of_all.of(wanted), wanted.shift(-side.produced.start)
@@ -135,7 +148,8 @@ def _right(
     for mode, precise in kernels or [(resampling.mode, double)]:
         alone = _directed(mode, *ends, resampling, dim - 2, precise).of(here)
         for at, (mine, other) in enumerate(zip(alone, theirs, strict=True)):
-            right[at] &= tuple((source + side.block.start, weight) for source, weight in mine) == other
+            moved = ((source + side.block.start, weight) for source, weight in mine)
+            right[at] &= tuple((source, weight) for source, weight in moved if weight or source in read) == other
     return right
 
 

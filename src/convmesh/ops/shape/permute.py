@@ -58,14 +58,9 @@ def _without_conj(input: DTensor) -> tuple[DTensor]:
     return (_torch.wrap(local.resolve_conj(), _torch.spec_of(input)) if local.is_conj() else input,)
 
 
-def _quick_alias(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
-    """Return a view of the same tensor: autograd detaches results when it saves them, and again when it uses them."""
-    return _torch.view_of_itself(operator, args[0])
-
-
 @plan_rule(aten.view_as_complex.default, aten._conj.default, aten._neg_view.default, behaviour=VIEW, foreign=True)
 @plan_rule(aten.view_as_real.default, behaviour=VIEW, foreign=True, adapt=_without_conj)
-@plan_rule(aten.detach.default, aten.alias.default, behaviour=VIEW, foreign=True, quick=_quick_alias)
+@plan_rule(aten.detach.default, aten.alias.default, behaviour=VIEW, foreign=True, quick=_torch.view_of_itself)
 @plan_rule(
     aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, behaviour=VIEW, foreign=True,
     quick=local_views(_view_layout),

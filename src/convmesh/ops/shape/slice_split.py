@@ -18,6 +18,7 @@ from ...sharding.call import Call
 from ...sharding.copy_notes import PutBack, Take
 from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
+from ...sharding.local_views import local_views
 from ...sharding.plan_rule import Made, plan_rule
 from ...sharding.registry import Behaviour, made_of_others
 from .._core.index_copy_plan import copy_plan
@@ -52,19 +53,32 @@ def _clamped(at: int, size: int) -> int:
     return min(at, size) if at >= 0 else max(at + size, 0)
 
 
-@plan_rule(aten.slice.Tensor, behaviour=SLICE, foreign=True)
+def _local_slice(
+    operator: _torch.Operator, input: Layout, dim: int = 0, start: int | None = None, stop: int | None = None,
+    step: int = 1,
+) -> Layout | None:  # fmt: skip
+    """The layout of a part of a dimension that is not sharded; None of others, and where torch complains."""
+    dim %= max(1, input.ndim)
+    if not input.ndim or step < 1 or dim in input.sharded_dims:
+        return None
+    count, _ = bounds(input.shape[dim], start, stop, step)
+    shape = (*input.shape[:dim], count, *input.shape[dim + 1 :])
+    stride = (*input.stride[:dim], input.stride[dim] * step, *input.stride[dim + 1 :])
+    return replace(input, shape=shape, stride=stride)
+
+
+@plan_rule(aten.slice.Tensor, behaviour=SLICE, foreign=True, quick=local_views(_local_slice))
 def slice_(
     operator: _torch.Operator, input: Layout, dim: int, start: int | None, stop: int | None, step: int
 ) -> Call | None:
     if not input.ndim or step < 1:
         return None  # torch raises
+    output = _local_slice(operator, input, dim, start, stop, step)
+    if output is not None:
+        return Call((input,), output, operator, view=True)
     dim %= input.ndim
     size = input.shape[dim]
     count, first = bounds(size, start, stop, step)
-    if dim not in input.sharded_dims:
-        shape = (*input.shape[:dim], count, *input.shape[dim + 1 :])
-        stride = (*input.stride[:dim], input.stride[dim] * step, *input.stride[dim + 1 :])
-        return Call((input,), replace(input, shape=shape, stride=stride), operator, view=True)
     if (count, first, step) == (size, 0, 1):
         return Call((input,), input, lambda x, *_: aten.alias.default(x), view=True)
     where = (dim, start, stop, step)
