@@ -139,8 +139,8 @@ SHARED = {
     "by memory, a process group, a mesh, or an object that only one rank has":
         "arrivals._arrivals interception._known interception._started mailbox._letters mailbox._mailboxes "
         "agreement._paths partial._cached_sums implicit_replication._modules foreach._stepping ranks._groups "
-        "tracing._kept idle_optimizers._models idle_optimizers._replaced idle_optimizers._checked opened._shared "
-        "groups._by_gloo",
+        "tracing._kept drift._steps idle_optimizers._models idle_optimizers._replaced idle_optimizers._checked "
+        "opened._shared groups._by_gloo",
     "by thread": "tensor_lists._known",
     "the same for all ranks of one machine": "benchmark._fastest choice._when_forgotten rules._known shapes._known",
     "rules, which the first rank installs, and the end of the simulation removes":
@@ -149,7 +149,7 @@ SHARED = {
         "view_writeback._stop_watching copy_notes.anything_noted collectives._kernels "
         "collectives.interceptors",
     "not used by simulated ranks: their group compares, and compiled code is not theirs":
-        "agreement._timeout agreement._undo tracing._tag order._last order._exchanges order._zeros",
+        "agreement._timeout agreement._undo tracing._tag order._last order._exchanges",
 }  # fmt: skip
 
 
