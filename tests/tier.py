@@ -34,7 +34,7 @@ TIER: dict[str, tuple[str, ...]] = {
         "ops/resampling/test_shuffle_and_grid.py", "ops/shape/test_pad.py", "ops/shape/test_permute.py",
     ),
     "per_sample": ("per_sample/test_functions.py",),
-    "planner": ("planner/test_plan.py",),
+    "planner": ("planner/test_plan.py", "planner/test_bad_input.py"),
     "report": ("report",),
     "selftest": ("selftest/test_report.py",),
     "sharding": ("sharding/test_fallback.py", "sharding/test_partial.py", "sharding/test_redistribute.py"),

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import convmesh
 from benchmarks.training import returning_memory
-from convmesh.planner.dry_run import dry_run, silent_world, traced
+from convmesh.planner.dry_run import STEPS, dry_run, silent_world, traced
 from convmesh.planner.memory import memory_of
 from convmesh.planner.problem import SPATIAL, Problem, problem, words
 from convmesh.planner.trace import Send, Use
@@ -82,7 +82,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a rank in two steps: exchanges and bytes sent in them; and in the second, the peak of all its tensors."""
+    """Of a rank in some steps: exchanges and bytes sent in them; and in the last, the peak of all its tensors."""
 
     exchanges: int
     bytes_sent: int
@@ -90,13 +90,13 @@ class Counts:
 
 
 def counted(mesh: DeviceMesh, case: Case) -> Counts:
-    return counts(mesh, case.problem())
+    return counts(mesh, case.problem(), STEPS)
 
 
-def counts(mesh: DeviceMesh, asked: Problem) -> Counts:
+def counts(mesh: DeviceMesh, asked: Problem, steps: int) -> Counts:
     """In a run with numbers."""
     with convmesh.count_traffic() as traffic:
-        trace = traced(asked, mesh)
+        trace = traced(asked, mesh, steps=steps)
     return Counts(traffic.exchanges, traffic.bytes_sent, memory_of(trace).peak.total)
 
 
@@ -114,17 +114,17 @@ def resident(mesh: DeviceMesh, case: Case) -> int:
     return peak_memory(steps)
 
 
-def planned(case: Case, rank: int) -> Counts:
+def planned(case: Case, rank: int, steps: int = STEPS) -> Counts:
     """Of a plan."""
     with silent_world():
-        trace = dry_run(case.problem(), case.mesh, rank)
+        trace = dry_run(case.problem(), case.mesh, rank, steps=steps)
     halos = [event for event in trace.events if isinstance(event, Send) and event.use is Use.HALO]
     return Counts(len(halos), sum(event.bytes for event in halos), memory_of(trace).peak.total)
 
 
-def simulated(case: Case) -> list[Counts]:
+def simulated(case: Case, steps: int) -> list[Counts]:
     asked = case.problem()
-    return convmesh.simulate(lambda mesh: counts(mesh, asked), tuple(case.mesh.values()), tuple(case.mesh))
+    return convmesh.simulate(lambda mesh: counts(mesh, asked, steps), tuple(case.mesh.values()), tuple(case.mesh))
 
 
 def on_processes(pool: Pool, case: Case) -> list[Counts]:

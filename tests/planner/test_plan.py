@@ -1,4 +1,4 @@
-"""What a plan says, and what it says of bad input."""
+"""What a plan says."""
 
 from __future__ import annotations
 
@@ -30,21 +30,6 @@ class Packed(nn.Module):
 class Spectrum(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.fft.fftn(x).abs()
-
-
-class Picky(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.max() > 0 else -x
-
-
-class Positive(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[x > 0]
-
-
-class Silent(nn.Module):
-    def forward(self, x: torch.Tensor) -> None:
-        return None
 
 
 def test_says_the_essence_in_five_lines() -> None:
@@ -184,20 +169,6 @@ def test_this_machine() -> None:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("figures", "says"),
-    [({"flops": {"bfloat16": 1e12}}, "no flops of float32"), ({"memory": "much"}, "no positive numbers"),
-     ({"bandwidth": 0}, "no positive numbers"), ({"node": 1}, "is no device")],
-)  # fmt: skip
-def test_a_device_file_that_is_none(figures: dict[str, object], says: str, tmp_path: Path) -> None:
-    link = {"latency": 1e-6, "bandwidth": 1e9}
-    told = {"name": "mine", "memory": 10**9, "flops": {"float32": 1e12}, "bandwidth": 1e9}
-    told |= {"node": link, "network": link}
-    (tmp_path / "device.json").write_text(json.dumps(told | figures))
-    with pytest.raises(convmesh.PlanError, match=says):
-        convmesh.plan(nn.ReLU(), {"input": (1, 1, 8, 8)}, {"h": 2}, device=str(tmp_path / "device.json"))
-
-
 def test_layers_have_the_names_that_the_model_gives_them(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     arguments = ["convmesh.models:UNet", "--with", "spatial_dims=2", "in_channels=1", "out_channels=1", "channels=4,8"]
@@ -205,65 +176,6 @@ def test_layers_have_the_names_that_the_model_gives_them(tmp_path: Path) -> None
                      "--html", str(tmp_path / "plan.html")]) == 0  # fmt: skip
     layers = [layer["layer"] for layer in json.loads(out.read_text())["ranks"][0]["layers"]]
     assert any(name.startswith("entry.") for name in layers)
-
-
-@pytest.mark.parametrize("model", [Picky(), Positive()])
-def test_values_are_not_asked_for(model: nn.Module) -> None:
-    with pytest.raises(convmesh.PlanError, match=r"depends on values.*test_plan.py:\d+"):
-        convmesh.plan(model, {"x": (1, 1, 8, 8)}, {"h": 2})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["nowhere:Net", "--input", "1,1,8,8", "--ranks", "2"], "cannot be imported"),
-        (["convmesh.models:UNet", "--input", "1,1,8,8", "--ranks", "2"], "cannot be built"),
-        ([":UNet", "--input", "1,1,8,8", "--ranks", "2"], "names no model"),
-        (["tests.planner.test_plan:Silent", "--input", "1,1,8,8", "--mesh", "h=2"], "no floating point tensor"),
-        (["torch.nn:Bilinear", "--with", "in1_features=8", "in2_features=8", "out_features=1",
-          "--input", "1,1,8,8", "--mesh", "h=2"], "missing 1 required positional argument"),
-        (["torch.nn:ReLU", "--input", "1,1,8,8", "--mesh", "h=2,h=2"], "twice"),
-        (["torch.nn:ReLU", "--input", "1,1,8,8", "--ranks", "two"], "is no number of ranks"),
-        (["torch.nn:ReLU", "--input", "1,1,8,8", "--ranks", "3000"], "take 16"),
-        (["convmesh.models", "--input", "1,1,8,8", "--ranks", "2"], "names no model"),
-        (["torch.nn:ReLU", "--input", "1,1,8,8", "--mesh", "h=9"], "more ranks than the 8 indices"),
-        (["torch.nn:ReLU", "--input", "1,1,8,8", "--mesh", "z=2"], "shards nothing"),
-        (["torch.nn:ReLU", "--input", "1,1,8,8", "--mesh", "h"], "is no mesh"),
-        (["torch.nn:ReLU", "--input", "1,x", "--ranks", "2"], "is no shape"),
-        (["torch.nn:ReLU", "--input", "1,1,8,8"], "give a mesh"),
-        (["torch.nn:ReLU", "--input", "1,1,8,8", "--mesh", "h=2,w=2", "--ranks", "6"], "whose product is 6"),
-        (["torch.nn:ReLU", "--input", "1,1,8,8", "--ranks", "0"], "take 1 or more"),
-        (["torch.nn:Linear", "--with", "in_features=5", "out_features=1", "--input", "1,1,8,8", "--mesh", "h=2"], "5"),
-        (["math:sqrt", "--with", "x=4", "--input", "1,1,8,8", "--mesh", "h=2"], "cannot be built"),
-        (["torch.nn:ReLU", "--input", "1,1,8,8", "--mesh", "h=2", "--html", "/nowhere/plan.html"], "cannot be written"),
-        (["torch.nn:ReLU", "--input", "1,1,8,8", "--ranks", "2", "--device", "abacus"], "unknown device"),
-        (["tests.planner.exits:Net", "--input", "1,1,8,8", "--ranks", "2"], "cannot be imported"),
-        (["torch.nn:Conv2d", "--with", "in_channels=3", "out_channels=1", "kernel_size=3",
-          "--input", "1,1,8,8", "--mesh", "h=2"], "channels"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert len(said.strip().splitlines()) == 1
-
-
-def test_bad_arguments_say_what_would_help() -> None:
-    model, inputs, mesh = nn.ReLU(), {"input": (1, 1, 8, 8)}, {"h": 2}
-    calls: list[tuple[tuple[object, ...], dict[str, object], str]] = [
-        ((model, (1, 1, 8, 8), mesh), {}, "by name"),
-        (("relu", inputs, mesh), {}, "is no step"),
-        ((model, inputs, (2, 2)), {}, "give sizes by name"),
-        ((model, inputs, {}), {}, "give sizes by name"),
-        ((model, inputs, {"h": "2"}), {}, "no number of ranks"),
-        ((model, inputs), {"ranks": "4"}, "take 1 or more"),
-        ((model, inputs, mesh), {"device": None}, "unknown device"),
-        ((model, inputs, mesh), {"dims": {"h": -2}}, "no such dimension"),
-    ]
-    for given, options, says in calls:
-        with pytest.raises(convmesh.PlanError, match=says):
-            convmesh.plan(*given, **options)  # type: ignore[arg-type]
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,10 @@ class _First(nn.Module):
 
 def _by_name(model: nn.Module) -> tuple[str, nn.Module]:
     """The name of a model's first argument, and a model that takes it."""
-    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    try:
+        first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    except (TypeError, ValueError):  # of one that is not written in Python
+        first = None
     if first is None or first.kind is not first.POSITIONAL_OR_KEYWORD:
         return _INPUT, _First(model)
     return first.name, model

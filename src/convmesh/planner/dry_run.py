@@ -20,7 +20,7 @@ from .recorder import Recorder, recorded
 from .trace import Kind, Trace
 
 Result = TypeVar("Result")
-WARM_UP = 1  # the steps before the one that is looked at: the first one makes the optimizer's state
+STEPS = 2  # of which the last one is looked at: the first one makes the optimizer's state
 
 
 @contextmanager
@@ -38,29 +38,30 @@ def silent_world() -> Iterator[None]:
             api.disable()
 
 
-def dry_run(problem: Problem, mesh: Mesh, rank: int, limit: int | None = None) -> Trace:
+def dry_run(problem: Problem, mesh: Mesh, rank: int, limit: int | None = None, steps: int = STEPS) -> Trace:
     """What a rank does in a training step. It ends early where it needs more bytes of memory than `limit`."""
-    return in_thread(lambda: _run(problem, mesh, rank, limit))
+    return in_thread(lambda: _run(problem, mesh, rank, limit, steps))
 
 
-def _run(problem: Problem, mesh: Mesh, rank: int, limit: int | None) -> Trace:
+def _run(problem: Problem, mesh: Mesh, rank: int, limit: int | None, steps: int) -> Trace:
     world = _torch.rank_of_threads(rank, ranks_of(mesh), _torch.SilentStore())
     with world, torch.device(_torch.DEVICE), Autocast():
-        return traced(problem, init_device_mesh(_torch.DEVICE, tuple(mesh.values()), mesh_dim_names=tuple(mesh)), limit)
+        on = init_device_mesh(_torch.DEVICE, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+        return traced(problem, on, limit, steps)
 
 
-def traced(problem: Problem, mesh: DeviceMesh, limit: int | None = None) -> Trace:
+def traced(problem: Problem, mesh: DeviceMesh, limit: int | None = None, steps: int = STEPS) -> Trace:
     """The same of this rank of any mesh, with values or without."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     trace = Trace(tuple(mesh.get_coordinate() or ()), sizes)
 
-    def steps(recorder: Recorder) -> None:
+    def run(recorder: Recorder) -> None:
         step = problem.build(mesh)
         inputs = problem.tensors(mesh)
         for tensor in inputs.values():
             recorder.mark(tensor, Kind.INPUTS)
-        for number in range(WARM_UP + 1):
-            if number == WARM_UP:
+        for number in range(steps):
+            if number == steps - 1:
                 recorder.mark_state()
                 trace.begins = len(trace.events)
                 trace.needs.clear()
@@ -68,7 +69,7 @@ def traced(problem: Problem, mesh: DeviceMesh, limit: int | None = None) -> Trac
             step(**inputs)
         recorder.mark_state()
 
-    return recorded(trace, Layers(), steps, limit)
+    return recorded(trace, Layers(), run, limit)
 
 
 class _InterruptedError(Exception):
