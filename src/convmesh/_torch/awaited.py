@@ -54,8 +54,9 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it goes to the backend past torch's dispatcher, which takes longer than a small message, and as it is."""
-    return bool(interceptors) and not watched(tensor) and tensor.dtype in SENT and not (tensor.is_meta or tracing())
+    """Whether a tensor can be given to the backend as it is, without torch's dispatcher in between."""
+    is_raw = tensor.dtype in SENT and not (tensor.is_meta or tensor.is_neg())
+    return is_raw and bool(interceptors) and not watched(tensor) and not tracing()
 
 
 def _at_once(operator: Operator, begin: Callable[..., Begun], tensor: torch.Tensor, *args: Any) -> torch.Tensor:
