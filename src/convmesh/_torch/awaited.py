@@ -61,23 +61,20 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _at_once(operator: Operator, begin: Callable[..., Begun], tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     """A collective of a group as the last argument, started and awaited."""
-    (around, awaiting), works = interceptors[-1], []
+    group, work = args[-1], None
 
-    def run() -> torch.Tensor:
+    def start() -> torch.Tensor:
+        nonlocal work
         result, work = begin(tensor, *args)
-        works.append(work)
         return result
 
     def arrive() -> None:
-        for work in works:
-            if work is not None:
-                if operator is ALL_TO_ALL and tensor.is_cpu:
-                    stay_awake(work)
-                work.wait()
+        if work is not None:
+            if operator is ALL_TO_ALL and tensor.is_cpu:
+                stay_awake(work)
+            work.wait()
 
-    result: torch.Tensor = around(operator, (tensor, *args[:-1], args[-1].group_name), run)
-    awaiting(result, arrive)
-    return result
+    return interceptors[-1](operator, (tensor, *args[:-1], group.group_name), group, start, arrive)
 
 
 def _begin_exchange(buffer: torch.Tensor, incoming: list[int], outgoing: list[int], group: dist.ProcessGroup) -> Begun:
