@@ -61,20 +61,23 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _at_once(operator: Operator, begin: Callable[..., Begun], tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     """A collective of a group as the last argument, started and awaited."""
-    group, work = args[-1], None
+    (around, awaiting), works = interceptors[-1], []
 
-    def start() -> torch.Tensor:
-        nonlocal work
+    def run() -> torch.Tensor:
         result, work = begin(tensor, *args)
+        works.append(work)
         return result
 
     def arrive() -> None:
-        if work is not None:
-            if operator is ALL_TO_ALL and tensor.is_cpu:
-                stay_awake(work)
-            work.wait()
+        for work in works:
+            if work is not None:
+                if operator is ALL_TO_ALL and tensor.is_cpu:
+                    stay_awake(work)
+                work.wait()
 
-    return interceptors[-1](operator, (tensor, *args[:-1], group.group_name), group, start, arrive)
+    result: torch.Tensor = around(operator, (tensor, *args[:-1], args[-1].group_name), run)
+    awaiting(result, arrive)
+    return result
 
 
 def _begin_exchange(buffer: torch.Tensor, incoming: list[int], outgoing: list[int], group: dist.ProcessGroup) -> Begun:

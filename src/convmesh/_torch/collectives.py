@@ -18,10 +18,6 @@ from .tracing import tracing
 
 Around = Callable[[Operator, tuple[Any, ...], Callable[[], Any]], Any]
 Awaiting = Callable[[torch.Tensor, Callable[[], Any]], Any]
-# Of an operator, its arguments, its group, what makes the result, and what waits for it.
-Together = Callable[
-    [Operator, tuple[Any, ...], dist.ProcessGroup, Callable[[], torch.Tensor], Callable[[], None]], torch.Tensor
-]
 
 # The operators themselves, where nothing is traced: what torch wraps around them takes longer than a small message.
 _operators = torch.ops._c10d_functional
@@ -36,7 +32,7 @@ MOVING = (ALL_TO_ALL, ALL_GATHER)
 ALL_REDUCE_IN_PLACE: Operator = _operators.all_reduce_.default
 # What the operators come to before the backend, while somebody intercepts them, and who does.
 _kernels: dict[Operator, Callable[..., Any]] = {}
-interceptors: list[Together] = []
+interceptors: list[tuple[Around, Awaiting]] = []
 
 
 def all_to_all(
@@ -117,9 +113,9 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
-def intercept_collectives(around: Around, awaiting: Awaiting, together: Together) -> Callable[[], None]:
+def intercept_collectives(around: Around, awaiting: Awaiting) -> Callable[[], None]:
     """Let `around(operator, args, run)` run every functional collective, and `awaiting(tensor, run)` every wait for
-    one, or `together(operator, args, group, start, wait)` both of them; returns what undoes that.
+    one; returns what undoes that.
 
     The place is the last one before the backend, so compiled code comes by as well, and what a compiler only traces
     is known by its device. Collectives of `torch.distributed` itself (`dist.all_reduce`) do not pass here.
@@ -156,7 +152,7 @@ def intercept_collectives(around: Around, awaiting: Awaiting, together: Together
         _kernels[getattr(_operators, name).default] = kernel
     library.impl("wait_tensor", waiting, "BackendSelect", with_keyset=True)
     _kernels[_WAIT] = waiting
-    interceptors.append(together)
+    interceptors.append((around, awaiting))
     # torch's CommDebugMode does not know the one that reduces in place.
     NATIVE_TO_PY_MAPPING[_operators.all_reduce_] = torch.ops.c10d_functional.all_reduce
 

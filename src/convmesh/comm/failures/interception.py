@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ... import _torch
 from ..._torch import Operator
-from ..shared_memory.mailbox import Mailbox, collect, collect_all, mailbox_of
+from ..shared_memory.mailbox import collect, collect_all, mailbox_of
 from ..traffic import note_wait
 from .first_failure import post
 
@@ -47,7 +47,7 @@ class CommunicationError(RuntimeError):
 def keep_watch() -> Callable[[], None]:
     """Begin; returns what ends it."""
     _torch.workers_rest_before_exit()
-    end_watch = _torch.intercept_collectives(_start, _await, _start_and_await)
+    end_watch = _torch.intercept_collectives(_start, _await)
 
     def end() -> None:
         try:
@@ -64,48 +64,21 @@ def observe(observer: Observer) -> Callable[[], None]:
     return lambda: _observers.remove(observer)
 
 
-def _announce(operator: Operator, args: tuple[Any, ...], group: dist.ProcessGroup) -> None:
+def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+    group = _torch.group_called(args[-1])
     if group not in _known:
         _torch.inherit_timeout(group, _first(args).device.type)
         _torch.keep_listeners_from_interrupting()
         _known.add(group)
     for observer in _observers:
         observer(operator, args, group)
-
-
-def _mailbox(operator: Operator, args: tuple[Any, ...], group: dist.ProcessGroup) -> Mailbox | None:
-    return mailbox_of(group) if operator is _torch.ALL_TO_ALL and args[0].is_cpu else None
-
-
-def _start(operator: Operator, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-    group = _torch.group_called(args[-1])
-    _announce(operator, args, group)
     try:
-        mailbox = _mailbox(operator, args, group)
+        mailbox = mailbox_of(group) if operator is _torch.ALL_TO_ALL and args[0].is_cpu else None
         result = run() if mailbox is None else mailbox.post(*args[:3])
     except RuntimeError as error:
         raise _failure(_torch.name_of(operator), group, error) from error
     for tensor in (result,) if isinstance(result, torch.Tensor) else result:
         _started.append((_torch.memory_of(tensor), operator, args[-1]))
-    return result
-
-
-def _start_and_await(
-    operator: Operator, args: tuple[Any, ...], group: dist.ProcessGroup, start: Callable[[], torch.Tensor],
-    wait: Callable[[], None],
-) -> torch.Tensor:  # fmt: skip
-    """`start` makes the tensor that is there after `wait`."""
-    _announce(operator, args, group)
-    try:
-        mailbox = _mailbox(operator, args, group)
-        result = start() if mailbox is None else mailbox.post(*args[:3])
-        began = perf_counter()
-        try:
-            wait() if mailbox is None else collect(result)
-        finally:
-            note_wait(perf_counter() - began)
-    except RuntimeError as error:
-        raise _failure(_torch.name_of(operator), group, error) from error
     return result
 
 
