@@ -65,8 +65,11 @@ class DeviceContext(_device.DeviceContext):
         self._below = next(
             (mode for mode in _get_current_function_mode_stack() if hasattr(mode, "computes_anew")), None
         )
-        # Whether a call comes to nothing but itself.
-        self.is_plain = self._below is None and not self._chosen
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a call comes to nothing but itself."""
+        return self._below is None and not self._chosen
 
     # As `with torch.device(...)` does it. Those of its class go below all other modes, and there is room for one there.
     __enter__ = TorchFunctionMode.__enter__
