@@ -114,6 +114,7 @@ from .tensors import in_rank_order as in_rank_order
 from .tensors import is_one_rank as is_one_rank
 from .tensors import local_of as local_of
 from .tensors import make_spec as make_spec
+from .tensors import new_dtensor as new_dtensor
 from .tensors import noted as noted
 from .tensors import notes_of as notes_of
 from .tensors import plain as plain

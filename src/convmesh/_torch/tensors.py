@@ -139,6 +139,11 @@ def make_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
+# Past __init__, which does nothing but keep torch.compile out, and takes as long as the rest. Of a tensor without gaps
+# and overlaps, which is no number, this is all of `wrap`.
+new_dtensor: Callable[..., DTensor] = DTensor.__new__
+
+
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor below autograd, where the public constructor would record itself."""
     if 0 in local.stride():
@@ -146,9 +151,7 @@ def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     meta = spec.tensor_meta
     if meta is not None and not meta.shape and local.dim():
         local = local.new_zeros(())  # what DTensor gives a rank outside of the mesh in place of a number
-    # Past __init__, which does nothing but keep torch.compile out, and takes as long as the rest.
-    tensor: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
-    return tensor
+    return new_dtensor(DTensor, local, spec, requires_grad=False)
 
 
 def _without_overlap(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

@@ -93,7 +93,7 @@ class Move:
 class Result:
     """How the local tensor of a result becomes a DTensor: cast, redistributed, in the strides of one device."""
 
-    __slots__ = ("dtype", "is_contiguous", "layout", "memory_format", "move", "spec")
+    __slots__ = ("dtype", "is_simple", "layout", "memory_format", "move", "spec")
 
     def __init__(self, result: Layout | Moved, stride: Stride | None):
         computed, wanted = (result.computed, result.wanted) if isinstance(result, Moved) else (result, result)
@@ -102,15 +102,15 @@ class Result:
         self.layout, self.dtype, self.spec = wanted, wanted.dtype, wanted.spec
         self.move = Move.of(computed, wanted)
         self.memory_format = wanted.memory_format if wanted.stride == wanted.dense.stride else None
-        self.is_contiguous = self.memory_format is torch.contiguous_format
+        self.is_simple = self.memory_format is torch.contiguous_format and bool(wanted.shape)
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         if local.dtype != self.dtype:
             local = local.to(self.dtype)
         if self.move is not None:
             local = self.move(local)
-        if self.is_contiguous and local.is_contiguous():
-            return _torch.wrap(local, self.spec)  # nearly always
+        if self.is_simple and local.is_contiguous():
+            return _torch.new_dtensor(DTensor, local, self.spec, requires_grad=False)  # nearly always
         if self.memory_format is None:
             return _torch.wrap(self.layout.laid(local), self.spec)
         return _torch.wrap(local.contiguous(memory_format=self.memory_format), self.spec)

@@ -61,11 +61,12 @@ class Spread:
 
         Where moments are merged, all ranks are about to communicate, and so all of them ask.
         """
-        return self.mesh.device_type in kernels.COMPILED_FOR and self._has_kernels(bool(self.mesh_dims))
+        return self._have_kernels is not None and self._have_kernels(bool(self.mesh_dims))
 
     @cached_property
-    def _has_kernels(self) -> Agreed:
-        return Agreed("kernels", kernels.available, self.mesh)
+    def _have_kernels(self) -> Agreed | None:
+        known = self.mesh.device_type in kernels.COMPILED_FOR
+        return Agreed("kernels", kernels.available, self.mesh) if known else None
 
     def merge(self, mean: torch.Tensor, var: torch.Tensor) -> Pair:
         return merge_moments(mean, var, self.weights, self.mesh, self.mesh_dims)
