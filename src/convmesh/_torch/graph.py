@@ -77,7 +77,7 @@ def _is_made_of(result: Node | None, origin: Node | None) -> bool:
 
 def _operands(node: Node) -> Sequence[Node]:
     """Those whose numbers it uses."""
-    name = getattr(node.target, "_opname", "")
+    name = getattr(node.target, "_opname", "").removesuffix("_")
     if name in SHAPES:
         return ()
     return [node.args[1]] if name == "copy" and isinstance(node.args[1], Node) else node.all_input_nodes
