@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from time import perf_counter, thread_time
 from typing import Any
@@ -126,6 +127,7 @@ def measure_ranks(mesh: DeviceMesh, name: str, backend: str, rounds: int) -> dic
     """On real ranks: how far compiled gradients are from others, in float64, and seconds of both."""
     network = next(one for one in COMPILED if one.name == name)
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # inductor imports what is deprecated
     convmesh.enable()
     steps = {way: Step(network, mesh, way if way == backend else None, torch.float64) for way in ("eager", backend)}
     eager, compiled = (step.gradients() for step in steps.values())

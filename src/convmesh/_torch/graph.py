@@ -15,6 +15,7 @@ SHAPES = frozenset({
     *(f"new_{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full")),
     *("fill", "zero", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset"),
 })  # fmt: skip
+_PASS = "partitioner_tag"  # by which torch says of what it has traced which pass that is part of
 MOST = 400  # nodes that are looked at: what is further away counts as unseen, which costs a node or two
 
 _library = torch.library.Library("convmesh", "FRAGMENT")
@@ -41,15 +42,11 @@ def of_this_pass(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Without what was made in the forward pass, while the backward pass is traced: it keeps nothing in that."""
     if not in_backward_pass():
         return [*tensors]
-    return [tensor for tensor in tensors if (node := _node_of(tensor)) is None or not _is_forward(node)]
+    return [tensor for tensor in tensors if (node := _node_of(tensor)) is None or node.meta.get(_PASS) != "is_forward"]
 
 
 def in_backward_pass() -> bool:
-    return bool(traceback.current_meta.get("partitioner_tag") == "is_backward")
-
-
-def _is_forward(node: Node) -> bool:
-    return node.op == "call_function" and "partitioner_tag" not in node.meta
+    return bool(traceback.current_meta.get(_PASS) == "is_backward")
 
 
 def _node_of(tensor: torch.Tensor) -> Node | None:
@@ -80,7 +77,7 @@ def _is_made_of(result: Node | None, origin: Node | None) -> bool:
 
 def _operands(node: Node) -> Sequence[Node]:
     """Those whose numbers it uses."""
-    name = getattr(node.target, "_opname", "")
+    name = getattr(node.target, "_opname", "").removesuffix("_")
     if name in SHAPES:
         return ()
     return [node.args[1]] if name == "copy" and isinstance(node.args[1], Node) else node.all_input_nodes

@@ -116,6 +116,8 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._subclasses.functional_tensor, "FunctionalTensor"),
     (torch._subclasses, "FakeTensor"),
     (torch, "_functionalize_unsafe_set"),
+    (torch, "_from_functional_tensor"),
+    (torch, "_sync"),
     (torch._C, "DispatchKeySet"),
     (torch._C, "DispatchKey"),
     (torch._C, "_SetExcludeDispatchKeyGuard"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from statistics import median
 
 from ..report.words import count, number
@@ -76,9 +77,9 @@ class Report:
     def _exactness(self) -> Iterator[Finding]:
         bad = [one for one in self.exactness if not one.right]
         for one in bad:
-            mesh = " x ".join(map(str, one.mesh))
+            mesh = " x ".join(map(str, one.mesh)) + (" ranks" if prod(one.mesh) > 1 else " rank")
             said = one.failure.strip().splitlines()[-1] if one.failure else f"{one.error:.3g} times what is allowed"
-            yield Finding(WRONG, f"{one.function} in {one.dtype} on {mesh} ranks differs from one device: {said}")
+            yield Finding(WRONG, f"{one.function} in {one.dtype} on {mesh} differs from one device: {said}")
         if self.exactness and not bad:
             functions = len({one.function for one in self.exactness})
             said = f"{count(functions, 'function')} of {len(self.families())} operator families"

@@ -22,7 +22,7 @@ def tables(report: Report) -> Iterator[Numbers]:
     """Yield the tables of what was measured."""
     yield Numbers("Where", ("", ""), list(_where(report)))
     families = [
-        (name, ", ".join(dict.fromkeys(one.function for one in checks)), f"{max(one.error for one in checks):.2f}")
+        (name, ", ".join(dict.fromkeys(one.function for one in checks)), _parts(max(one.error for one in checks)))
         for name, checks in report.families().items()
     ]
     if families:
@@ -58,6 +58,10 @@ def tables(report: Report) -> Iterator[Numbers]:
         side = report.scaling[0].side
         headings = ("ranks", "ms", "speed-up", "efficiency", "waiting")
         yield Numbers(f"A U-Net step of a {side} x {side} picture", headings, steps)
+
+
+def _parts(error: float) -> str:
+    return f"{error:.2f}" if error < 1000 else f"{error:.1e}"
 
 
 def _where(report: Report) -> Iterator[tuple[str, str]]:

@@ -59,9 +59,8 @@ class Topology:
     @property
     def summary(self) -> str:
         """For example '8 ranks on 2 hosts, NVIDIA H100, nccl'."""
-        ranks, hosts = len(self.hosts), len(set(self.hosts))
-        kinds = ", ".join(dict.fromkeys(self.devices))
-        return f"{ranks} ranks on {hosts} host{'s' if hosts > 1 else ''}, {kinds}, {self.backend}"
+        ranks, hosts = count(len(self.hosts), "rank"), count(len(set(self.hosts)), "host")
+        return f"{ranks} on {hosts}, {', '.join(dict.fromkeys(self.devices))}, {self.backend}"
 
     @property
     def crowded(self) -> str:
