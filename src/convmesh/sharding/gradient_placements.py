@@ -1,7 +1,8 @@
 """Where tensors were in the forward pass, for gradients: torch asks for some of these by sizes only.
 
-Any placement of a gradient is exact. The one of its tensor spares memory, and moving it later. Of what is replicated
-nothing is remembered: a rank may use it alone, and would then go by other placements than the others.
+Any placement of a gradient is exact. The one of its tensor spares memory, and moving it later. What is replicated a
+rank may use alone, to log it for example, and would then go by other placements than the others: it counts only if it
+gets a gradient.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
@@ -50,19 +52,21 @@ class Hints:
 by_shape = Hints()
 
 
-def hint_of(spec: _torch.Spec) -> tuple[Hashable, Placements] | None:
+def hint_of(spec: _torch.Spec) -> tuple[Hashable, Placements]:
     """What is to be remembered `by_shape` of a tensor whose gradient is made of zeros of its shape."""
-    if not any(isinstance(placement, Shard) for placement in spec.placements):
-        return None
     placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
     return (spec.mesh, tuple(spec.shape)), placements
 
 
-def remember(spec: _torch.Spec) -> None:
+def counts(tensor: DTensor) -> bool:
+    """Whether all ranks use it in this call: it is sharded, or gets a gradient."""
+    return tensor.requires_grad or any(isinstance(placement, Shard) for placement in tensor.placements)
+
+
+def remember(tensor: DTensor) -> None:
     """Call this in forward for such a tensor."""
-    hint = hint_of(spec)
-    if hint is not None:
-        by_shape.remember(*hint)
+    if counts(tensor):
+        by_shape.remember(*hint_of(_torch.spec_of(tensor)))
 
 
 def placements_of(mesh: DeviceMesh, shape: tuple[int, ...]) -> Placements | None:

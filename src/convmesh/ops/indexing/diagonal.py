@@ -35,7 +35,7 @@ def diagonal(operator: _torch.Operator, input: Layout, offset: int, first: int, 
 
 
 def _taken(input: DTensor, offset: int, first: int, second: int) -> Any:
-    remember(_torch.spec_of(input))  # its gradient is written into zeros
+    remember(input)  # its gradient is written into zeros
     order, _, places = _places(tuple(input.shape), offset, first, second, input.device.type)
     return copy_of(aten.index.Tensor(aten.permute.default(input, order), places), input, (
         lambda full: _taken(full, offset, first, second),

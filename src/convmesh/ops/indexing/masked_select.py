@@ -146,7 +146,7 @@ def begin_mask(operator: str, input: Any, mask: Any) -> MaskPlan:
 def index_masked(input: DTensor, mask: DTensor) -> DTensor:
     """`input[mask]`"""
     plan = begin_mask("index with a mask", input, mask)
-    remember(_torch.spec_of(input))
+    remember(input)
     x, truth = move(input, plan.source), move(mask, plan.mask)
     if not plan.source.present:
         return _torch.wrap(x.new_empty(0), output_of(plan, (0, *input.shape[mask.dim() :]), input.dtype).spec)
