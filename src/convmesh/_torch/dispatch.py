@@ -149,9 +149,12 @@ def view_rule(handler: Handler) -> Handler:
 
     @wraps(handler)
     def run(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args[0].is_conj() or args[0].is_neg():
+        first = args[0]
+        if first.is_conj() or first.is_neg():
             with resolving():
                 return viewing(operator, args, kwargs)
+        if not torch.is_inference_mode_enabled() or first.is_inference():
+            return handler(operator, args, kwargs)  # nearly always
         return viewing(operator, args, kwargs)
 
     def viewing(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

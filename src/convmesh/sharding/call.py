@@ -166,7 +166,7 @@ class Prepared:
 
     def __call__(self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Of all arguments with local tensors, and of the arguments as they were given."""
-        if self.hint is not None:
+        if self.hint is not None and gradient_placements.counts(args[0]):
             gradient_placements.by_shape.remember(*self.hint)
         if not self.present:
             return self._outside(values, args, kwargs)

@@ -1,7 +1,8 @@
 """Placements of tensors in the forward pass, kept for their gradients: torch asks for some of those by shape only.
 
-Any placement of a gradient is correct. That of its tensor saves memory, and a later redistribution. Nothing is
-remembered of replicated tensors: a rank may use one alone, and would then choose other placements than the other ranks.
+Any placement of a gradient is correct. That of its tensor saves memory, and a later redistribution. A replicated tensor
+may be used by one rank alone, to log it for example, which would then choose other placements than the other ranks: it
+is only remembered if it requires a gradient.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .. import _torch
@@ -50,19 +52,21 @@ class Hints:
 by_shape = Hints()
 
 
-def hint_of(spec: _torch.Spec) -> tuple[Hashable, Placements] | None:
+def hint_of(spec: _torch.Spec) -> tuple[Hashable, Placements]:
     """Return (key, placements) to store `by_shape` for a tensor whose gradient is made from zeros of its shape."""
-    if not any(isinstance(placement, Shard) for placement in spec.placements):
-        return None
     placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
     return (spec.mesh, tuple(spec.shape)), placements
 
 
-def remember(spec: _torch.Spec) -> None:
+def counts(tensor: DTensor) -> bool:
+    """Whether all ranks use the tensor in this call: it is sharded, or requires a gradient."""
+    return tensor.requires_grad or any(isinstance(placement, Shard) for placement in tensor.placements)
+
+
+def remember(tensor: DTensor) -> None:
     """Store the placements of such a tensor in the forward pass."""
-    hint = hint_of(spec)
-    if hint is not None:
-        by_shape.remember(*hint)
+    if counts(tensor):
+        by_shape.remember(*hint_of(_torch.spec_of(tensor)))
 
 
 def placements_of(mesh: DeviceMesh, shape: tuple[int, ...]) -> Placements | None:

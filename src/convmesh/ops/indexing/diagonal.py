@@ -36,7 +36,7 @@ def diagonal(operator: _torch.Operator, input: Layout, offset: int, first: int, 
 
 def _copy_diagonal(input: DTensor, offset: int, first: int, second: int) -> Any:
     """Copy the diagonal of a sharded matrix; what is written into the copy is put back."""
-    remember(_torch.spec_of(input))  # its gradient is written into zeros
+    remember(input)  # its gradient is written into zeros
     order, _, places = _diagonal_indices(tuple(input.shape), offset, first, second, input.device.type)
     return copy_of(aten.index.Tensor(aten.permute.default(input, order), places), input, (
         lambda full: _copy_diagonal(full, offset, first, second),

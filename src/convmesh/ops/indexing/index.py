@@ -140,7 +140,7 @@ def index(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, An
         return _torch.stock(operator, args, kwargs)
     index_shape = tuple(next(iter(by_dim.values())).shape)
     source, output, moved = _plan(_torch.spec_of(input), tuple(by_dim), index_shape)
-    remember(source.spec)  # its gradient is written into zeros
+    remember(input)  # its gradient is written into zeros
     x = move(input, source)
     if not source.present:
         return output.absent(x)

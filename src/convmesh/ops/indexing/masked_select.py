@@ -151,7 +151,7 @@ def check_and_plan_mask(operator: str, input: Any, mask: Any) -> MaskPlan:
 def index_masked(input: DTensor, mask: DTensor) -> DTensor:
     """Return `input[mask]`."""
     plan = check_and_plan_mask("index with a mask", input, mask)
-    remember(_torch.spec_of(input))
+    remember(input)
     x, local_mask = move(input, plan.source), move(mask, plan.mask)
     if not plan.source.present:
         return _torch.wrap(x.new_empty(0), selected_layout(plan, (0, *input.shape[mask.dim() :]), input.dtype).spec)
