@@ -38,16 +38,23 @@ template <class T> INLINE Vector<T> load(const T *from) {
     return vector;
 }
 
+#if defined(__AVX512F__)
+INLINE __mmask16 first_lanes(Int count) { return (1u << count) - 1; }
+#elif defined(__AVX2__)
+INLINE __m256i first_lanes(Int count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+#endif
+
 // The first `count` lanes, and zeros; of memory no more than these is touched.
 template <class T> INLINE Vector<T> load_some(const T *from, Int count) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4)
-        return (Vector<T>)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from);
+        return (Vector<T>)_mm512_maskz_loadu_ps(first_lanes(count), from);
     else
-        return (Vector<T>)_mm512_maskz_loadu_pd(__mmask8((1u << count) - 1), from);
+        return (Vector<T>)_mm512_maskz_loadu_pd(first_lanes(count), from);
 #elif defined(__AVX2__)
-    const __m256i used = _mm256_cmpgt_epi32(_mm256_set1_epi32(count * sizeof(T) / 4), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-    return (Vector<T>)_mm256_maskload_ps((const float *)from, used);
+    return (Vector<T>)_mm256_maskload_ps((const float *)from, first_lanes(count * sizeof(T) / 4));
 #else
     Vector<T> vector{};
     for (Int i = 0; i < count; i++) vector[i] = from[i];
@@ -56,6 +63,19 @@ template <class T> INLINE Vector<T> load_some(const T *from, Int count) {
 }
 
 template <class T> INLINE void store(T *to, Vector<T> vector) { std::memcpy(to, &vector, VECTOR_BYTES); }
+
+template <class T> INLINE void store_some(T *to, Vector<T> vector, Int count) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4)
+        _mm512_mask_storeu_ps(to, first_lanes(count), (__m512)vector);
+    else
+        _mm512_mask_storeu_pd(to, first_lanes(count), (__m512d)vector);
+#elif defined(__AVX2__)
+    _mm256_maskstore_ps((float *)to, first_lanes(count * sizeof(T) / 4), (__m256)vector);
+#else
+    for (Int i = 0; i < count; i++) to[i] = vector[i];
+#endif
+}
 
 // To where a vector may begin, without reading memory into caches that it would leave again before it is asked for.
 template <class T> INLINE void store_past_caches(T *to, Vector<T> vector) {
@@ -98,10 +118,7 @@ template <class T> class Buffer {
 // Short lines, for which calling a library would take longer than copying.
 template <class T> INLINE void copy(T *to, const T *from, Int count) {
     constexpr Int L = LANES<T>;
-    if (count < L) {
-        for (Int i = 0; i < count; i++) to[i] = from[i];
-        return;
-    }
+    if (count < L) return store_some(to, load_some(from, count), count);
     for (Int i = 0; i + L < count; i += L) store(to + i, load(from + i));
     store(to + count - L, load(from + count - L));
 }
