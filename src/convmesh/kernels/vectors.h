@@ -193,46 +193,6 @@ struct Piece {
     int32_t place, image, first, count;
 };
 
-// sums[r][c] = sum over pieces of rows[r][place...] * columns[c], a vector of each, and of its lanes.
-//
-// What lies side by side in an image is added up: for few columns. They have zeros behind the lanes that are in use;
-// rows have other numbers there, which need not be finite.
-template <class T, int R, int C>
-APART void multiply_dots(const T *const *rows, const Piece *pieces, Int depth, const T *columns, T *sums) {
-    constexpr Int L = LANES<T>;
-    typedef typename OfMachine<T>::Bits Bits;
-    Vector<T> tile[R][C];
-    const T *row[R];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-        row[r] = rows[r];
-#pragma GCC unroll 16
-        for (int c = 0; c < C; c++) tile[r][c] = Vector<T>{};
-    }
-    Bits lane;
-    for (Int i = 0; i < L; i++) lane[i] = i;
-    for (Int k = 0; k < depth; k++, columns += C * L) {
-        const Bits used = lane < pieces[k].count;
-        Vector<T> read[R];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) read[r] = (Vector<T>)((Bits)load(row[r] + pieces[k].place) & used);
-#pragma GCC unroll 16
-        for (int c = 0; c < C; c++) {
-            const Vector<T> column = load(columns + c * L);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++) tile[r][c] += read[r] * column;
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-        for (int c = 0; c < C; c++) {
-            T sum = 0;
-            for (Int i = 0; i < L; i++) sum += tile[r][c][i];
-            sums[r * L + c] = sum;
-        }
-}
-
 // sums[r] = sum over k of rows[r][shifts[k]] * panel[k], where all of these are vectors: every lane by itself.
 template <class T, int R>
 APART void multiply_lanes(const T *const *rows, const int32_t *shifts, Int depth, const T *panel, T *sums, bool add) {
@@ -276,6 +236,50 @@ template <class T, int S = LANES<T> / 2> INLINE void transpose(Vector<T> *square
     for (int i = 0; i < L; i++)
         if (!(i & S)) swap_blocks<T, S>(square[i], square[i + S], std::make_integer_sequence<Int, L>());
     if constexpr (S > 1) transpose<T, S / 2>(square);
+}
+
+// sums[r][c] = sum over pieces of rows[r][place...] * columns[c], a vector of each, and of its lanes.
+//
+// What lies side by side in an image is added up: for few columns. They have zeros behind the lanes that are in use;
+// rows have other numbers there, which need not be finite.
+template <class T, int R, int C>
+APART void multiply_dots(const T *const *rows, const Piece *pieces, Int depth, const T *columns, T *sums) {
+    constexpr Int L = LANES<T>;
+    typedef typename OfMachine<T>::Bits Bits;
+    Vector<T> tile[R][C];
+    const T *row[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+        row[r] = rows[r];
+#pragma GCC unroll 16
+        for (int c = 0; c < C; c++) tile[r][c] = Vector<T>{};
+    }
+    Bits lane;
+    for (Int i = 0; i < L; i++) lane[i] = i;
+    for (Int k = 0; k < depth; k++, columns += C * L) {
+        const Bits used = lane < pieces[k].count;
+        Vector<T> read[R];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) read[r] = (Vector<T>)((Bits)load(row[r] + pieces[k].place) & used);
+#pragma GCC unroll 16
+        for (int c = 0; c < C; c++) {
+            const Vector<T> column = load(columns + c * L);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) tile[r][c] += read[r] * column;
+        }
+    }
+#pragma GCC unroll 16
+    for (int first = 0; first < R * C; first += L) {
+        Vector<T> square[L], sum{};
+#pragma GCC unroll 16
+        for (int i = 0; i < L; i++) square[i] = first + i < R * C ? tile[(first + i) / C][(first + i) % C] : Vector<T>{};
+        transpose<T>(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < L; i++) sum += square[i];
+#pragma GCC unroll 16
+        for (int i = 0; i < L; i++)
+            if (first + i < R * C) sums[(first + i) / C * L + (first + i) % C] = sum[i];
+    }
 }
 
 // to[i][j] = column j of `from`, which begins at `offsets[j]`, number i: for `rows` rows of `to`, each of `width` numbers,
