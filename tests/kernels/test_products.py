@@ -142,11 +142,32 @@ def test_samples_images_and_channels_lie_anyhow(order: tuple[int, ...]) -> None:
     compare(PLAIN, laid(x, order), laid(w, kernel_order), laid(y, order))
 
 
-def test_one_sample_for_all() -> None:
-    x, w, y = layer(PLAIN, 3, 2, (5, 6), [6, 7], [3, 3])
-    compare(PLAIN, x[:1].expand_as(x), w, y)
-    compare(PLAIN, x, w[:1].expand_as(w), y)
-    compare(PLAIN, x, w, y[:1].expand_as(y))
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("channels", [(5, 6), (3, 17), (20, 9)])
+def test_one_sample_for_all(channels: tuple[int, int], groups: int) -> None:
+    """Columns of samples that read the same are side by side, and a block may have those of several."""
+    geometry = replace(PLAIN, groups=groups)
+    x, w, y = layer(geometry, 5, 2, channels, [6, 7], [3, 3])
+    compare(geometry, x[:1].expand_as(x), w, y)
+    compare(geometry, x, w[:1].expand_as(w), y)
+    compare(geometry, x, w, y[:1].expand_as(y))
+    bias, right = torch.randn(5, w.shape[1], dtype=torch.float64), dict(expected(geometry, x[:1].expand_as(x), w, y))
+    for by in algorithms(geometry, w.shape[3:]):
+        found = torch.full_like(y, torch.nan)
+        steps = kernels.Steps(x[:1].expand_as(x), w, found, bias)
+        kernels.compute(kernels.Product("response", 5, geometry, by), steps, 2)
+        torch.testing.assert_close(found, right["response"] + bias[:, None, :, None, None])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("channels", [(1, 1), (3, 5), (17, 20), (40, 9)])
+@pytest.mark.parametrize("size", [[4, 4], [5, 7], [13, 13], [1, 40]])
+def test_one_tap(size: list[int], channels: tuple[int, int], order: tuple[int, ...]) -> None:
+    """Operands are read where they are, and nothing behind them."""
+    geometry = replace(PLAIN, padding=(0, 0), groups=2)
+    tensors = layer(geometry, 2, 3, channels, size, [1, 1])
+    x, y = (each.permute(*order, 2, 3, 4).contiguous().permute(*order, 2, 3, 4) for each in (tensors[0], tensors[2]))
+    compare(geometry, x, tensors[1], y)
 
 
 @pytest.mark.parametrize("wanted", ["response", "image"])

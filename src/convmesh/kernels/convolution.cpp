@@ -12,6 +12,7 @@ namespace {
 
 constexpr Int IMAGES_BYTES = 1 << 20;  // of padded images at a time: a second-level cache
 constexpr Int FEW = 8;                 // columns, for which vectors are made of rows
+constexpr Int TRANSPOSED = 6;          // products, which take as long as transposing their sum
 template <class T> constexpr Int FEWEST = std::min(FEW, LANES<T> / 2);  // as registers permit
 
 template <class T> class Product {
@@ -27,8 +28,8 @@ template <class T> class Product {
         : problem(problem), wanted(Wanted(problem.wanted)), lanewise(is_lanewise(problem)),
           samples(lanewise ? 1 : together(problem)),
           of_sample(lanewise ? problem.groups : wanted == IMAGE ? problem.inputs : problem.outputs),
-          columns(of_sample * samples), in_place(Reading(problem, 1, 0, LANES<T>).in_place),
-          width(in_place ? std::min(columns, FEWEST<T>) : !lanewise && columns > LANES<T> ? 2 * LANES<T> : LANES<T>),
+          columns(of_sample * samples), few(is_few(Reading(problem, 1, 0, LANES<T>))),
+          width(few ? std::min(columns, FEWEST<T>) : !lanewise && columns > LANES<T> ? 2 * LANES<T> : LANES<T>),
           shares(problem, problem.samples / samples * groups(), groups(), columns, width, lanewise, threads),
           operands{problem} {
         const Int channels = lanewise ? width : wanted == IMAGE ? problem.outputs : problem.inputs;
@@ -36,7 +37,6 @@ template <class T> class Product {
         at_once = std::clamp<Int>(IMAGES_BYTES / bytes, 1, shares.images());
         for (Int phase = 0; phase < (wanted == IMAGE ? volume(problem.stride) : 1); phase++)
             readings.emplace_back(problem, at_once, phase, LANES<T>);
-        few = !lanewise && (in_place || (columns <= FEWEST<T> && readings[0].run >= LANES<T> / 2));
     }
 
     Int items() const { return shares.items(); }
@@ -54,13 +54,21 @@ template <class T> class Product {
     const Wanted wanted;
     const bool lanewise;
     const Int samples, of_sample, columns;  // samples whose columns are one behind the other
-    const bool in_place;                    // whether images are read where they are
+    const bool few;                         // columns at a time, of vectors of places
     const Int width;
     const Shares shares;
     const Operands<T> operands;
     Int at_once;
-    bool few;
     std::vector<Reading> readings;  // one for each phase, all of the same padded images
+
+    // Where vectors of places are about full, results of a few products are not worth being transposed.
+    bool is_few(const Reading &reading) const {
+        constexpr Int L = LANES<T>;
+        if (lanewise || reading.in_place) return reading.in_place;
+        if (columns <= FEWEST<T>) return reading.run >= L / 2;
+        const Int depth = reading.shifts.size(), lanes = (reading.run + L - 1) / L * L;
+        return wanted != KERNEL && reading.run * (depth + TRANSPOSED) >= lanes * depth;
+    }
 
     Int groups() const { return lanewise ? 1 : problem.groups; }
     Int places_of_image(const Reading &reading) const { return reading.places.size() / at_once; }
@@ -74,7 +82,7 @@ template <class T> class Product {
         for (const Reading &reading : readings) {
             const Int places = places_of_image(reading) * part.images, shifts = reading.shifts.size();
             const int32_t *place = reading.places.data(), *shift = reading.shifts.data();
-            const T *images = in_place ? source(part) : scratch.images.get();
+            const T *images = reading.in_place ? source(part) : scratch.images.get();
             Factors<T> factors{images, place, places, shift, shifts, panel};
             if (wanted == KERNEL) factors = {images, shift, shifts, place, places, panel};
             const Target<T> target = target_of(reading, part, block);
@@ -167,8 +175,8 @@ template <class T> class Product {
     const T *source(const Part &part) const { return wanted == IMAGE ? operands.response(part) : operands.image(part); }
 
     void read_images(const Part &part, Scratch &scratch) const {
-        if (in_place) return;
         const Reading &reading = readings[0];
+        if (reading.in_place) return;
         const Int plane = reading.plane(), lanes = lanewise ? width : 1;
         if (!scratch.padded) {  // what is around the images stays zero from one item to the next
             const Int count = at_once * reading.channels * plane * lanes + LANES<T>;  // a vector may end behind them

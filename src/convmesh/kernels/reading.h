@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "vectors.h"
+#include "register_tiles.h"
 
 constexpr int DIMS = 3;  // one or two of them may have the size 1
 enum Wanted { RESPONSE, IMAGE, KERNEL };

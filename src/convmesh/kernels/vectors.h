@@ -1,4 +1,4 @@
-// Vectors of the machine's width, and what the products are made of: a tile of sums that stays in registers.
+// Vectors of the machine's width: reading, writing and transposing them.
 #pragma once
 
 #include <algorithm>
@@ -38,16 +38,23 @@ template <class T> INLINE Vector<T> load(const T *from) {
     return vector;
 }
 
+#if defined(__AVX512F__)
+INLINE __mmask16 first_lanes(Int count) { return (1u << count) - 1; }
+#elif defined(__AVX2__)
+INLINE __m256i first_lanes(Int count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+#endif
+
 // The first `count` lanes, and zeros; of memory no more than these is touched.
 template <class T> INLINE Vector<T> load_some(const T *from, Int count) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4)
-        return (Vector<T>)_mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), from);
+        return (Vector<T>)_mm512_maskz_loadu_ps(first_lanes(count), from);
     else
-        return (Vector<T>)_mm512_maskz_loadu_pd(__mmask8((1u << count) - 1), from);
+        return (Vector<T>)_mm512_maskz_loadu_pd(first_lanes(count), from);
 #elif defined(__AVX2__)
-    const __m256i used = _mm256_cmpgt_epi32(_mm256_set1_epi32(count * sizeof(T) / 4), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-    return (Vector<T>)_mm256_maskload_ps((const float *)from, used);
+    return (Vector<T>)_mm256_maskload_ps((const float *)from, first_lanes(count * sizeof(T) / 4));
 #else
     Vector<T> vector{};
     for (Int i = 0; i < count; i++) vector[i] = from[i];
@@ -56,6 +63,19 @@ template <class T> INLINE Vector<T> load_some(const T *from, Int count) {
 }
 
 template <class T> INLINE void store(T *to, Vector<T> vector) { std::memcpy(to, &vector, VECTOR_BYTES); }
+
+template <class T> INLINE void store_some(T *to, Vector<T> vector, Int count) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4)
+        _mm512_mask_storeu_ps(to, first_lanes(count), (__m512)vector);
+    else
+        _mm512_mask_storeu_pd(to, first_lanes(count), (__m512d)vector);
+#elif defined(__AVX2__)
+    _mm256_maskstore_ps((float *)to, first_lanes(count * sizeof(T) / 4), (__m256)vector);
+#else
+    for (Int i = 0; i < count; i++) to[i] = vector[i];
+#endif
+}
 
 // To where a vector may begin, without reading memory into caches that it would leave again before it is asked for.
 template <class T> INLINE void store_past_caches(T *to, Vector<T> vector) {
@@ -98,140 +118,9 @@ template <class T> class Buffer {
 // Short lines, for which calling a library would take longer than copying.
 template <class T> INLINE void copy(T *to, const T *from, Int count) {
     constexpr Int L = LANES<T>;
-    if (count < L) {
-        for (Int i = 0; i < count; i++) to[i] = from[i];
-        return;
-    }
+    if (count < L) return store_some(to, load_some(from, count), count);
     for (Int i = 0; i + L < count; i += L) store(to + i, load(from + i));
     store(to + count - L, load(from + count - L));
-}
-
-// sums[r][c] = sum over k of rows[r][shifts[k]] * panel[k][c], for R rows and C vectors of columns.
-//
-// Rows are read one number at a time, wherever they are, so that patches of an image are never laid out in memory.
-// The panel is read a vector at a time, in the order in which it lies.
-template <class T, int R, int C>
-APART void multiply_tile(const T *const *rows, const int32_t *shifts, Int depth, const T *panel, T *sums, bool add) {
-    constexpr Int L = LANES<T>;
-    Vector<T> tile[R][C];
-    const T *row[R];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-        row[r] = rows[r];
-#pragma GCC unroll 16
-        for (int c = 0; c < C; c++) tile[r][c] = add ? load(sums + (r * C + c) * L) : Vector<T>{};
-    }
-    for (Int k = 0; k < depth; k++, panel += C * L) {
-        const Int shift = shifts[k];
-        Vector<T> columns[C];
-#pragma GCC unroll 16
-        for (int c = 0; c < C; c++) columns[c] = load(panel + c * L);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            const T factor = row[r][shift];
-#pragma GCC unroll 16
-            for (int c = 0; c < C; c++) tile[r][c] += factor * columns[c];
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-        for (int c = 0; c < C; c++) store(sums + (r * C + c) * L, tile[r][c]);
-}
-
-// sums[r][c] = sum over k of factors[k][r] * columns[c][shifts[k]...], for R rows and C vectors of columns.
-//
-// The other way round: what lies side by side in an image is read a vector at a time. For few rows.
-template <class T, int R, int C>
-APART void multiply_runs(const T *factors, const T *const *columns, const int32_t *shifts, Int depth, T *sums) {
-    constexpr Int L = LANES<T>;
-    Vector<T> tile[R][C];
-    const T *column[C];
-#pragma GCC unroll 16
-    for (int c = 0; c < C; c++) {
-        column[c] = columns[c];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) tile[r][c] = Vector<T>{};
-    }
-    for (Int k = 0; k < depth; k++, factors += R) {
-        const Int shift = shifts[k];
-        Vector<T> read[C];
-#pragma GCC unroll 16
-        for (int c = 0; c < C; c++) read[c] = load(column[c] + shift);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            const T factor = factors[r];
-#pragma GCC unroll 16
-            for (int c = 0; c < C; c++) tile[r][c] += factor * read[c];
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-        for (int c = 0; c < C; c++) store(sums + (r * C + c) * L, tile[r][c]);
-}
-
-// Places of an image side by side, as many as a vector has lanes at most, and the first of them in a result.
-struct Piece {
-    int32_t place, image, first, count;
-};
-
-// sums[r][c] = sum over pieces of rows[r][place...] * columns[c], a vector of each, and of its lanes.
-//
-// What lies side by side in an image is added up: for few columns. They have zeros behind the lanes that are in use;
-// rows have other numbers there, which need not be finite.
-template <class T, int R, int C>
-APART void multiply_dots(const T *const *rows, const Piece *pieces, Int depth, const T *columns, T *sums) {
-    constexpr Int L = LANES<T>;
-    typedef typename OfMachine<T>::Bits Bits;
-    Vector<T> tile[R][C];
-    const T *row[R];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-        row[r] = rows[r];
-#pragma GCC unroll 16
-        for (int c = 0; c < C; c++) tile[r][c] = Vector<T>{};
-    }
-    Bits lane;
-    for (Int i = 0; i < L; i++) lane[i] = i;
-    for (Int k = 0; k < depth; k++, columns += C * L) {
-        const Bits used = lane < pieces[k].count;
-        Vector<T> read[R];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) read[r] = (Vector<T>)((Bits)load(row[r] + pieces[k].place) & used);
-#pragma GCC unroll 16
-        for (int c = 0; c < C; c++) {
-            const Vector<T> column = load(columns + c * L);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++) tile[r][c] += read[r] * column;
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-        for (int c = 0; c < C; c++) {
-            T sum = 0;
-            for (Int i = 0; i < L; i++) sum += tile[r][c][i];
-            sums[r * L + c] = sum;
-        }
-}
-
-// sums[r] = sum over k of rows[r][shifts[k]] * panel[k], where all of these are vectors: every lane by itself.
-template <class T, int R>
-APART void multiply_lanes(const T *const *rows, const int32_t *shifts, Int depth, const T *panel, T *sums, bool add) {
-    constexpr Int L = LANES<T>;
-    Vector<T> tile[R];
-    const T *row[R];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) row[r] = rows[r], tile[r] = add ? load(sums + r * L) : Vector<T>{};
-    for (Int k = 0; k < depth; k++, panel += L) {
-        const Int shift = shifts[k] * L;
-        const Vector<T> factor = load(panel);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) tile[r] += factor * load(row[r] + shift);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) store(sums + r * L, tile[r]);
 }
 
 // Lanes of two vectors, the second one's counted behind the first one's. GCC has the function of clang's from 12 on.

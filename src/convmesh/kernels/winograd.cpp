@@ -5,44 +5,16 @@
 // another. Panels that are small enough are all made beforehand, and then numbers of some tiles at a time, which are in
 // the second-level cache for all columns. Else panels are made one after the other, of numbers that are all there. A
 // third dimension, in front, is left to the products, which add up its taps.
-#include "parts.h"
-#include "tile_transforms.h"
 #include "tiles.h"
+#include "winograd_numbers.h"
 
 namespace {
 
 constexpr Int NUMBERS_BYTES = 4 << 20;  // of transformed numbers at a time
 constexpr Int TILES = 48;               // whose results are in the second-level cache at a time
-constexpr Int PAGE_BYTES = 4096;        // numbers so far apart share the lines of a first-level cache
 constexpr Int DEEP_TILES = 256;         // of a gradient, likewise
 constexpr Int CHANNELS = 16;            // of a kernel, whose taps are in the first-level cache at a time
 constexpr Int PANELS_BYTES = 1 << 20;   // of all columns, that are made beforehand
-
-// The image, or for an image's gradient the response, and what is computed at its tiles.
-struct Grid {
-    Int channels, source[DIMS], result[DIMS], padding[DIMS], depth_taps;
-
-    explicit Grid(const Problem &problem) : depth_taps(problem.kernel[0]) {
-        const bool to_image = problem.wanted == IMAGE;
-        channels = to_image ? problem.outputs : problem.inputs;
-        for (int dim = 0; dim < DIMS; dim++) {
-            source[dim] = to_image ? problem.response[dim] : problem.image[dim];
-            result[dim] = to_image ? problem.image[dim] : problem.response[dim];
-            padding[dim] = to_image ? problem.kernel[dim] - 1 - problem.padding[dim] : problem.padding[dim];
-        }
-    }
-    Int lines() const { return (result[1] + 1) / RESULTS; }
-    Int across() const { return (result[2] + 1) / RESULTS; }
-    Int tiles() const { return lines() * across(); }           // of a plane
-    Int planes() const { return result[0] + depth_taps - 1; }  // that are read of an image
-};
-
-// At least so many numbers: how far apart frequencies lie, one of each of which is read or written at a time, so that
-// these do not share the same few lines of a cache.
-template <class T> Int spread(Int numbers) {
-    constexpr Int PAGE = PAGE_BYTES / sizeof(T);
-    return (numbers + PAGE - 1) / PAGE * PAGE + 2 * LANES<T>;
-}
 
 template <class T> class Winograd {
   public:
@@ -110,44 +82,9 @@ template <class T> class Winograd {
     Int frequency, panels_apart;       // how far frequencies of numbers are apart, and panels
     std::vector<int32_t> taps, tiles;  // offsets into transformed numbers, by channel and tap of the depth, and by tile
 
-    // Of `count` lines of tiles of the images' planes, from `first` on.
     void read_numbers(const Part &part, Int first, Int count, Scratch &scratch) const {
-        const Int *steps = wanted == IMAGE ? problem.response_steps : problem.image_steps;
-        const T *from = wanted == IMAGE ? operands.response(part) : operands.image(part);
-        const Int lines = grid.lines(), line = grid.source[2], stop = first + count;
-        // As many numbers as there are in the source lines of some lines of tiles, and a line of zeros.
-        T *zeros = scratch.plane.reserve((RESULTS * some + RESULTS + 1) * line * LANES<T>);
-        T *numbers = scratch.numbers.reserve(FREQUENCIES * frequency);
-        std::fill_n(zeros, line * LANES<T>, T(0));
-        for (Int channel = 0; channel < grid.channels; channel += LANES<T>)
-            for (Int next = first, end; next < stop; next = end) {
-                const Int number = next / lines, begin = next % lines;
-                end = std::min({stop, next + some, (number + 1) * lines});
-                const Int n = number / grid.planes(), at = number % grid.planes() - grid.padding[0];
-                const bool outside = at < 0 || at >= grid.source[0];
-                const T *plane = from + n * steps[1] + channel * steps[2] + at * grid.source[1] * line;
-                const Int upper = std::max<Int>(0, RESULTS * begin - grid.padding[1]);
-                const Int lower = std::min(grid.source[1], RESULTS * (begin + end - next) + RESULTS - grid.padding[1]);
-                if (!outside && lower > upper)
-                    read_lines(plane + upper * line, (lower - upper) * line, steps[2], channel, zeros + line * LANES<T>);
-                for (Int i = next; i < end; i++) {
-                    const T *four[SIDE];
-                    for (int h = 0; h < SIDE; h++) {
-                        const Int source = RESULTS * (begin + i - next) + h - grid.padding[1];
-                        const bool inside = !outside && source >= 0 && source < grid.source[1];
-                        four[h] = inside ? zeros + (1 + source - upper) * line * LANES<T> : zeros;
-                    }
-                    T *to = numbers + (i - first) * grid.across() * row + channel;
-                    transform_numbers(four, line, grid.padding[2], grid.across(), to, row, frequency);
-                }
-            }
-    }
-
-    // As many channels as a vector has lanes, side by side; zeros where there are no more.
-    void read_lines(const T *from, Int count, Int channel_step, Int channel, T *to) const {
-        Int channels[LANES<T>];
-        for (Int i = 0; i < LANES<T>; i++) channels[i] = i * channel_step;
-        transpose_into(to, count, LANES<T>, from, channels, std::min(LANES<T>, grid.channels - channel));
+        const Numbers<T> numbers{problem, grid, row, frequency, some};
+        numbers.read(part, first, count, scratch.plane, scratch.numbers.reserve(FREQUENCIES * frequency));
     }
 
     Columns<T> block_of(const Part &part, Int column) const {
