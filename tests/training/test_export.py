@@ -174,6 +174,10 @@ def check_loading(mesh: DeviceMesh, fsdp: bool) -> None:
     missing = {name: value for name, value in wanted.items() if name != "head.bias"}
     result = model.load_state_dict(missing if first else wanted, strict=False)
     assert (result.missing_keys, result.unexpected_keys) == (["head.bias"], [])
+    part = {name: wanted[f"head.{name}"] + 1 for name in ("weight", "bias")}  # of a submodule, as of a backbone
+    model.head.load_state_dict(part if first else {})
+    found = convmesh.full_state_dict(model, all_ranks=True)
+    assert all(torch.equal(found[f"head.{name}"], value) for name, value in part.items())
 
 
 @pytest.mark.parametrize("fsdp", [False, True])

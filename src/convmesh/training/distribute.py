@@ -18,7 +18,7 @@ from ..sharding.errors import ShardingError
 from . import idle_optimizers
 from .entry import Entry, entry_of
 from .gradients import Gradients
-from .loaded_state import place_loaded
+from .loaded_state import watch_loading
 from .metrics import Collecting, collect_global, make_global
 from .random_state import share_random_state
 from .same_settings import compare_settings
@@ -78,7 +78,7 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
     compare_settings(mesh)
     Entry(mesh, Gradients(bucket_bytes)).open(module)
     make_global(module, mesh)
-    module.register_load_state_dict_pre_hook(place_loaded)
+    watch_loading(module)
     return module
 
 

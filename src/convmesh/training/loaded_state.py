@@ -16,6 +16,17 @@ from .checkpoint.values import dtype_called, dtype_name
 from .random_state import of_first_rank
 
 
+def watch_loading(module: nn.Module) -> None:
+    """Let a module take plain state, and its submodules when it is given to them by themselves."""
+    for part in module.modules():
+        part.register_load_state_dict_pre_hook(place_loaded if part is module else _place_alone)
+
+
+def _place_alone(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    if not prefix:
+        place_loaded(module, state_dict, prefix)
+
+
 def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Convert plain tensors that are about to be loaded to the module's layouts, with the first rank's values.
 
