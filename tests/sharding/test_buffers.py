@@ -204,11 +204,16 @@ def half(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def largest(mesh: DeviceMesh, at: tuple[Any, ...]) -> tuple[int, int]:
+def more_classes(x: torch.Tensor) -> torch.Tensor:
+    """Nothing is written into the zeros, and they have another shape than the index."""
+    return x.new_zeros(4, 5, 16, 8).scatter(1, x.argmax(1, keepdim=True), 1.0)[:, :3] * x
+
+
+def largest(mesh: DeviceMesh, at: tuple[Any, ...], fill: Fill) -> tuple[int, int]:
     x = torch.randn(4, 3, 16, 8, dtype=torch.float64)
     with Largest() as whole:
-        trained(Filled(half), x.clone(), None)
-    model, placed = convmesh.distribute(Filled(half), mesh), place(x, mesh, at)
+        trained(Filled(fill), x.clone(), None)
+    model, placed = convmesh.distribute(Filled(fill), mesh), place(x, mesh, at)
     with Largest() as part:
         y = model(placed.requires_grad_())
         y.backward(y.detach())
@@ -217,8 +222,9 @@ def largest(mesh: DeviceMesh, at: tuple[Any, ...]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("at", [(2,), (0,)])
 def test_no_rank_makes_all_of_a_buffer(pool: Pool, at: tuple[Any, ...]) -> None:
-    for whole, part in pool.run(largest, at, mesh=(4,)):
-        assert 4 * part <= whole
+    for fill in (half, more_classes):
+        for whole, part in pool.run(largest, at, fill, mesh=(4,)):
+            assert 4 * part <= whole
 
 
 def on_some_ranks(mesh: DeviceMesh) -> None:

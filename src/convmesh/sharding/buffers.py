@@ -132,7 +132,7 @@ class Buffer(_torch.LateDTensor):
         mesh, root = others[0].device_mesh, self.root()
         placements: list[Placement] = [Replicate()] * mesh.ndim
         for other in sorted(others, key=torch.Tensor.numel):
-            if other.device_mesh != mesh or not (written or other.shape == self.shape):
+            if other.device_mesh != mesh or not (written or _broadcast_together(other.shape, self.shape)):
                 continue
             for mesh_dim, placement in enumerate(other.placements):
                 dim = self._matching_dim(other, placement.dim) if type(placement) is Shard else None
@@ -166,6 +166,10 @@ class Buffer(_torch.LateDTensor):
             outs = (args[:1], *kwargs.values()) if operator._schema.is_mutable else ()
             buffer.adopt_layout(others, any(buffer is leaf for leaf in tree_iter(outs)))
         return operator(*args, **kwargs)
+
+
+def _broadcast_together(one: Sequence[int], other: Sequence[int]) -> bool:
+    return all(a == b or 1 in (a, b) for a, b in zip(reversed(one), reversed(other), strict=False))
 
 
 def _dim_with(root: torch.Tensor, step: int) -> int | None:

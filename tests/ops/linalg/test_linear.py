@@ -152,3 +152,15 @@ def _derived_twice(mesh: DeviceMesh) -> None:
 
 def test_a_layer_is_one_operator_and_can_be_derived_twice() -> None:
     convmesh.simulate(_derived_twice, mesh=(2, 2), names=("a", "b"))
+
+
+def _unfit(mesh: DeviceMesh) -> None:
+    x, w = place(torch.ones(2, 3, 8), mesh, (2,)), place(torch.ones(4, 8), mesh, (1,))
+    for bias in (torch.ones(4, dtype=torch.float64), torch.ones(3)):
+        with convmesh.enable(), pytest.raises(convmesh.ShardingError, match=r"dtypes differ|bias of shape \(3,\)"):
+            F.linear(x, w, place(bias, mesh, ("R",)))
+
+
+def test_a_bias_that_does_not_fit_is_refused_on_all_ranks() -> None:
+    """Only one rank adds it."""
+    convmesh.simulate(_unfit, 2)

@@ -128,17 +128,21 @@ def _fits(input: Layout) -> Callable[[Assignment], bool]:
     return fits
 
 
-def _check(input: Layout, weight: Layout) -> None:
-    """Refuse shapes that do not fit."""
-    if weight.ndim not in (1, 2) or not input.ndim or input.shape[-1] != weight.shape[-1]:
-        raise Unfit(f"an input of shape {tuple(input.shape)} and a weight of shape {tuple(weight.shape)}",
-                    "give an input (*, I) and a weight (O, I)")  # fmt: skip
+def _check(input: Layout, weight: Layout, bias: Layout | None = None) -> None:
+    """Refuse shapes and dtypes that do not fit, on all ranks: where only one adds the bias, only one would see it."""
+    fitting = weight.ndim in (1, 2) and input.ndim and input.shape[-1] == weight.shape[-1]
+    if not fitting or (bias is not None and bias.shape != weight.shape[:-1]):
+        raise Unfit(f"an input of shape {tuple(input.shape)} and a weight of shape {tuple(weight.shape)}"
+                    + (f", with a bias of shape {tuple(bias.shape)}" if bias is not None else ""),
+                    "give an input (*, I), a weight (O, I) and a bias (O)")  # fmt: skip
+    if len({one.dtype for one in (input, weight, bias) if one is not None}) > 1:
+        raise Unfit("the dtypes differ", "give an input, a weight and a bias of one dtype")
 
 
 @plan_rule(aten.linear.default, behaviour=LINEAR)
 def linear_forward(operator: _torch.Operator, input: Layout, weight: Layout, bias: Layout | None) -> Call | None:
     """Plan the forward pass. Where the output is Partial(sum), only one rank adds the bias."""
-    _check(input, weight)
+    _check(input, weight, bias)
     last, features = input.ndim - 1, weight.shape[:-1]
     rows = [
         Row("replicated", (R, R, R), (R,)),
