@@ -3,6 +3,7 @@ the bare local part plus the bare exchange."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -29,6 +30,11 @@ from tests.harness import Pool
 HEADS, WIDTH, RANKS, CORES = 8, 64, 4, 2
 # What takes memory grows with the tokens, and time with their square.
 REMEMBERED, TIMED = 65_536, 8_192
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    options = parser.add_argument_group("attention")
+    options.add_argument("--tokens", type=int, default=REMEMBERED, help="whose memory is measured")
 
 
 def step(tokens: int, mesh: DeviceMesh | None, causal: bool = False) -> None:
@@ -112,19 +118,24 @@ def times(mesh: DeviceMesh, tokens: int, rounds: int) -> dict[str, float]:
     return found | {f"{name}, processor": median(each) for name, each in processor.items()}
 
 
-def run(pool: Pool, console: Console, rounds: int, tokens: int = REMEMBERED) -> None:
-    expected = [predicted(tokens, ranks) for ranks in (1, RANKS)]
-    console.print(f"attention, forward and backward of {tokens} tokens")
-    console.print(f"by a dry run: {expected[0] / 2**20:.0f} MiB on one process; a rank of {RANKS}, relative: "
-                  f"{expected[1] / expected[0]:.2f}")  # fmt: skip
-    with returning_memory() as other:
-        (alone,) = other.run(memory, tokens, True, mesh=(1,), timeout=3600)
-        console.print(f"measured: {alone / 2**20:.0f} MiB on one process")
-        ranks = other.run(memory, tokens, False, mesh=(RANKS,), timeout=3600)
-        console.print(f"a rank of {RANKS}, relative: {max(ranks) / alone:.2f}")
+def run(pool: Pool, console: Console, rounds: int, options: argparse.Namespace) -> None:
+    """The rows "predicted", "memory" and "time of 2", "time of 4"; the first two for as many tokens as asked for."""
+    tokens = options.tokens
+    if options.only in "predicted":
+        one, rank = (predicted(tokens, ranks) for ranks in (1, RANKS))
+        console.print(f"{tokens} tokens, predicted: {one / 2**20:.0f} MiB on one process; a rank of {RANKS}, relative: "
+                      f"{rank / one:.2f}")  # fmt: skip
+    if options.only in "memory":
+        with returning_memory() as other:
+            (one,) = other.run(memory, tokens, True, mesh=(1,), timeout=3600)
+            rank = max(other.run(memory, tokens, False, mesh=(RANKS,), timeout=3600))
+        console.print(f"{tokens} tokens, measured: {one / 2**20:.0f} MiB on one process; a rank of {RANKS}, relative: "
+                      f"{rank / one:.2f}")  # fmt: skip
     title = f"{TIMED} tokens: time relative to local part and exchange"
     table = Table("ranks", "time", "of these", "of the processor", "of these", title=title)
     for count in (2, RANKS):
+        if options.only not in f"time of {count}":
+            continue
         found = pool.run(times, TIMED, max(3, rounds // 2), mesh=(count,), timeout=3600)
         cells = []
         for clock in ("", ", processor"):  # of which the second is right on a busy machine, too
@@ -133,4 +144,5 @@ def run(pool: Pool, console: Console, rounds: int, tokens: int = REMEMBERED) -> 
             )
             cells += [f"{whole / (local + exchange):.2f}", f"{whole:.2f} s; {local:.2f} and {exchange:.2f} s"]
         table.add_row(str(count), *cells)
-    console.print(table)
+    if table.rows:
+        console.print(table)

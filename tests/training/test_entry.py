@@ -160,10 +160,21 @@ def functional_leaves(model: Any, place: Any) -> torch.Tensor:
     return model(place(picture()))
 
 
+def by_a_transform(model: Any, place: Any) -> torch.Tensor:
+    """torch.func has parameters of its own around those of the model."""
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        made: torch.Tensor = torch.func.functional_call(model, parameters, (place(picture()),))
+        return made.square().mean()
+
+    gradients = torch.func.grad(loss)({name: one.detach() for name, one in model.named_parameters()})
+    return sum(one.square().sum() for one in gradients.values()) * by_a_method(model, place)
+
+
 WAYS: dict[str, Way] = {
     way.__name__: way
     for way in (by_a_method, by_sampling, by_a_generator, by_a_submodule, by_a_layer, converted, unfrozen,
-                generated_then_decoded, functional, functional_leaves)
+                generated_then_decoded, functional, functional_leaves, by_a_transform)
 }  # fmt: skip
 
 

@@ -129,7 +129,7 @@ def _has_other_parameters(module: nn.Module) -> bool:
     """None of them is a DTensor: where one is, it is nearly always the first."""
     any_at_all = False
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(_innermost(parameter), DTensor):
             return False
         any_at_all = True
     return any_at_all
