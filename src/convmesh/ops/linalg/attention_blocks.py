@@ -24,7 +24,7 @@ TOKENS = 2
 
 # A shard of keys is sent in so many pieces, if each then has so many tokens: two of them are held at a time, beside
 # what a rank owns. Its queries are taken in as many, for what they make with one piece of keys.
-PIECES, SHORTEST = 16, 256
+PIECES, SHORTEST = 16, 1024
 
 
 def pieces(shard: Interval, largest: int) -> tuple[Interval, ...]:
