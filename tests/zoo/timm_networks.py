@@ -100,7 +100,12 @@ NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
     "inception_next_atto": (64, {}),
 }  # fmt: skip
 
+REPLICATED = {
+    "lambda_resnet26rpt_256": "over three ranks the pairs of positions, of which gradients are made, are a list that "
+    "does not fall into three parts",
+}
+
 ZOO = [
-    Network("timm", name, partial(make, name, **options), (2, 3, size, size))
+    Network("timm", name, partial(make, name, **options), (2, 3, size, size), replicated=REPLICATED.get(name, ""))
     for name, (size, options) in NETWORKS.items()
 ]
