@@ -165,7 +165,8 @@ class Buffer(_torch.LateDTensor):
         if buffers and all(_is_replicated(other, buffers[0].content.mesh) for other in others):
             # A constant that is written into a buffer says nothing about what else it will be filled with.
             joins = bool(others) or any(buffer.root().content.joined for buffer in buffers)
-            target = next((buffer for buffer in buffers if outs and buffer is outs[0]), None)
+            in_place = bool(outs) and _torch.signature(operator).written == {0}
+            target = next((buffer for buffer in buffers if in_place and buffer is args[0]), None)
             if joins and target is not None:
                 target.root().content.joined = True
             if not joins or target is not None or _torch.is_view_operator(operator):

@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def inside(self) -> bool:
-        return bool(self._calls)
+        return bool(self._calls) and not self._is_over()
 
     @_torch.never_alone
     def enter(self, target: Any, args: Any, kwargs: Any, caller: FrameType | None = None) -> None:
