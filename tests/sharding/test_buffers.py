@@ -128,6 +128,22 @@ class Spectral(nn.Module):
         return torch.fft.irfft2(out, s=x.shape[-2:])
 
 
+class Joint(nn.Module):
+    """Text, which is replicated, is written first, and then an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Parameter(torch.linspace(-1, 1, 30, dtype=torch.float64).view(3, 2, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_zeros(2, 3, 10, 5)
+        out[:, :, :2] = self.text
+        out[:, :, 2:] = x
+        alone = x.new_ones(2, 3, 1, 5)  # nothing sharded is written into this one
+        alone.mul_(self.text[:, :1])
+        return out.sin() + alone.cos()
+
+
 class Filled(nn.Module):
     def __init__(self, fill: Fill):
         super().__init__()
@@ -149,6 +165,7 @@ FILLS = [front, added_rows, windows, masked, copied, one_hot, selected, permuted
          constants]  # fmt: skip
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "Fourier neural operator": operator_network,
+    "text first": Joint,
     **{fill.__name__: lambda fill=fill: Filled(fill) for fill in FILLS},  # type: ignore[misc]
 }
 

@@ -83,6 +83,7 @@ def check_bad_fields(mesh: DeviceMesh) -> None:
 
     both = [sample(0), sample(1)]
     refused("a sample is a dict, and dims is", both, {"data": 0})
+    refused(r"a DataLoader has no samples\[index\]", torch.utils.data.DataLoader(IMAGES), DIMS)
     refused("a sample is a ndarray, and dims is", list(IMAGES), DIMS)
     refused(r"a sample has the fields \['image'.*dims speaks of \['picture'\]", both, {"picture": {"data": 0}})
     refused("dims speaks of field 'file', which is a str", both, {"file": {"data": 0}})
@@ -357,6 +358,8 @@ def check_files(mesh: DeviceMesh, folder: Path, kind: str, volumes: np.ndarray) 
     assert np.array_equal(one.full_tensor(), volumes[0])
     (batch,) = convmesh.loader(files, mesh, batch_size=2, dims={"data": 0, "h": 2})
     assert np.array_equal(batch.full_tensor(), volumes)
+    (slices,) = convmesh.loader(files[0], mesh, batch_size=5, dims={"data": 0, "h": 1})  # a file of all samples
+    assert np.array_equal(slices.full_tensor(), volumes[0])
 
 
 @pytest.mark.slow  # `make compat` has no other people's packages

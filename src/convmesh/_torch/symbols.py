@@ -66,13 +66,13 @@ def settle(*values: torch.Tensor | torch.SymInt) -> None:
                     size.node.shape_env.evaluate_expr(symbol)
 
 
-class SymbolsUnfit(TypeError):
+class SymbolsUnfitError(TypeError):
     """Raised by a rule that needs numbers where it got symbols: these are specialised, and it runs again."""
 
 
 def need_numbers(*sizes: Any) -> None:
     if has_symbols(tuple(map(known, sizes))):
-        raise SymbolsUnfit("these sizes have to be numbers")
+        raise SymbolsUnfitError("these sizes have to be numbers")
 
 
 def settles_symbols(handler: Handler) -> Handler:

@@ -23,6 +23,11 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x @ w
 
 
+def mixer(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Tokens are the features: few go in, many come out."""
+    return x + F.linear(F.gelu(F.linear(x, up)), down)
+
+
 def convnext(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor,
     w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor,
@@ -76,6 +81,13 @@ def test_blocks_stay_sharded(pool: Pool, mesh: tuple[int, ...], at: tuple[Any, .
 def test_fewer_features_than_ranks(pool: Pool) -> None:
     tensors = ((3, 5, 6), ("R",)), ((2, 6), (0,)), ((2,), (0,))
     pool.run_cases(check, [Sharded(linear, tensors)], mesh=(4,))
+
+
+def test_few_features_that_are_sharded_are_resharded(pool: Pool) -> None:
+    """Sums of many results would be as large as these on every rank."""
+    whole = ("R", "R")
+    pool.run_cases(check, [Sharded(mixer, (((2, 8, 6), (2,)), ((64, 6), whole[:1]), ((6, 64), whole[:1])))], mesh=(3,))
+    pool.run_cases(check, [Sharded(mixer, (((2, 8, 6), (0, 2)), ((64, 6), whole), ((6, 64), whole)))], mesh=(2, 2))
 
 
 def test_layers_of_any_rank(pool: Pool) -> None:

@@ -153,8 +153,15 @@ def linear_forward(operator: _torch.Operator, input: Layout, weight: Layout, bia
     ]
     if features:
         rows.insert(-1, Row("output features", (R, Shard(0), Shard(0)), (Shard(last),)))
+    held = prod(input.shape[:-1]) * prod(features) / prod(len(input.shards(dim)) for dim in range(last))
+
+    def reduced(row: Row, mesh_dim: int) -> float:
+        """A Partial result is reduced by what comes next. Of weights that are sharded nobody wants anything else."""
+        ranks, sums = input.mesh.size(mesh_dim), row.name == "input features" and weight.placements[mesh_dim] == R
+        return 2 * held * (ranks - 1) / ranks if sums else 0.0
+
     named = (("input", input), ("weight", weight), ("bias", bias))
-    chosen = choose("linear", rows, named, fits=_fits(input))
+    chosen = choose("linear", rows, named, fits=_fits(input), extra=reduced)
     output = input.new((*input.shape[:-1], *features), output_placements(chosen, 0))
     operands = [one and one.placed(input_placements(chosen, number)) for number, (_, one) in enumerate(named)]
     adds = output.adds_once
