@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def measure(mesh: DeviceMesh, work: Work, rounds: int) -> float:
     """Seconds of this rank's step."""
     keep_memory()
     asked = work.problem()
-    step, inputs = asked.build(mesh), asked.tensors(mesh)
+    step, inputs = asked.step(mesh), asked.tensors(mesh)
     seconds = []
     for number in range(rounds + 2):
         if mesh.size() > 1:
@@ -65,12 +66,12 @@ def measure(mesh: DeviceMesh, work: Work, rounds: int) -> float:
     return median(seconds)
 
 
-def run(pool: Pool, console: Console, rounds: int) -> list[dict[str, Any]]:
+def run(pool: Pool, console: Console, rounds: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     keep_memory()
     pool.run(measure, Work(2), 1, mesh=(4,), names=("h",))  # all processes have begun
     cores = Cores([os.getpid(), *(pid for pid in pool.pids if pid is not None)])
     here, rows = cores.alone(lambda: device("here")), []
-    for work in map(Work, range(len(steps.NETWORKS))):
+    for work in filter(lambda work: options.only in work.name, map(Work, range(len(steps.NETWORKS)))):
         runs = Runs(work.problem(), here, None)
         for mesh in MESHES:
             predicted = cores.alone(partial(_predict, runs, mesh))

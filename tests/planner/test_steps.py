@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,28 @@ def test_who_interrupts_a_plan_ends_it() -> None:
         convmesh.plan(build, INPUTS, {"h": 2})
     assert not any(thread.name == "convmesh plan" for thread in threading.enumerate())
     assert planned().peak
+
+
+@pytest.mark.parametrize("device", ["h100", "here"])
+def test_a_model_from_outside_of_the_step_stays_as_it_is(device: str) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2))
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+    def build(mesh: DeviceMesh) -> Any:
+        convmesh.distribute(model, mesh)
+        return lambda x: model(x).mean().backward()
+
+    assert convmesh.plan(build, {"x": (1, 1, 16, 16)}, {"h": 2}, device=device).fits
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        same, values = before[name]
+        assert tensor is same
+        assert torch.equal(tensor, values)
+        assert getattr(tensor, "grad", None) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as of an optimizer that trains nothing
+        model(torch.ones(1, 1, 4, 4)).mean().backward()
+        torch.optim.SGD(model.parameters()).step()
+    assert not torch.equal(model[1].bias, before["1.bias"][1])  # type: ignore[arg-type]
 
 
 def test_leaves_nothing_behind() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import _torch, api, batching
 from ..sharding import registry
+from ..training.borrowed import giving_back
 from .autocast import Autocast
 from .layers import Layers
 from .problem import Mesh, PlanError, Problem, ranks_of
@@ -45,7 +46,7 @@ def dry_run(problem: Problem, mesh: Mesh, rank: int, limit: int | None = None, s
 
 def _run(problem: Problem, mesh: Mesh, rank: int, limit: int | None, steps: int) -> Trace:
     world = _torch.rank_of_threads(rank, ranks_of(mesh), _torch.SilentStore())
-    with world, torch.device(_torch.DEVICE), Autocast():
+    with world, torch.device(_torch.DEVICE), Autocast(), giving_back():
         on = init_device_mesh(_torch.DEVICE, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         return traced(problem, on, limit, steps)
 
@@ -56,7 +57,7 @@ def traced(problem: Problem, mesh: DeviceMesh, limit: int | None = None, steps: 
     trace = Trace(tuple(mesh.get_coordinate() or ()), sizes)
 
     def run(recorder: Recorder) -> None:
-        step = problem.build(mesh)
+        step = problem.step(mesh)
         inputs = problem.tensors(mesh)
         for tensor in inputs.values():
             recorder.mark(tensor, Kind.INPUTS)

@@ -9,15 +9,13 @@ from dataclasses import replace
 from functools import cache, partial
 from statistics import median
 from threading import Thread
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from ..training.borrowed import giving_back
 from .between_ranks import cores, links
 from .devices import Device
 from .dry_run import in_thread
@@ -52,8 +50,8 @@ def shared(device: Device, ranks: int) -> Device:
 
 
 def step_seconds(problem: Problem, mesh: Mesh, rank: int, trace: Trace, memory: int) -> float | None:
-    """A rank's own work of a step, run here with numbers and without other ranks: what it would receive is whatever is
-    in memory. None where the step is too large for that. `trace` is of the same rank."""
+    """A rank's own work of a step, run here with numbers and without other ranks: what it would receive is
+    zeros. None where the step is too large for that. `trace` is of the same rank."""
     if sum(event.flops for event in trace.step if isinstance(event, Compute)) > LARGEST:
         return None
     if _most_held(trace) > memory // 3:
@@ -66,32 +64,10 @@ def _most_held(trace: Trace) -> int:
     return sum(block.size for block in trace.blocks if block.died is None or block.died >= trace.begins)
 
 
-class _Alone(_torch.TorchDispatchMode):
-    """Collectives return at once what has the right shape."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented
-        namespace, name = func._schema.name.split("::")
-        return _received(name, *args) if namespace == "_c10d_functional" else func(*args, **(kwargs or {}))
-
-
-def _received(name: str, given: Any, *args: Any) -> Any:
-    if isinstance(given, list):
-        return [_received(name.removesuffix("_coalesced"), one, *args) for one in given]
-    rows = given.shape[0] if given.dim() else 1
-    lengths: dict[str, Callable[[], int]] = {
-        "all_to_all_single": lambda: sum(args[0]),
-        "all_gather_into_tensor": lambda: rows * int(args[0]),
-        "reduce_scatter_tensor": lambda: rows // int(args[1]),
-    }
-    return given.new_zeros((lengths[name](), *given.shape[1:])) if name in lengths else given
-
-
 def _step_seconds(problem: Problem, mesh: Mesh, rank: int) -> float:
-    with _torch.rank_of_threads(rank, ranks_of(mesh), _torch.SilentStore()), _Alone():
+    with _torch.rank_of_threads(rank, ranks_of(mesh), _torch.SilentStore()), giving_back():
         on = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-        step, inputs = problem.build(on), problem.tensors(on)
+        step, inputs = problem.step(on), problem.tensors(on)
         step(**inputs)
         return _timed(lambda: step(**inputs))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -65,11 +64,6 @@ class Layers:
             return WEIGHTS, Phase.BACKWARD
         return node.metadata.get(_MARK, LOSS), Phase.BACKWARD
 
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """All that have been called, and those within them, with their names."""
-        for module, name in self._names.items():
-            yield name, module
-
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         if get_ident() != self._thread:
             return
@@ -82,8 +76,7 @@ class Layers:
     def line(self) -> str | None:
         """Where in the user's code the operator at work is called; in a backward pass, its module."""
         name, phase = self.at_work()
-        found = caller() if phase is Phase.FORWARD else self._lines.get(name)
-        return None if found is None or found.startswith(threading.__file__) else found
+        return caller() if phase is Phase.FORWARD else self._lines.get(name)
 
     def _name(self, root: nn.Module) -> None:
         """The first one that is called is the model; others, such as losses, go by the names of their classes."""

@@ -77,6 +77,12 @@ class Problem:
         """Without mesh dimensions of one rank, unless somebody asks for them."""
         return dict(sizes) if self.own else {name: size for name, size in sizes.items() if size > 1} or dict(sizes)
 
+    def step(self, mesh: DeviceMesh) -> Step:
+        made = self.build(mesh)
+        if not callable(made):
+            raise PlanError(f"the function that is given a mesh returns {made!r}: return the step, which is called")
+        return made
+
     def extent(self, name: str) -> int | None:
         """How many indices of the first input a mesh dimension shares out; None where it shards nothing of it."""
         over = self.first.over
@@ -108,7 +114,7 @@ def problem(
     """Of what was given to `plan`."""
     if not isinstance(inputs, Mapping) or not inputs:
         raise PlanError('no inputs: give their shapes by name, such as inputs={"x": (1, 1, 512, 512, 512)}')
-    if not callable(step):
+    if not callable(step) or isinstance(step, type):
         raise PlanError(f"{step!r} is no step: give a model, or a function that is given a mesh and returns the step")
     given = {name: _input(name, value) for name, value in inputs.items()}
     first = next(iter(given.values()))

@@ -158,6 +158,8 @@ def _reason(error: Exception, asked: Problem) -> str:
     where = f" (at {place})" if place else ""
     if any(word in str(error) for word in ("meta tensor", "Meta tensor", "_local_scalar_dense", "nonzero()")):
         return f"the step depends on values, which a plan has not{where}: decide by shapes or settings instead"
+    if "mixed torch.Tensor and DTensor" in said:
+        return f"a plain tensor meets a distributed one{where}: convmesh.distribute(model, mesh) where the step is made"
     given = ", ".join(f"{name} of shape {one.shape}" for name, one in asked.inputs.items())
     return f"{said}{where}: the step was given {given}; give it inputs that it takes, as on one device"
 
