@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch, api
+from ..comm import sum_over
 from .devices import Link
 from .problem import PlanError
 
@@ -36,7 +37,7 @@ def cores() -> int:
 
 @cache
 def links(on_a_core: int) -> tuple[Link, Link]:
-    """Of halos, and of reductions and gathers, which gloo sends, where so many ranks are on a core."""
+    """Of halos, and of reductions and gathers, where so many ranks are on a core."""
     if on_a_core > _MOST:
         halos, sums = links(_MOST)
         return halos.slower(on_a_core / _MOST), sums.slower(on_a_core / _MOST)
@@ -110,10 +111,11 @@ def _halo(count: int) -> Callable[[], object]:
 
 
 def _sum(count: int) -> Callable[[], object]:
+    """As the library adds up: few numbers, such as a norm's, through shared memory, and many, of gradients, by gloo."""
     group = dist.group.WORLD
     assert group is not None
     data = torch.zeros(count)
-    return lambda: _torch.wait(_torch.all_reduce(data, "sum", group, in_place=True))
+    return lambda: sum_over(data, [group])
 
 
 def _slowest(message: Callable[[], object]) -> float:
