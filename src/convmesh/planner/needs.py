@@ -31,6 +31,14 @@ class Side(NamedTuple):
     read: Interval
 
 
+class _Line(NamedTuple):
+    """A side, and how much of what the rank owns of it all ranks read, and the rank itself."""
+
+    side: Side
+    by_all: int
+    by_itself: int
+
+
 class Need(NamedTuple):
     """Of one call of an operator: the bytes that this rank has to send for it at least."""
 
@@ -97,19 +105,17 @@ class _Plans(NamedTuple):
         return self._sent(gradient, not self.transposed)
 
     def sides(self, input: DTensor) -> tuple[Side, ...]:
-        along = self._along(input, self.transposed)
-        return tuple(Side(size, ranks, owned, read) for size, ranks, owned, read, _, _ in along)
+        return tuple(line.side for line in self._along(input, self.transposed))
 
     def _sent(self, tensor: DTensor, coarse: bool) -> int:
-        """A box of what it owns goes to each rank that reads it: by dimensions, what others and itself read of it."""
-        along = self._along(tensor, coarse)
-        everyone, itself = prod(one[4] for one in along), prod(one[5] for one in along)
+        """A box of what it owns goes to each other rank that reads it."""
+        lines = self._along(tensor, coarse)
         local = _torch.slot_of(tensor)
-        rest: int = prod(local.shape[: local.dim() - len(along)])
+        rest: int = prod(local.shape[: local.dim() - len(lines)])
         element: int = local.element_size()
-        return (everyone - itself) * rest * element
+        return (prod(line.by_all for line in lines) - prod(line.by_itself for line in lines)) * rest * element
 
-    def _along(self, tensor: DTensor, coarse: bool) -> list[tuple[int, int, Interval, Interval, int, int]]:
+    def _along(self, tensor: DTensor, coarse: bool) -> list[_Line]:
         first = tensor.dim() - len(self.windows)
         return [
             _reads(window, fine, small, coarse, *_line(tensor.device_mesh, tensor.placements, first + number))
@@ -128,10 +134,7 @@ def _line(mesh: DeviceMesh, placements: Sequence[Any], dim: int) -> tuple[tuple[
 
 
 @lru_cache(100_000)
-def _reads(
-    window: Window, fine: int, coarse: int, of_coarse: bool, ranks: tuple[int, ...], rank: int
-) -> tuple[int, int, Interval, Interval, int, int]:
-    """(size, ranks, what a rank owns, what it reads, how much all ranks read of what it owns, how much it does)"""
+def _reads(window: Window, fine: int, coarse: int, of_coarse: bool, ranks: tuple[int, ...], rank: int) -> _Line:
     both = ShardedDependence(window, fine, coarse, ranks)
     plan = both.target_plan if of_coarse else both.source_plan
     own, inside = plan.owned[rank], Interval(0, plan.size)
@@ -139,4 +142,4 @@ def _reads(
     itself = sum((part & own).size for part in parts)
     sent = sum(part.size for _, part in plan.sends(rank))
     read = Interval(min(part.start for part in parts), max(part.stop for part in parts))
-    return plan.size, prod(ranks), own, read, itself + sent, itself
+    return _Line(Side(plan.size, prod(ranks), own, read), itself + sent, itself)
