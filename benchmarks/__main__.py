@@ -49,7 +49,7 @@ def main() -> None:
     console = Console(width=160)
     with Pool(stays_enabled=True) as pool:
         for name in options.suites:
-            rows = {"options": options} if name in ("batching", "privacy", "compiled") else {}
+            rows = {"options": options} if name in ("batching", "privacy", "compiled", "plan") else {}
             SUITES[name](pool, console, options.rounds, **rows)
 
 
