@@ -40,8 +40,8 @@ def _fit(plan: Plan) -> Iterator[str]:
     if plan.smallest is not None and plan.smallest != ranks_of(plan.mesh):
         row = next(row for row in plan.scaling if row.ranks == plan.smallest)
         time = "" if row.seconds is None else f", in {duration(row.seconds)} a step"
-        enough = count(plan.smallest, "rank")
-        yield f"{enough} would be enough: {words(row.mesh)} needs {size(row.memory)} a rank{time}."
+        needs = size(row.memory) if row.ranks == 1 else f"with {words(row.mesh)}, {size(row.memory)} each"
+        yield f"{count(plan.smallest, 'rank')} would be enough: {needs}{time}."
 
 
 def _checkpoints(plan: Plan) -> Iterator[str]:
