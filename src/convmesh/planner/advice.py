@@ -77,7 +77,7 @@ def _nodes(plan: Plan) -> Iterator[str]:
 
 
 def _waiting(plan: Plan) -> Iterator[str]:
-    time = plan.largest.time
+    time = plan.slowest.time
     if time.waiting > MUCH * time.step:
         yield (
             f"Ranks wait {duration(time.waiting)} of {duration(time.step)} for communication that no compute hides: "

@@ -46,7 +46,7 @@ def _cards(plan: Plan) -> list[tuple[str, str]]:
         (size(plan.peak), f"at the peak, of {size(plan.device.memory)}: {plan.device.name}"),
         (
             duration(plan.seconds),
-            f"for a training step, an estimate; {duration(plan.largest.time.waiting)} of it waiting",
+            f"for a training step, an estimate; {duration(plan.slowest.time.waiting)} of it waiting",
         ),
         (size(plan.busiest.bytes_sent), f"sent by a rank in a step, {size(halos)} of it halos"),
         (str(plan.smallest or DASH), f"{'rank is' if plan.smallest == 1 else 'ranks are'} the fewest that fit"),
@@ -179,7 +179,7 @@ def _kinds(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 
 def _time(plan: Plan) -> dict[str, Any]:
-    time = plan.largest.time
+    time = plan.slowest.time
     hidden = max(0.0, time.communication - time.waiting)
     parts = [(str(bound), seconds, BOUNDS[bound]) for bound, seconds in time.bounds.items()]
     parts.append(("waiting for communication", time.waiting, "var(--four)"))

@@ -19,7 +19,7 @@ SHOWN = 8  # rows of a table
 def essence(plan: Plan) -> str:
     """Five lines."""
     largest = plan.largest
-    peak, time = largest.memory.peak, largest.time
+    peak, time = largest.memory.peak, plan.slowest.time
     parts = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
     halos = sum(layer.halo_bytes for layer in plan.busiest.layers)
     kind, _, place = largest.name.partition("(")
