@@ -36,8 +36,10 @@ def this_machine() -> Device:
     overhead = _one_thread(lambda: _timed(lambda: [small.add(1) for _ in range(1000)]) / 1000)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     halos, sums = links(1)
-    return Device("this machine, a thread of its CPU", memory, flops, bandwidth, halos, halos, 1024,
-                  overhead, 1.0, 1.0, SOURCE, cores(), sums)  # fmt: skip
+    return Device(
+        "this machine, a thread of its CPU", memory, flops, bandwidth, node=halos, network=halos, node_ranks=1024,
+        overhead=overhead, compute_share=1.0, memory_share=1.0, source=SOURCE, cores=cores(), sums=sums,
+    )  # fmt: skip
 
 
 def shared(device: Device, ranks: int) -> Device:
@@ -50,7 +52,7 @@ def shared(device: Device, ranks: int) -> Device:
 
 
 def step_seconds(problem: Problem, mesh: Mesh, rank: int, trace: Trace, memory: int) -> float | None:
-    """A rank's own work of a step, run here with numbers and without other ranks: what it would receive is
+    """A rank's own work of a step, run here with numbers and without other ranks, from which it receives
     zeros. None where the step is too large for that. `trace` is of the same rank."""
     if sum(event.flops for event in trace.step if isinstance(event, Compute)) > LARGEST:
         return None
