@@ -18,7 +18,7 @@ MUCH = 0.15  # of a step
 
 
 def advice(plan: Plan) -> list[str]:
-    """The most important first."""
+    """Return lines of advice, the most important first."""
     return [*_refused(plan), *_fit(plan), *_checkpoints(plan), *_nodes(plan), *_waiting(plan), *_gathers(plan)]
 
 
@@ -58,7 +58,7 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
 
 
 def _nodes(plan: Plan) -> Iterator[str]:
-    """The last mesh dimensions are within nodes, so the busiest one should be last."""
+    """Say which mesh dimension to put within nodes: the last ones are, so the busiest one should be last."""
     along = {name: sent for name, sent in plan.busiest.bytes_along.items() if plan.mesh[name] > 1}
     apart = [name for name in along if crosses_nodes(name, plan.mesh, plan.device.node_ranks)]
     inside = [name for name in along if name not in apart]

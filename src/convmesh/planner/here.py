@@ -29,7 +29,7 @@ _ROUNDS = 3
 
 @cache
 def this_machine() -> Device:
-    """One thread of a CPU, as a rank has it under torchrun, while all cores are busy."""
+    """Measure one thread of a CPU, as a rank has it under torchrun, while all cores are busy."""
     flops = {name: _one_thread(partial(_convolution, getattr(torch, name))) for name in _DTYPES}
     bandwidth = min(_at_once(_copies, cores()))
     small = torch.ones(1)
@@ -43,7 +43,7 @@ def this_machine() -> Device:
 
 
 def shared(device: Device, ranks: int) -> Device:
-    """This machine, as so many ranks have it."""
+    """Return this machine as so many ranks have it: with messages between ranks that share cores."""
     on_a_core = -(-ranks // device.cores)
     if on_a_core == 1:
         return device
@@ -52,8 +52,10 @@ def shared(device: Device, ranks: int) -> Device:
 
 
 def step_seconds(problem: Problem, mesh: Mesh, rank: int, trace: Trace, memory: int) -> float | None:
-    """A rank's own work of a step, run here with numbers and without other ranks, from which it receives
-    zeros. None where the step is too large for that. `trace` is of the same rank."""
+    """Time a rank's own work of a step, run here with numbers and without other ranks, from which it receives zeros.
+
+    None where the step, of which `trace` is a record, is too large for that.
+    """
     if sum(event.flops for event in trace.step if isinstance(event, Compute)) > LARGEST:
         return None
     if _most_held(trace) > memory // 3:
@@ -62,7 +64,7 @@ def step_seconds(problem: Problem, mesh: Mesh, rank: int, trace: Trace, memory: 
 
 
 def _most_held(trace: Trace) -> int:
-    """About: all that is made in a step at once."""
+    """Return roughly what a step needs at most: all that is made in it at once."""
     return sum(block.size for block in trace.blocks if block.died is None or block.died >= trace.begins)
 
 
@@ -84,7 +86,7 @@ def _one_thread(work: Callable[[], float]) -> float:
 
 
 def _at_once(work: Callable[[], float], count: int) -> list[float]:
-    """What each of several threads measures while the others are at it."""
+    """Return what each of several threads measures while the others do the same."""
     found: list[float] = []
     threads = [Thread(target=lambda: found.append(_one_thread(work))) for _ in range(count)]
     for thread in threads:
@@ -98,7 +100,7 @@ _DTYPES = ("float32", "float64", "bfloat16")
 
 
 def _copies() -> float:
-    """Bytes a second, read and written."""
+    """Return the bytes a second that are read and written."""
     source = torch.ones(2**24)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _timed(lambda: target.copy_(source))

@@ -20,7 +20,7 @@ _MARK = "convmesh layer"
 
 
 class Layers:
-    """A context manager: within it, modules that this thread calls are known.
+    """Context manager that knows which module is at work in this thread.
 
     Modules have backward hooks too, but these do not let an in-place activation follow. A node belongs to the innermost
     module whose outputs depend on it.
@@ -51,7 +51,7 @@ class Layers:
             handle.remove()
 
     def at_work(self) -> tuple[str, Phase]:
-        """The name of the module at work, or of what else is."""
+        """Return the name of the module at work, or of what else is, and the phase."""
         if self._stepping:
             return OPTIMIZER, Phase.OPTIMIZER
         backward = _torch.in_backward()
@@ -74,12 +74,13 @@ class Layers:
             self._lines[self._names[module]] = caller()
 
     def line(self) -> str | None:
-        """Where in the user's code the operator at work is called; in a backward pass, its module."""
+        """Return where in the user's code the operator at work is called, or in a backward pass its module."""
         name, phase = self.at_work()
         return caller() if phase is Phase.FORWARD else self._lines.get(name)
 
     def _name(self, root: nn.Module) -> None:
-        """The first one that is called is the model; others, such as losses, go by the names of their classes."""
+        """Name a module's parts. The first one called is the model; others, such as losses, have their class's name
+        first."""
         prefix = "" if not self.roots else type(root).__name__
         self.roots[root] = prefix
         for name, module in root.named_modules():
