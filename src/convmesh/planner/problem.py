@@ -123,6 +123,8 @@ def problem(
     for name, dim in known.items():
         if not 0 <= dim < len(first.shape):
             raise PlanError(f"dims={{{name!r}: {dim}}}: an input of shape {first.shape} has no such dimension")
+    if isinstance(step, nn.Module) and any(map(nn.parameter.is_lazy, (*step.parameters(), *step.buffers()))):
+        raise PlanError(f"this {type(step).__name__} has lazy parameters: run it once on a small input before")
     build = partial(_training, step, optimizer, precision) if isinstance(step, nn.Module) else step
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}, or give a step")

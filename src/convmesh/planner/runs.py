@@ -157,7 +157,8 @@ def _reason(error: Exception, asked: Problem) -> str:
     place = _place(error)
     where = f" (at {place})" if place else ""
     if any(word in str(error) for word in ("meta tensor", "Meta tensor", "_local_scalar_dense", "nonzero()")):
-        return f"the step depends on values, which a plan has not{where}: decide by shapes or settings instead"
+        remedy = "decide by shapes or settings, and read or print no numbers"
+        return f"the step depends on values, which a plan has not{where}: {remedy}"
     if "mixed torch.Tensor and DTensor" in said:
         return f"a plain tensor meets a distributed one{where}: convmesh.distribute(model, mesh) where the step is made"
     given = ", ".join(f"{name} of shape {one.shape}" for name, one in asked.inputs.items())
