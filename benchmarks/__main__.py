@@ -38,6 +38,7 @@ SUITES = {
     "compiled": compiled.run,
     "vae": vae.run,
 }
+BY_ROWS = ("attention", "batching", "compiled", "plan", "privacy", "vae")  # which take the options
 
 
 def main() -> None:
@@ -50,7 +51,7 @@ def main() -> None:
     console = Console(width=160)
     with Pool(stays_enabled=True) as pool:
         for name in options.suites:
-            rows = {"options": options} if name in ("attention", "batching", "compiled", "privacy", "vae") else {}
+            rows = {"options": options} if name in BY_ROWS else {}
             SUITES[name](pool, console, options.rounds, **rows)
 
 

@@ -23,25 +23,30 @@ def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
     return found
 
 
-_by_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+_backends: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
+def _backend_for_cpus(group: dist.ProcessGroup) -> str:
+    """The name of the backend for CPU tensors, "" if there is none.
+
+    `dist.get_backend` does not tell: its name is "undefined" if no backend was given, a list if each device has one,
+    and that of all threads where these are ranks.
+    """
+    found = _backends.get(group)
+    if found is None:
+        cpu = torch.device("cpu")
+        found = _backends[group] = group._get_backend(cpu).name() if cpu in group._device_types else ""
+    return found
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether a group's messages between CPUs go through gloo, and not through MPI or a fake backend.
-
-    `dist.get_backend` does not tell: its name is "undefined" if no backend was given, and a list if each device has
-    one.
-    """
-    found = _by_gloo.get(group)
-    if found is None:
-        cpu = torch.device("cpu")
-        found = _by_gloo[group] = cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
-    return found
+    """Whether a group's messages between CPUs go through gloo, and not through MPI or a fake backend."""
+    return _backend_for_cpus(group) == "gloo"
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Whether a group only pretends to communicate: one rank of a large mesh, for tests and planning."""
-    return dist.get_backend(group) == "fake"
+    return _backend_for_cpus(group) == "fake"
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str | None = None) -> timedelta:

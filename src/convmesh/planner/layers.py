@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -21,7 +20,7 @@ _MARK = "convmesh layer"
 
 
 class Layers:
-    """A context manager: within it, modules that this thread calls are known.
+    """Context manager that knows which module is at work in this thread.
 
     Modules have backward hooks too, but these do not let an in-place activation follow. A node belongs to the innermost
     module whose outputs depend on it.
@@ -53,7 +52,7 @@ class Layers:
             _handles.pop().remove()
 
     def at_work(self) -> tuple[str, Phase]:
-        """The name of the module at work, or of what else is."""
+        """Return the name of the module at work, or of what else is, and the phase."""
         if self._stepping:
             return OPTIMIZER, Phase.OPTIMIZER
         backward = _torch.in_backward()
@@ -66,11 +65,6 @@ class Layers:
             return WEIGHTS, Phase.BACKWARD
         return node.metadata.get(_MARK, LOSS), Phase.BACKWARD
 
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """All that have been called, and those within them, with their names."""
-        for module, name in self._names.items():
-            yield name, module
-
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         if module not in self._names:
             self._name(module)
@@ -79,13 +73,13 @@ class Layers:
             self._lines[self._names[module]] = caller()
 
     def line(self) -> str | None:
-        """Where in the user's code the operator at work is called; in a backward pass, its module."""
+        """Return where in the user's code the operator at work is called, or in a backward pass its module."""
         name, phase = self.at_work()
-        found = caller() if phase is Phase.FORWARD else self._lines.get(name)
-        return None if found is None or found.startswith(threading.__file__) else found
+        return caller() if phase is Phase.FORWARD else self._lines.get(name)
 
     def _name(self, root: nn.Module) -> None:
-        """The first one that is called is the model; others, such as losses, go by the names of their classes."""
+        """Name a module's parts. The first one called is the model; others, such as losses, have their class's name
+        first."""
         prefix = "" if not self.roots else type(root).__name__
         self.roots[root] = prefix
         for name, module in root.named_modules():
