@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,22 +25,32 @@ def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
     return found
 
 
-_by_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+def _once_for_each(find: Callable[[dist.ProcessGroup], bool]) -> Callable[[dist.ProcessGroup], bool]:
+    """Keep what is found of a group as long as that lives."""
+    known: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+
+    @wraps(find)
+    def look_up(group: dist.ProcessGroup) -> bool:
+        found = known.get(group)
+        if found is None:
+            found = known[group] = find(group)
+        return found
+
+    return look_up
 
 
+@_once_for_each
 def is_gloo(group: dist.ProcessGroup) -> bool:
     """Whether a group's messages between CPUs go through gloo, and not through MPI or a fake backend.
 
     `dist.get_backend` does not tell: its name is "undefined" if no backend was given, and a list if each device has
     one.
     """
-    found = _by_gloo.get(group)
-    if found is None:
-        cpu = torch.device("cpu")
-        found = _by_gloo[group] = cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
-    return found
+    cpu = torch.device("cpu")
+    return cpu in group._device_types and bool(group._get_backend(cpu).name() == "gloo")
 
 
+@_once_for_each
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Whether a group only pretends to communicate: one rank of a large mesh, for tests and planning."""
     return dist.get_backend(group) == "fake"
