@@ -56,8 +56,11 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be given to the backend as it is, without torch's dispatcher in between."""
     # Whoever looks on also sees a tensor of a class of its own, so that this comes first.
-    return not watched(tensor) and bool(interceptors) and tensor.dtype in SENT and not (
-        tensor.is_meta or tensor.is_neg() or tracing()
+    return (
+        not watched(tensor)
+        and bool(interceptors)
+        and tensor.dtype in SENT
+        and not (tensor.is_meta or tensor.is_neg() or tracing())
     )
 
 
