@@ -53,7 +53,10 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 @_once_for_each
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Whether a group only pretends to communicate: one rank of a large mesh, for tests and planning."""
-    return dist.get_backend(group) == "fake"
+    if dist.get_backend(group) == "fake":
+        return True
+    backends = [group._get_backend(kind) for kind in group._device_types]  # each device may have one of its own
+    return bool(backends) and all(backend.name() == "fake" for backend in backends)
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str | None = None) -> timedelta:

@@ -16,7 +16,7 @@ from .training import HostTime, Losses, Scaling
 
 RIGHT, WRONG, SLOW = "right", "wrong", "slow"
 # Limits beyond which something counts as slow.
-LEAST_HIDDEN, LEAST_EFFICIENCY, LEAST_BANDWIDTH, MOST_HOST_TIME = 0.5, 0.5, 0.5, 4.0
+LEAST_HIDDEN, LEAST_EFFICIENCY, LEAST_BANDWIDTH, MOST_HOST_TIME = 0.5, 0.5, 0.5, 8.0
 MOST_LINKS = 12  # that are shown one by one
 NO_LINK = {"latency": 0.0, "bandwidth": 1e12}  # for a single rank, which has no neighbour
 
