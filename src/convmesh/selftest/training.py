@@ -140,7 +140,7 @@ def measure_scaling(watch: Stopwatch, counts: Sequence[int], side: int) -> list[
 
 @dataclass(frozen=True)
 class HostTime:
-    """Seconds of a step on a tiny picture, which are host time: on one device, and on a rank that waits for no other."""
+    """Seconds of a step on a tiny picture, which are host time: on one device, and on a rank that waits for nobody."""
 
     one: float
     rank: float
@@ -148,7 +148,8 @@ class HostTime:
 
 def measure_host_time(watch: Stopwatch, ranks: int) -> HostTime:
     """Measure the host's time per step, among so many ranks that send each other nothing. All ranks must call this."""
-    clock = time.thread_time if watch.device.type == "cpu" else time.perf_counter  # there may be few cores for many ranks
+    # Ranks on CPUs may have to share cores.
+    clock = time.thread_time if watch.device.type == "cpu" else time.perf_counter
     silent = dist.new_group(backend=f"{watch.device.type}:fake")
     mesh = DeviceMesh.from_group(silent, watch.device.type, mesh_dim_names=("h",)) if ranks > 1 else None
     steps = Step(TINY, None, watch.device), Step(TINY * ranks, mesh, watch.device)
