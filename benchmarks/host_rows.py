@@ -98,6 +98,8 @@ def _optimizer(tensors: Tensors, **options: bool) -> Callable[[Tensor], Tensor]:
     for parameter in parameters:
         parameter.grad = tensors.replicated(8, 8, 3, 3)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, **options)
+    for _ in range(257):  # what ranks have is compared in steps whose number is a power of two
+        optimizer.step()
 
     def step(x: Tensor) -> Tensor:
         optimizer.step()
