@@ -130,7 +130,7 @@ def _gathered(
         given[dim], shape[dim] = side.block.size, side.produced.size
     if _copies(layouts.computed, resampling, given[2:], shape[2:]):
         return None
-    return Gathered.of(tiling, sides, shape)
+    return Gathered.of(tiling, sides, given, shape)
 
 
 def _right(
