@@ -65,8 +65,8 @@ def enable(
             is the timeout of the process group.
         benchmark: Time every algorithm at the first vmapped convolution of each shape, and use the fastest one from
             then on, as `torch.backends.cudnn.benchmark` does. Measurements are kept on disk, by processor, number of
-            threads and version. Without it, convmesh estimates the times on CPUs, and leaves vmapped convolutions on
-            other devices to torch's own rules. For DTensors the first rank measures and all ranks follow. For plain
+            threads and version. Without it, a fixed list of cases decides on CPUs, and torch's own rules compute
+            vmapped convolutions on other devices. For DTensors the first rank measures and all ranks follow. For plain
             tensors in a job of several processes nothing is measured.
         exact: Rule out algorithms for vmapped convolutions that round more than direct convolution does: Winograd's,
             which float32 may use on CPUs otherwise. `torch.use_deterministic_algorithms(True)` does so, too. float64

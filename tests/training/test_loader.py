@@ -84,8 +84,8 @@ def check_bad_fields(mesh: DeviceMesh) -> None:
     both = [sample(0), sample(1)]
     refused("a sample is a dict, and dims is", both, {"data": 0})
     refused("a sample is a ndarray, and dims is", list(IMAGES), DIMS)
-    refused(r"a sample has the fields \['image'.*dims speaks of \['picture'\]", both, {"picture": {"data": 0}})
-    refused("dims speaks of field 'file', which is a str", both, {"file": {"data": 0}})
+    refused(r"a sample has the fields \['image'.*dims names \['picture'\]", both, {"picture": {"data": 0}})
+    refused("dims names the field 'file', which is a str", both, {"file": {"data": 0}})
     refused("the mesh has no dimension 'w'", both, {"image": {"w": 2}})
     refused("sample 1 has shapes", [sample(0), {"image": IMAGES[1]}], DIMS)
     refused("sample 1 has shapes", [torch.zeros(3), torch.zeros(3, 1)], {"h": 1}, batch_size=1)

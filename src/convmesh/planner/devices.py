@@ -131,7 +131,7 @@ def _read(path: Path) -> Device:
 
 def _checked(found: Device, what: str) -> Device:
     if "float32" not in found.flops:
-        raise PlanError(f"{what} has no flops of float32: say how many it does a second")
+        raise PlanError(f"{what} has no flops of float32: give the number of operations per second")
     numbers = [found.memory, found.bandwidth, found.node_ranks, found.compute_share, found.memory_share]
     numbers += [*found.flops.values(), found.node.bandwidth, found.network.bandwidth]
     if not all(isinstance(number, int | float) and number > 0 for number in numbers):

@@ -156,7 +156,7 @@ class Prepared:
             local = (values if outer is None else values[outer])[number]
             if self.present and tuple(local.shape) != shape:
                 raise refuse("DTensor", f"its local tensor has shape {tuple(local.shape)}, not {shape}",
-                             [("tensor", layout)], "shard it as torch.chunk does, which Shard means")  # fmt: skip
+                             [("tensor", layout)], "shard it as torch.chunk does, as Shard requires")  # fmt: skip
 
     def make_usual(self, values: list[Any]) -> None:
         """Give kernels strides that one device could have had, as `_torch.local_of` does."""

@@ -70,7 +70,7 @@ def dims_of_fields(dims: Any, sample: Any) -> list[Dims | None]:
     if (by_name and not given.keys() <= set(names or ())) or (not by_name and len(given) != len(values)):
         has = f"the fields {names}" if by_name else f"{len(values)} arrays"
         said = list(given) if by_name else len(given)
-        raise ShardingError(f"loader: a sample has {has}, and dims speaks of {said}\n"
+        raise ShardingError(f"loader: a sample has {has}, and dims names {said}\n"
                             "  remedy: one dict for each array of a sample")  # fmt: skip
     batch = {tuple(name for name, dim in names.items() if dim == 0) for names in given.values() if names is not None}
     if len(batch) > 1:
@@ -83,8 +83,8 @@ def dims_of_fields(dims: Any, sample: Any) -> list[Dims | None]:
     for key, value in zip([0] if names is None else names, values, strict=True):
         of_field = given.get(key)
         if shape_of(value) is None and of_field is not None:
-            raise ShardingError(f"loader: dims speaks of field {key!r}, which is a {type(value).__name__}\n"
-                                "  remedy: leave it out, or None: what is no array is collected in a list")  # fmt: skip
+            raise ShardingError(f"loader: dims names the field {key!r}, which is a {type(value).__name__}\n"
+                                "  remedy: leave it out, or give None: values that are no arrays are collected in a list")  # fmt: skip
         found.append(None if shape_of(value) is None else along if of_field is None else of_field)
     return found
 
