@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..strides import Stride, Usual, has_idle_strides, usual
-from . import copy_notes, gradient_placements, registry
+from . import copy_notes, gradient_placements, installation
 from .assign import assign
 from .errors import refuse
 from .layout import Layout
@@ -218,5 +218,5 @@ def _by_place(numbers: Sequence[int], operands: Sequence[Operand]) -> Iterator[t
 def copy_of(part: Any, full: DTensor, ways: tuple[copy_notes.Take, copy_notes.PutBack]) -> Any:
     """`part`, a copy of some of `full` that torch takes for a view: what is written into it is put back."""
     if copy_notes.mark(part, full, *ways):
-        registry.guard_writes()
+        installation.guard_writes()
     return part

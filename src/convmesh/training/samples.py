@@ -84,7 +84,7 @@ def dims_of_fields(dims: Any, sample: Any) -> list[Dims | None]:
         of_field = given.get(key)
         if shape_of(value) is None and of_field is not None:
             raise ShardingError(f"loader: dims names the field {key!r}, which is a {type(value).__name__}\n"
-                                "  remedy: leave it out, or give None: values that are no arrays are collected in a list")  # fmt: skip
+                                "  remedy: leave it out, or give None: it is then collected in a list")  # fmt: skip
         found.append(None if shape_of(value) is None else along if of_field is None else of_field)
     return found
 

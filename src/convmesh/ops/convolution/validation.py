@@ -26,7 +26,9 @@ def check_shapes(
                     "give input (N, C, *space) and weight (out, in / groups, *kernel)")  # fmt: skip
     lists = (conv.stride, conv.padding, conv.dilation, conv.output_padding)
     if any(len(values) != spatial for values in lists):
-        raise wrong(f"stride, padding, dilation and output_padding take one number, or {spatial}", f"give 1 or {spatial} numbers")
+        raise wrong(
+            f"stride, padding, dilation and output_padding take one number, or {spatial}", "give as many numbers"
+        )
     if min((*conv.stride, *conv.dilation), default=1) < 1 or min((*conv.padding, *conv.output_padding), default=0) < 0:
         raise wrong("strides and dilations must be positive, paddings not negative", "pad with F.pad to crop")
     _check_channels(conv, input, weight, bias, wrong)

@@ -119,7 +119,7 @@ def _sizes(query: Layout, key: Layout, value: Layout, mask: Layout | None, kept:
         fits = mask.ndim == 4 and all(size in (1, full) for size, full in zip(mask.shape, shape, strict=True))
     if not fits:
         raise Unfit("queries, keys, values and mask do not fit each other",
-                    "give a query (B, H, T, d), key and value (B, H, S, d), all of one dtype, and a mask (B, H, T, S)")  # fmt: skip
+                    "give query (B, H, T, d), key and value (B, H, S, d), of one dtype, mask (B, H, T, S)")  # fmt: skip
     return Sizes(shape, mask, kept)
 
 

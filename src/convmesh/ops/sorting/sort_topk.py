@@ -115,7 +115,10 @@ def _kth(input: DTensor, k: int, dim: int, keepdim: bool) -> tuple[Any, ...]:
     """Return the k-th value of a row that has no other dimensions."""
     if not 0 < k <= input.shape[dim]:
         raise refuse(
-            "kthvalue", f"there is no {k}th smallest of {input.shape[dim]} values", (("input", input),), f"give a k of 1 to {input.shape[dim]}"
+            "kthvalue",
+            f"there is no {k}th smallest of {input.shape[dim]} values",
+            (("input", input),),
+            f"give a k of 1 to {input.shape[dim]}",
         )
     found = (aten.select.int(ranked, dim, k - 1) for ranked in aten.sort.stable(input, stable=True, dim=dim))
     return tuple(aten.unsqueeze.default(one, dim) if keepdim else one for one in found)
