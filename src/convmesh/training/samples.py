@@ -214,8 +214,10 @@ class Regions(Dataset[Any]):
 
 
 def _seen(value: Any) -> int:
-    """A number for some elements of an array that is in memory. A tensor may be a mapped file, of which a rank reads
-    little beside its own region, and of other files nothing."""
+    """Return a checksum of some elements of an array; 0 for files, of which a rank only reads its own region.
+
+    A tensor may be a memory-mapped file: few elements are read beside the region.
+    """
     in_memory = shape_of(value) is not None and kind_of(value) != "file"
     return checksum(some(value, SEEN)) if in_memory else 0
 
