@@ -1,4 +1,4 @@
-"""Prepared calls: what a plan comes to on this rank, with every redistribution, local call and spec made once.
+"""Prepared calls: a plan on this rank, with every redistribution, local call and spec made once.
 
 A rule's planner says where the tensors have to be, what is called with the local tensors, and where the results are
 then (`Call`). The rest is the same for all rules, and for a rank that has nothing or is outside of the mesh.
