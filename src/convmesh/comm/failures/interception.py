@@ -38,8 +38,8 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), 
 class CommunicationError(RuntimeError):
     """A communication failed: a rank has ended, has stopped, or took longer than the timeout.
 
-    The message names the ranks, the mesh dimension, the operator, the line of your code, and the error that was noticed first. It
-    is a `RuntimeError`. End all ranks when it is raised: see [Checkpoints and failures](reliability.md).
+    The message names the ranks, the mesh dimension, the operator, the line of your code, and the error that was noticed
+    first. It is a `RuntimeError`. End all ranks when it is raised: see [Checkpoints and failures](reliability.md).
     """
 
 
