@@ -30,11 +30,9 @@ def equal(operator: _torch.Operator, one: Layout, other: Layout) -> Made:
     wanted = other.placed(layout.placements)
 
     def are_equal(one: DTensor, other: DTensor) -> bool:
-        if layout.shape != wanted.shape:
-            return False
+        if layout.shape != wanted.shape or not layout.present:
+            return layout.shape == wanted.shape
         local, other_local = move(one, layout), move(other, wanted)
-        if not layout.present:
-            return True
         same = torch.tensor(int(local.equal(other_local)), device=local.device)
         return bool(all_reduce(same, layout.mesh, layout.sharded_over(), "min").item())
 
