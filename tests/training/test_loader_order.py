@@ -76,7 +76,8 @@ def check_unseeded(mesh: DeviceMesh, path: Path) -> None:
     """Ranks that read parts of one sample draw one crop, or are told so; others draw what they like."""
     dims = {"data": 0, "h": 2}, None
     rank, column = dist.get_rank(), mesh.get_local_rank("data")
-    with pytest.raises(convmesh.ShardingError, match=r"different values where they should be equal") as caught:
+    told = pytest.raises(convmesh.ShardingError, match=r"different values where they should be equal")
+    with convmesh.enable(check=True), told as caught:  # else only the first calls of a process compare
         list(convmesh.loader(Unseeded(rank), mesh, batch_size=3, dims=dims))
     assert "torch.initial_seed()" in str(caught.value)
     assert len(list(convmesh.loader(Unseeded(column), mesh, batch_size=3, dims=dims))) == 2
