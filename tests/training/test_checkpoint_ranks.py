@@ -1,4 +1,4 @@
-"""Ranks that save and load together: one that fails or dies, in the background, as two jobs, and training that continues."""
+"""Ranks that save and load together: one that fails or dies, in the background, or as two jobs."""
 
 from __future__ import annotations
 
