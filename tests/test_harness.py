@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests import harness
-from tests.harness import Pool, RankDied, RankError, RankHung
+from tests.harness import PATIENCE, Pool, RankDied, RankError, RankHung
 
 # So long that who waits for it never comes to an end.
-DAYS = 1e6
+DAYS = 1e6 / PATIENCE
 
 
 def rank_and_coordinate(mesh: DeviceMesh) -> tuple[int, tuple[int, ...]]:
@@ -190,7 +190,7 @@ def test_a_dying_rank(pool: Pool, by_signal: bool, code: int) -> None:
 
 def test_a_hanging_rank(pool: Pool) -> None:
     assert_works(pool)
-    with pytest.raises(RankHung, match=r"test_harness\.hang: rank 3 had not returned after 3 s") as caught:
+    with pytest.raises(RankHung, match=rf"test_harness\.hang: rank 3 had not returned after {3 * PATIENCE:g} s") as caught:
         pool.run(hang, 3, timeout=3)
     assert caught.value.rank == 3
     assert "in hang" in caught.value.traceback
@@ -202,7 +202,7 @@ def test_a_pool_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "START_SECONDS", 0.01)
     with Pool() as late:
         with pytest.raises(
-            RankHung, match=r"the start of the pool: ranks 0, 1, 2, 3 had not returned after 0\.01 s"
+            RankHung, match=rf"the start of the pool: ranks 0, 1, 2, 3 had not returned after {0.01 * PATIENCE:g} s"
         ) as caught:
             late.run(rank_and_coordinate)
         assert str(caught.value).count("had not begun") == 4
