@@ -190,7 +190,7 @@ def test_a_dying_rank(pool: Pool, by_signal: bool, code: int) -> None:
 
 def test_a_hanging_rank(pool: Pool) -> None:
     assert_works(pool)
-    with pytest.raises(RankHung, match=rf"test_harness\.hang: rank 3 had not returned after {3 * PATIENCE:g} s") as caught:
+    with pytest.raises(RankHung, match=rf"hang: rank 3 had not returned after {3 * PATIENCE:g} s") as caught:
         pool.run(hang, 3, timeout=3)
     assert caught.value.rank == 3
     assert "in hang" in caught.value.traceback
