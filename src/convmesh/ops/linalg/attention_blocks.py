@@ -228,7 +228,7 @@ def _part(tensor: Tensor, tokens: Interval, held: Interval) -> Tensor:
 
 
 def _merge(out: Tensor, total: Tensor, more: Tensor, weight: Tensor) -> None:
-    """Merge weighted means, given the logarithms of their weights, in place; -inf stands for weight zero."""
+    """Weighted means and the logarithms of their weights, in place; -inf is no weight at all."""
     both = torch.logaddexp(total, weight)
     finite = both.masked_fill(both == -inf, 0)
     out.mul_((total - finite).exp_().unsqueeze(-1)).addcmul_(more, (weight - finite).exp_().unsqueeze(-1))
