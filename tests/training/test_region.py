@@ -162,7 +162,7 @@ def check_bad_samples(mesh: DeviceMesh) -> None:
 
     with pytest.raises(convmesh.ShardingError, match=r"sample 1 has shapes \(\(5,\),\), and the first one \(\(4,\),\)"):
         load([torch.zeros(4), torch.zeros(5)], {"h": 1})
-    with pytest.raises(convmesh.ShardingError, match="a sample has 1 arrays, and dims names 2"):
+    with pytest.raises(convmesh.ShardingError, match="a sample has 1 arrays, and dims speaks of 2"):
         load([torch.zeros(4)], [{"h": 1}, {"h": 1}])
     with pytest.raises(convmesh.ShardingError, match="sharded differently along the batch"):
         load([(torch.zeros(4), torch.zeros(4))], [{"data": 0}, {"h": 1}])

@@ -17,7 +17,7 @@ GB, TB, TFLOPS = 10**9, 10**12, 10**12
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two devices: latency in seconds, and bandwidth in bytes per second in one direction."""
+    """Between two devices: seconds before the first byte, and bytes a second in one direction."""
 
     latency: float
     bandwidth: float
@@ -28,21 +28,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """The figures of a device that a plan is made for. Rates are those of the data sheet, without sparsity.
+    """Rates are those of data sheets, dense; `compute_share` and `memory_share` are how much of them programs get.
 
-    Attributes:
-        memory: In bytes.
-        flops: Operations per second, by the name of the dtype.
-        bandwidth: Of the memory, in bytes per second.
-        node: The link between two devices of one node.
-        network: The link between two devices of different nodes.
-        node_ranks: The number of devices of a node.
-        overhead: The least time of an operator, in seconds.
-        compute_share: The fraction of `flops` that programs reach.
-        memory_share: The fraction of `bandwidth` that programs reach.
-        source: Where the figures come from.
-        cores: For a CPU, the cores that the ranks of a node share; 0 if each rank has a device of its own.
-        sums: The link for reductions and gathers, if these take another way than halos.
+    Devices of a node, `node_ranks` of them, are joined by `node`, others by `network`; `sums` is for reductions and
+    gathers, where these go another way than halos. `overhead` is the least that an operator takes, in seconds.
 
     Examples:
         >>> link = convmesh.planner.Link(latency=5e-6, bandwidth=50e9)
@@ -52,7 +41,7 @@ class Device:
 
     name: str
     memory: int
-    flops: Mapping[str, float]
+    flops: Mapping[str, float]  # by the name of the dtype
     bandwidth: float
     node: Link
     network: Link
@@ -61,7 +50,7 @@ class Device:
     compute_share: float = 0.4
     memory_share: float = 0.8
     source: str = ""
-    cores: int = 0
+    cores: int = 0  # of a CPU, which the ranks of a node share; 0 where each rank has a device of its own
     sums: Link | None = None
 
     def sharing(self, ranks: int) -> float:
@@ -142,7 +131,7 @@ def _read(path: Path) -> Device:
 
 def _checked(found: Device, what: str) -> Device:
     if "float32" not in found.flops:
-        raise PlanError(f"{what} has no flops of float32: give the number of operations per second")
+        raise PlanError(f"{what} has no flops of float32: say how many it does a second")
     numbers = [found.memory, found.bandwidth, found.node_ranks, found.compute_share, found.memory_share]
     numbers += [*found.flops.values(), found.node.bandwidth, found.network.bandwidth]
     if not all(isinstance(number, int | float) and number > 0 for number in numbers):

@@ -1,7 +1,7 @@
-"""Entry points of a distributed model: calls and methods of its modules, and methods of the objects they return.
+"""Ways into a distributed model: calls of it and of its submodules, their methods, and those of what they return.
 
-Whatever is called first starts the forward pass: plain inputs are refused, parameters are watched for gradients that
-are Partial(sum), and until it returns, plain tensors that the code creates are constants, the same on every rank.
+However the forward pass is entered, parameters are watched for gradients that are Partial(sum), plain inputs are
+refused, and plain tensors that the code then makes are constants, the same on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAME = "_convmesh"
 
 
 class Entry:
-    """Attached to a distributed module, its submodules and their results: knows whether one of them is being called."""
+    """What a distributed module, its submodules and their results carry: whether one of them is being called."""
 
     def __init__(self, mesh: DeviceMesh, gradients: Gradients):
         self.mesh = mesh
@@ -42,17 +42,15 @@ class Entry:
         self._constants: AbstractContextManager[None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
-        """Copy for a copy of the module. Both share the mesh: a process group cannot be copied."""
+        """For a copy of the module, which is on the same mesh: a process group cannot be copied."""
         if id(self) not in memo:
             memo[id(self)] = Entry(self.mesh, copy.deepcopy(self.gradients))
         copied: Entry = memo[id(self)]
         return copied
 
     def open(self, module: nn.Module) -> None:
-        """Hook all entry points of a module and its submodules.
-
-        A layer of torch creates no constants, and has no method but its call: only its parameters are watched.
-        """
+        """Watch all ways into a module and its submodules. A layer of torch makes no constants, and has no method but
+        its call: only its parameters are watched."""
         self.gradients.watch(own_parameters(module))
         for part in module.modules():
             layer = type(part).__module__.startswith("torch.") and next(part.children(), None) is None
@@ -70,7 +68,7 @@ class Entry:
 
     @_torch.never_alone
     def enter(self, target: Any, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():  # the compiler tells constants by the modules that it traces
+        if torch.compiler.is_compiling():  # which tensors are constants it knows by the modules that it is in
             if not _has_other_parameters(target):
                 _refuse_plain(target, args, kwargs)
             return
@@ -79,7 +77,7 @@ class Entry:
             return
         if isinstance(target, nn.Module):
             if _has_other_parameters(target):
-                return  # they were replaced by this rank's own, for per-sample gradients of its samples
+                return  # a rank's own in their place, for samples of its own
             self.gradients.watch(own_parameters(target))
         if _torch.inside_ddp():
             raise ShardingError(
@@ -92,13 +90,13 @@ class Entry:
 
     @_torch.never_alone
     def enter_part(self, target: Any, args: Any, kwargs: Any) -> None:
-        """Enter a submodule, except in compiled code: its input could be a constant that the model has created."""
+        """Within a compiled call nobody tells a submodule's input from a constant."""
         if not torch.compiler.is_compiling():
             self.enter(target, args, kwargs)
 
     @_torch.never_alone
     def leave(self, target: Any, args: Any, output: Any) -> None:
-        # Another hook may have raised before `enter`; this one is called all the same.
+        # A hook of somebody else may have raised before `enter`, and this is called all the same.
         if torch.compiler.is_compiling() or not self._calls or self._calls[-1] is not target:
             return
         self._calls.pop()
@@ -108,7 +106,8 @@ class Entry:
             self._open_results(output)
 
     def _open_results(self, output: Any) -> None:
-        """Hook the methods of returned objects that hold DTensors, such as an autoencoder's latent distribution."""
+        """Of objects that hold DTensors, such as the distribution of a variational autoencoder's latents, methods may
+        make constants, too."""
         objects = [value for value in tree_iter(output) if _is_object(value)]
         held = [tree_iter(list(vars(value).values())) for value in objects if is_dataclass(value)]
         for value in (*objects, *(value for values in held for value in values if _is_object(value))):
@@ -127,7 +126,7 @@ def entry_of(target: object) -> Entry | None:
 
 
 def _has_other_parameters(module: nn.Module) -> bool:
-    """Whether a module has parameters, and none of them is a DTensor. If any is, it is nearly always the first."""
+    """None of them is a DTensor: where one is, it is nearly always the first."""
     any_at_all = False
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
@@ -149,12 +148,12 @@ def _refuse_plain(target: Any, args: Any, kwargs: Any) -> None:
 
 
 def _innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """Unwrap the transforms of torch.func. dynamo does not show these, so compiled code gets the tensor itself."""
+    """Without the transforms of torch.func around it, of which dynamo shows nothing."""
     return tensor if torch.compiler.is_compiling() else innermost(tensor)
 
 
 def _enter_by_methods(target: Any) -> None:
-    """Replace an object's class by a subclass of the same name, whose methods enter the model that it belongs to."""
+    """Give an object a class of the same name whose methods enter the model that it belongs to."""
     kind: type = type(target)
     if isinstance(target, nn.Module) and kind.__module__.startswith("torch."):
         return
@@ -177,7 +176,7 @@ def _entering(kind: type) -> type:
         return kind
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """Pickle as the original class, which pickle can find. The copy gets such a subclass again."""
+        """By the class that it had, which pickle can find: it enters again where it belongs to a model."""
         make, args, *rest = super(made, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
         return _remade, (make, tuple(kind if value is made else value for value in args)), *rest
 
@@ -206,7 +205,7 @@ def _entering_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _entering_generator(method: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Generator[Any, Any, Any]]:
-    """Enter the model while the generator runs, and leave it at each `yield`."""
+    """It is in the model while it runs, and its user is not."""
 
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
@@ -231,11 +230,8 @@ def _entering_generator(method: Callable[..., Generator[Any, Any, Any]]) -> Call
 
 
 def _enters(target: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call of this method enters the model.
-
-    A module's method that gets plain tensors only may do anything; if these meet the parameters, they are refused
-    there.
-    """
+    """Whether a method computes with DTensors. A module's that gets plain tensors only may be for anything, and where
+    they meet the module's own they are refused."""
     tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return not (isinstance(target, nn.Module) and tensors) or any(isinstance(_innermost(t), DTensor) for t in tensors)
 

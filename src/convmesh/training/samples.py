@@ -70,7 +70,7 @@ def dims_of_fields(dims: Any, sample: Any) -> list[Dims | None]:
     if (by_name and not given.keys() <= set(names or ())) or (not by_name and len(given) != len(values)):
         has = f"the fields {names}" if by_name else f"{len(values)} arrays"
         said = list(given) if by_name else len(given)
-        raise ShardingError(f"loader: a sample has {has}, and dims names {said}\n"
+        raise ShardingError(f"loader: a sample has {has}, and dims speaks of {said}\n"
                             "  remedy: one dict for each array of a sample")  # fmt: skip
     batch = {tuple(name for name, dim in names.items() if dim == 0) for names in given.values() if names is not None}
     if len(batch) > 1:
@@ -83,8 +83,8 @@ def dims_of_fields(dims: Any, sample: Any) -> list[Dims | None]:
     for key, value in zip([0] if names is None else names, values, strict=True):
         of_field = given.get(key)
         if shape_of(value) is None and of_field is not None:
-            raise ShardingError(f"loader: dims names the field {key!r}, which is a {type(value).__name__}\n"
-                                "  remedy: leave it out, or give None: it is then collected in a list")  # fmt: skip
+            raise ShardingError(f"loader: dims speaks of field {key!r}, which is a {type(value).__name__}\n"
+                                "  remedy: leave it out, or None: what is no array is collected in a list")  # fmt: skip
         found.append(None if shape_of(value) is None else along if of_field is None else of_field)
     return found
 
@@ -214,10 +214,8 @@ class Regions(Dataset[Any]):
 
 
 def _seen(value: Any) -> int:
-    """Return a checksum of some elements of an array; 0 for files, of which a rank only reads its own region.
-
-    A tensor may be a memory-mapped file: few elements are read beside the region.
-    """
+    """A number for some elements of an array that is in memory. A tensor may be a mapped file, of which a rank reads
+    little beside its own region, and of other files nothing."""
     in_memory = shape_of(value) is not None and kind_of(value) != "file"
     return checksum(some(value, SEEN)) if in_memory else 0
 
