@@ -53,7 +53,9 @@ def _halves(input: DTensor, dim: int) -> tuple[DTensor, DTensor]:
     return aten.slice.Tensor(input, dim, 0, half), aten.slice.Tensor(input, dim, half, 2 * half)
 
 
-def _check_even(input: Layout, dim: int) -> None:
+def _check(input: Layout, dim: int) -> None:
+    if not -max(1, input.ndim) <= dim < max(1, input.ndim):
+        raise Unfit(f"the input has no dimension {dim}", "give a dimension that it has")
     size = input.shape[dim] if input.shape else 1
     if size % 2:
         raise Unfit(f"dimension {dim} has {size} indices", "give an even number")
@@ -61,7 +63,7 @@ def _check_even(input: Layout, dim: int) -> None:
 
 @plan_rule(aten.glu.default, behaviour=GLU)
 def glu(operator: _torch.Operator, input: Layout, dim: int) -> Made:
-    _check_even(input, dim)
+    _check(input, dim)
     return _glu
 
 
@@ -72,7 +74,7 @@ def _glu(input: DTensor, dim: int) -> Any:
 
 @plan_rule(aten.glu_backward.default, behaviour=GLU)
 def glu_backward(operator: _torch.Operator, gradient: Layout, input: Layout, dim: int) -> Made:
-    _check_even(input, dim)
+    _check(input, dim)
     return _glu_backward
 
 
