@@ -156,9 +156,9 @@ SHARED = {
     "by thread": "tensor_lists._known",
     "the same for all ranks of one machine": "benchmark._fastest choice._when_forgotten rules._known shapes._known",
     "rules, which the first rank installs, and the end of the simulation removes":
-        "registry._rules registry._behaviour registry._composites registry._guards registry._replaced "
-        "registry._switches registry._undo registry._library registration._library view_writeback.watching_reads "
-        "view_writeback._stop_watching copy_notes.anything_noted collectives._kernels "
+        "registry.rules registry._behaviour registry.composites registry.switches installation._guards "
+        "installation._replaced installation._undo installation._library registration._library "
+        "view_writeback.watching_reads view_writeback._stop_watching copy_notes.anything_noted collectives._kernels "
         "collectives.interceptors",
     "not used by simulated ranks: their group compares, and compiled code is not theirs":
         "agreement._timeout agreement._undo tracing._tag order._last order._exchanges",
