@@ -50,7 +50,7 @@ class Found:
 
 
 def _is_of(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Whether it may be a parameter or its gradient: in any order, with merged dimensions, a shard, part of a kernel."""
+    """Whether it may be a parameter or its gradient: in any order, its dimensions merged, or a part."""
     part = len(parameter) > 2 and shape[:2] == parameter[:2] and prod(shape) <= prod(parameter)
     part |= len(parameter) > 2 and shape[2:] == parameter[2:] and prod(shape) == prod(parameter)
     pairs = list(zip(shape, parameter, strict=False))
