@@ -95,7 +95,7 @@ ZOO = [
     Network("diffusers", "Lumina2Transformer2DModel", partial(make, "Lumina2Transformer2DModel", sample_size=24,
             in_channels=4, hidden_size=24, num_layers=1, num_refiner_layers=1, num_attention_heads=2, num_kv_heads=1,
             multiple_of=8, axes_dim_rope=(4, 4, 4), axes_lens=(32, 32, 32), cap_feat_dim=8), (1, 4, 20, 24), IMAGE,
-            with_mask),
+            with_mask, single=True),
     Network("diffusers", "FluxTransformer2DModel", partial(make, "FluxTransformer2DModel", in_channels=4, num_layers=1,
             num_single_layers=1, attention_head_dim=12, num_attention_heads=2, joint_attention_dim=8,
             pooled_projection_dim=8, axes_dims_rope=(4, 4, 4)), (1, 64, 4), (((4,), (1,)), ((3,), (1,))),

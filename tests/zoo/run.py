@@ -50,12 +50,14 @@ class Found:
 
 
 def _is_of(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Whether it may be a parameter or its gradient: in any order, with dimensions merged, or part of a kernel."""
+    """Whether it may be a parameter or its gradient: in any order, its dimensions merged, or a part."""
     part = len(parameter) > 2 and shape[:2] == parameter[:2] and prod(shape) <= prod(parameter)
     part |= len(parameter) > 2 and shape[2:] == parameter[2:] and prod(shape) == prod(parameter)
+    pairs = list(zip(shape, parameter, strict=False))
+    shard = len(shape) == len(parameter) > 1 and sum(a < b for a, b in pairs) <= 1 and all(a <= b for a, b in pairs)
     alike = sorted(size for size in shape if size > 1) == sorted(size for size in parameter if size > 1)
     merged = prod(shape) == prod(parameter) and set(accumulate(shape, mul)) <= {1, *accumulate(parameter, mul)}
-    return part or alike or merged
+    return part or shard or alike or merged
 
 
 # By operator, which argument it may round, and what a number is rounded to.
