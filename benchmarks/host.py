@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_module, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,11 +40,14 @@ CALLS = 20  # of an operator, timed together
 Work = Callable[[], object]
 
 
-def _step(network: Network, mesh: DeviceMesh | None) -> Work:
+def _step(network: Network, mesh: DeviceMesh | None, stock: bool = False) -> Work:
+    """On one device, or on a mesh: sharded over space, or over the batch for stock DTensor."""
     torch.manual_seed(0)
-    model = network.build() if mesh is None else convmesh.distribute(network.build(), mesh)
+    model = network.build()
+    if mesh is not None:
+        model = distribute_module(model, mesh) if stock else convmesh.distribute(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tensors = Tensors(mesh, 2)
+    tensors = Tensors(mesh, 0 if stock else 2)
     x = tensors.sharded(network.shape)
     samples, _, *space = network.shape
     target = tensors.labels(2, (samples, *space) if network.dense else (samples,))
@@ -86,7 +89,12 @@ class CountOperators(TorchDispatchMode):
 
 
 def _count(work: Work) -> tuple[int, int]:
-    """Operators that compute, the compiled ones of norms among them, and the others."""
+    """Operators that compute, the compiled ones of norms among them, and the others. Of the least of three steps: one
+    whose number is a power of two also compares what ranks have."""
+    return min(_count_once(work) for _ in range(3))
+
+
+def _count_once(work: Work) -> tuple[int, int]:
     called, counter = 0, CountOperators()
     call = norms._call
 
@@ -164,8 +172,15 @@ def _networks(mesh: DeviceMesh, rounds: int, chosen: str) -> Iterator[dict[str, 
         if chosen not in network.name:
             continue
         works = {"reference": _step(network, None), "convmesh": _step(network, mesh)}
-        seconds = interleave({name: _steady(work, 2, True) for name, work in works.items()}, rounds)
+        ways = {name: _steady(work, 2, True) for name, work in works.items()}
+        if network.stock:
+            with _stock():
+                ways["stock"] = _steady(_step(network, mesh, stock=True), 2, False)
+        seconds = interleave(ways, rounds)
         counts = {name: _count(work) for name, work in works.items()}
+        if network.stock:
+            of_stock = {"reference": seconds.pop("stock"), "convmesh": seconds["convmesh"]}
+            yield {"name": network.name, "against": "stock", "limit": 1.0, **of_stock}
         yield {"name": network.name, "against": "plain", "limit": STEP_LIMIT, **seconds}
         for number, (what, limit) in enumerate((("operators", OPERATOR_LIMIT), ("views and memory", VIEW_LIMIT))):
             found = {name: counted[number] for name, counted in counts.items()}

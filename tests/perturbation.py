@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter, tree_leaves
 from convmesh import _torch, comm
 from convmesh.comm import agreed_facts
 from convmesh.kernels import library
-from convmesh.sharding import registry
+from convmesh.sharding import installation, registry
 
 
 @dataclass
@@ -53,7 +53,7 @@ def record(program: Callable[[], Any]) -> Record:
         if operator in known:
             made.families.add(known[operator].family)
 
-    ends = [comm.observe(sending), registry.observe(computing)]
+    ends = [comm.observe(sending), installation.observe(computing)]
     try:
         torch.manual_seed(0)
         for result in tree_leaves(program()):
@@ -135,7 +135,7 @@ def perturbed() -> Iterator[None]:
         if dice.random() < 0.1:
             time.sleep(0.002 * dice.random())
 
-    ends = [registry.observe(interfere), comm.observe(dawdle)]
+    ends = [installation.observe(interfere), comm.observe(dawdle)]
     gc.disable()
     try:
         yield

@@ -2,11 +2,9 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests import harness
-from tests.compare import assert_close, same_on_all_ranks
-from tests.harness import Pool, RankDied, RankError, RankHung
+from tests.harness import PATIENCE, Pool, RankDied, RankError, RankHung
 
 # So long that who waits for it never comes to an end.
-DAYS = 1e6
+DAYS = 1e6 / PATIENCE
 
 
 def rank_and_coordinate(mesh: DeviceMesh) -> tuple[int, tuple[int, ...]]:
@@ -193,7 +190,7 @@ def test_a_dying_rank(pool: Pool, by_signal: bool, code: int) -> None:
 
 def test_a_hanging_rank(pool: Pool) -> None:
     assert_works(pool)
-    with pytest.raises(RankHung, match=r"test_harness\.hang: rank 3 had not returned after 3 s") as caught:
+    with pytest.raises(RankHung, match=rf"hang: rank 3 had not returned after {3 * PATIENCE:g} s") as caught:
         pool.run(hang, 3, timeout=3)
     assert caught.value.rank == 3
     assert "in hang" in caught.value.traceback
@@ -205,7 +202,7 @@ def test_a_pool_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "START_SECONDS", 0.01)
     with Pool() as late:
         with pytest.raises(
-            RankHung, match=r"the start of the pool: ranks 0, 1, 2, 3 had not returned after 0\.01 s"
+            RankHung, match=rf"the start of the pool: ranks 0, 1, 2, 3 had not returned after {0.01 * PATIENCE:g} s"
         ) as caught:
             late.run(rank_and_coordinate)
         assert str(caught.value).count("had not begun") == 4
@@ -231,93 +228,3 @@ def test_run_cases_reports_the_case(pool: Pool) -> None:
     assert "ZeroDivisionError" in str(caught.value)
     assert "in case 1: 0" in str(caught.value)
     assert_works(pool)
-
-
-INTERRUPTED_RUN = """
-from tests.harness import Pool
-from tests.test_harness import assert_works, hang
-
-if __name__ == "__main__":
-    with Pool() as pool:
-        assert_works(pool)
-        print("all ranks are running", flush=True)
-        pool.run(hang, 0, mesh=(1,))
-"""
-
-
-def _heed_interrupts() -> None:
-    """Whoever runs the tests in the background of a shell ignores them, and so would everything that is started."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_is_left_when_the_run_is_interrupted(tmp_path: Path, how: signal.Signals) -> None:
-    script = tmp_path / "interrupted_run.py"
-    script.write_text(INTERRUPTED_RUN)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        preexec_fn=_heed_interrupts,
-    ) as run:  # fmt: skip
-        assert run.stdout is not None
-        assert any("all ranks are running" in line for line in run.stdout)
-        run.send_signal(how)
-        # The ranks have inherited this output, so it ends only when the last of them has ended.
-        run.communicate(timeout=30)
-    assert run.returncode != 0
-    if how == signal.SIGINT:
-        assert not list(tmp_path.glob("convmesh-pool-*"))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rounding", "error"),
-    [
-        (torch.float64, 1e-13, 1e-11),
-        (torch.float32, 1e-6, 1e-3),
-        (torch.float16, 1e-3, 1e-1),
-        (torch.bfloat16, 5e-3, 1e-1),
-    ],
-)
-def test_assert_close_tells_rounding_from_error(dtype: torch.dtype, rounding: float, error: float) -> None:
-    expected = torch.linspace(-8, 8, 12, dtype=torch.float64).reshape(3, 4)
-    assert_close((expected * (1 + rounding)).to(dtype), expected)
-    wrong = expected.clone()
-    wrong[1, 2] += 8 * error
-    with pytest.raises(AssertionError, match=r"at \(1, 2\)"):
-        assert_close(wrong.to(dtype), expected)
-
-
-def test_assert_close_at_the_edges() -> None:
-    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0])
-    assert_close(special, special.clone())
-    for index in range(3):
-        wrong = special.clone()
-        wrong[index] = 1.0
-        for pair in ((special, wrong), (wrong, special)):
-            with pytest.raises(AssertionError, match=rf"at \({index},\)"):
-                assert_close(*pair)
-    assert_close(torch.empty(0, 3), torch.empty(0, 3))
-    assert_close(torch.tensor(2.0 + 1j), torch.tensor(2.0 + 1j))
-    assert_close(torch.tensor([1e-9]), torch.tensor([0.0]), scale=1.0)
-    # What is small beside others is compared with itself only if that is asked for.
-    many, wrong = torch.tensor([1.0, 1e-10], dtype=torch.float64), torch.tensor([1.0, 1.001e-10], dtype=torch.float64)
-    assert_close(wrong, many)
-    with pytest.raises(AssertionError, match=r"at \(1,\)"):
-        assert_close(wrong, many, elementwise=True)
-    assert_close(many * (1 + 1e-13), many, elementwise=True)
-    with pytest.raises(AssertionError, match="shape"):
-        assert_close(torch.zeros(1, 3), torch.zeros(3))
-    with pytest.raises(AssertionError, match="allowed 0"):
-        assert_close(torch.tensor([1, 2]), torch.tensor([1, 3]))
-
-
-def test_same_on_all_ranks() -> None:
-    tensor = torch.tensor([1.0, float("nan")])
-    value = {"a": [tensor, 3], "b": None}
-    assert same_on_all_ranks([value, {"a": [tensor.clone(), 3], "b": None}]) is value
-    others: list[Any] = [{"a": [tensor, 3]}, {"a": [tensor], "b": None}, {"a": [tensor + 1, 3], "b": None}, tensor]
-    for other in others:
-        with pytest.raises(AssertionError, match="results 0 and 2 differ"):
-            same_on_all_ranks([value, value, other])
-    with pytest.raises(AssertionError, match="differ"):
-        same_on_all_ranks([torch.zeros(2), torch.zeros(2, dtype=torch.float64)])

@@ -15,8 +15,8 @@ TIER: dict[str, tuple[str, ...]] = {
     ),
     "cli": ("test_cli.py", "test_tier.py"),
     "comm": (
-        "comm/shared_memory", "comm/test_agreed_facts.py", "comm/test_schedule.py", "comm/test_reduce.py",
-        "comm/test_waiting.py",
+        "comm/shared_memory", "comm/test_agreed_facts.py", "comm/test_schedule.py", "comm/test_routed.py",
+        "comm/test_reduce.py", "comm/test_waiting.py",
     ),
     "demo": ("test_demo.py::test_sizes_have_three_digits", "test_demo.py::test_pictures_lie_inside_the_package"),
     "geometry": ("geometry",),

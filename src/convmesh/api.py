@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _torch, batching
 from . import ops as ops  # declares the rules
 from .sharding import dtensor_attributes as dtensor_attributes  # declares what Python sees of a DTensor
-from .sharding import registry
+from .sharding import installation
 from .sharding.debug import agreement
 
 _one_at_a_time = Lock()  # threads may be ranks
@@ -22,7 +22,7 @@ class Enabled:
     """The result of `enable()`. As a context manager it restores the previous state at the end of the block."""
 
     def __init__(self) -> None:
-        self._before = registry.installed()
+        self._before = installation.installed()
         self._checked_before = agreement.checking()
         self._settings_before = batching.settings()
         self._agreed_before = batching.agreed_machine()
@@ -65,8 +65,8 @@ def enable(
             is the timeout of the process group.
         benchmark: Time every algorithm at the first vmapped convolution of each shape, and use the fastest one from
             then on, as `torch.backends.cudnn.benchmark` does. Measurements are kept on disk, by processor, number of
-            threads and version. Without it, convmesh estimates the times on CPUs, and leaves vmapped convolutions on
-            other devices to torch's own rules. For DTensors the first rank measures and all ranks follow. For plain
+            threads and version. Without it, a fixed list of cases decides on CPUs, and torch's own rules compute
+            vmapped convolutions on other devices. For DTensors the first rank measures and all ranks follow. For plain
             tensors in a job of several processes nothing is measured.
         exact: Rule out algorithms for vmapped convolutions that round more than direct convolution does: Winograd's,
             which float32 may use on CPUs otherwise. `torch.use_deterministic_algorithms(True)` does so, too. float64
@@ -94,7 +94,7 @@ def enable(
     _told = True
     with _one_at_a_time:
         state = Enabled()
-        registry.install()
+        installation.install()
         batching.install()
     if check:
         agreement.begin(timeout)
@@ -122,9 +122,9 @@ def disable() -> None:
 
 def enable_unless_told() -> None:
     """Enable the rules for a new sharded tensor unless the program has decided: torch alone is silently wrong."""
-    if not _told and not (registry.installed() and batching.installed()):
+    if not _told and not (installation.installed() and batching.installed()):
         with _one_at_a_time:
-            registry.install()
+            installation.install()
             batching.install()
 
 
@@ -134,4 +134,4 @@ def switch_off() -> None:
     batching.agree(None)
     if not _torch.ranks_are_threads():  # other ranks may be in the middle of a rule
         batching.uninstall()
-        registry.uninstall()
+        installation.uninstall()

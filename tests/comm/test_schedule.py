@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -19,112 +17,17 @@ from convmesh.comm import (
     Block,
     Halo,
     Held,
-    RankLine,
-    Schedule,
-    boxes,
-    broadcast_from_owner,
     count_traffic,
     fetch,
-    flat_ranges,
     give_back,
     halo,
-    owners,
     rank_line,
-    reshard,
-    route_rows,
     start,
 )
-from convmesh.geometry import FlatRanges, Grid, HaloPlan, Interval, Shards, Stripes, volume
+from convmesh.geometry import HaloPlan, Interval, Shards, volume
+from tests.comm.schedules import LINES, MAKERS, Box, Listed
 from tests.compare import assert_close
 from tests.harness import Pool
-
-LINES = [((2,), (0,)), ((4,), (0,)), ((2, 2), (0, 1)), ((2, 2), (1,)), ((4, 1), (0, 1)), ((1, 4), (0, 1))]
-Box = tuple[Interval, ...]
-
-
-@dataclass(frozen=True)
-class Listed:
-    """Needs that are written down for every rank."""
-
-    needed: tuple[tuple[Interval, ...], ...]
-
-    def parts(self, rank: int) -> tuple[Interval, ...]:
-        return self.needed[rank]
-
-    def touching(self, part: Interval) -> Iterable[int]:
-        return range(len(self.needed))
-
-
-@dataclass(frozen=True)
-class Case:
-    """A schedule for one tensor whose boxes are along `dims`, and what this rank owns and needs of it."""
-
-    schedule: Schedule
-    shape: tuple[int, ...]
-    dims: tuple[int, ...]
-    owned: tuple[Box, ...]
-    needed: tuple[Box, ...]
-
-
-def random_halo(rng: random.Random, line: RankLine) -> Case:
-    """Any rank may need anything, in up to two parts, also over the ends."""
-    size = rng.randint(1, 14)
-    needed = []
-    for _ in range(line.size):
-        bounds = sorted(rng.randint(-2, size + 2) for _ in range(4))
-        parts = [Interval(bounds[0], bounds[1]), Interval(bounds[2], bounds[3])]
-        needed.append(tuple(part for part in parts if part))
-    plan = HaloPlan(Shards(size, line.sizes), Listed(tuple(needed)))
-    schedule = halo(line, Halo(0, plan, (Interval(0, size),)))
-    assert schedule.silent == (not any(plan.lacks(rank) for rank in range(line.size)))
-    own, need = plan.owned[line.rank], needed[line.rank]
-    return Case(schedule, (3, size, 2), (1,), ((own,),), tuple((part,) for part in need))
-
-
-def random_broadcast(rng: random.Random, line: RankLine) -> Case:
-    size = rng.randint(1, 9)
-    index = rng.randrange(size)
-    schedule = broadcast_from_owner(line, size, index)
-    own = Shards(size, line.sizes)[line.rank]
-    return Case(schedule, (2, 3, size), (2,), ((own,),), ((Interval(index, index + 1),),))
-
-
-def random_reshard(rng: random.Random, line: RankLine) -> Case:
-    before, after = rng.randint(0, 9), rng.randint(0, 9)
-    owned = (Shards(before, line.sizes)[line.rank], Interval(0, after))
-    needed = (Interval(0, before), Shards(after, line.sizes)[line.rank])
-    return Case(reshard(line, before, after), (after, 2, before), (2, 0), (owned,), (needed,))
-
-
-def random_boxes(rng: random.Random, line: RankLine) -> Case:
-    """Every mesh dimension shards some tensor dimension before and some afterwards, or no longer."""
-    sizes = [rng.randint(0, 7) for _ in range(3)]
-    grids = []
-    for replicates in (False, True):
-        at = [rng.randrange(3 + replicates) for _ in line.sizes]
-        over = tuple(tuple(m for m, dim in enumerate(at) if dim == side) for side in range(3))
-        sides = tuple(Shards(sizes[side], tuple(line.sizes[m] for m in over[side])) for side in range(3))
-        grids.append(Grid(line.sizes, sides, over))
-    owned, needed = grids
-    shape = (sizes[0], 2, sizes[1], sizes[2])
-    return Case(boxes(line, owned, needed), shape, (0, 2, 3), owned.boxes(line.rank), needed.boxes(line.rank))
-
-
-def random_flat_ranges(rng: random.Random, line: RankLine) -> Case:
-    outer, size, inner = (rng.randint(1, 6) for _ in range(3))
-    stripes = Stripes(outer, inner, Shards(size, line.sizes))
-    coarse = rng.choice([n for n in range(1, outer * size * inner + 1) if outer * size * inner % n == 0])
-    ranges = FlatRanges(Shards(coarse, line.sizes), outer * size * inner // coarse, stripes.row)
-    shape = (2, outer, stripes.row, 3)
-    schedule = flat_ranges(line, stripes, ranges)
-    owned, needed = stripes.boxes(line.rank), ranges.boxes(line.rank)
-    if rng.random() < 0.5:
-        return Case(schedule, shape, (1, 2), owned, needed)
-    return Case(schedule.transposed(), shape, (1, 2), needed, owned)
-
-
-Make = Callable[[random.Random, RankLine], Case]
-MAKERS: list[Make] = [random_halo, random_broadcast, random_reshard, random_boxes, random_flat_ranges]
 
 
 def part_of(full: torch.Tensor, dims: tuple[int, ...], box: Box) -> torch.Tensor:
@@ -220,59 +123,6 @@ def origins(node: Node) -> set[Node]:
 def test_exchange_in_a_graph(pool: Pool, mesh: tuple[int, ...], mesh_dims: tuple[int, ...]) -> None:
     cases = [(maker, seed, mesh_dims) for maker in range(len(MAKERS)) for seed in range(4)]
     pool.run_cases(exchange_in_a_graph, cases, mesh=mesh)
-
-
-def route(mesh: DeviceMesh, case: tuple[int, tuple[int, ...]]) -> None:
-    """Rows arrive in the order of their sources, answers where they were asked for, and both are adjoint."""
-    seed, mesh_dims = case
-    line = rank_line(mesh, mesh_dims)
-    rng = random.Random(seed)
-    everyone = [[rng.randrange(line.size) for _ in range(rng.randint(0, 6))] for _ in range(line.size)]
-    rows = [torch.randn(len(to), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + rank))
-            for rank, to in enumerate(everyone)]  # fmt: skip
-    route = route_rows(torch.tensor(everyone[line.rank], dtype=torch.int64), mesh, mesh_dims)
-    arrived = route.send(rows[line.rank])
-    pairs = zip(rows, everyone, strict=True)
-    expected = [row for theirs, to in pairs for row, dst in zip(theirs, to, strict=True) if dst == line.rank]
-    assert torch.equal(arrived, torch.stack(expected) if expected else arrived.new_zeros(0, 3))
-    assert torch.equal(route.send_back(arrived), rows[line.rank])
-    assert route.send(rows[line.rank][:, :0]).shape == (len(expected), 0)
-    y = torch.randn(arrived.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed - line.rank))
-    both = torch.stack([(arrived * y).sum(), (rows[line.rank] * route.send_back(y)).sum()])
-    for group in line.groups:
-        torch.distributed.all_reduce(both, group=group)
-    assert_close(both[0], both[1], scale=100.0)
-
-
-@pytest.mark.parametrize(("mesh", "mesh_dims"), LINES)
-def test_rows_are_routed_and_answered(pool: Pool, mesh: tuple[int, ...], mesh_dims: tuple[int, ...]) -> None:
-    pool.run_cases(route, [(seed, mesh_dims) for seed in range(100, 120)], mesh=mesh)
-
-
-def lose(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> str:
-    line = rank_line(mesh, mesh_dims)
-    with pytest.raises(IndexError) as caught:
-        route_rows(torch.tensor([0, line.size if line.rank == line.size - 1 else 0]), mesh, mesh_dims)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("mesh", "mesh_dims"), [((4,), (0,)), ((2, 2), (0, 1))])
-def test_a_row_that_goes_nowhere_raises_on_all_ranks(
-    pool: Pool, mesh: tuple[int, ...], mesh_dims: tuple[int, ...]
-) -> None:
-    assert set(pool.run(lose, mesh_dims, mesh=mesh)) == {"1 indices are out of range"}
-
-
-@pytest.mark.parametrize("mesh_sizes", [(1,), (3,), (7,), (2, 3), (3, 2), (2, 2, 2)])
-def test_owners_are_found_by_arithmetic(mesh_sizes: tuple[int, ...]) -> None:
-    for size in range(23):
-        shards = Shards(size, mesh_sizes)
-        rank, start, length = owners(torch.arange(-1, size + 2), shards)
-        assert rank[[0, -2, -1]].tolist() == [-1, -1, -1]
-        for index in range(size):
-            part = shards[int(rank[index + 1])]
-            assert index in part
-            assert (part.start, len(part)) == (int(start[index + 1]), int(length[index + 1]))
 
 
 def read_corners(mesh: DeviceMesh) -> Any:

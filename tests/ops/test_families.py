@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import convmesh
 from convmesh import _torch
-from convmesh.sharding import registry
+from convmesh.sharding import installation, registry
 from tests.compare import assert_close
 from tests.harness import Pool
 from tests.ops.families import ALL_FUNCTIONS, Example
@@ -23,7 +23,7 @@ def check(mesh: DeviceMesh, name: str) -> set[str]:
             ran.add(known[operator].family)
 
     with convmesh.enable():
-        end = registry.observe(computing)
+        end = installation.observe(computing)
         try:
             placed = example.placed(mesh)
             actual = example.function(*placed)

@@ -72,6 +72,15 @@ def test_what_is_slow(report: Report) -> None:
     assert not report.wrong, "who is slow is not wrong"
 
 
+def test_of_many_links_those_that_tell_something_are_shown(report: Report) -> None:
+    assert report.shown_links() == report.links
+    report.links = [Link((one, one + 1), one % 8 == 7, 1e-5, 1e9 * (100 + one)) for one in range(63)]
+    report.links[5] = Link((5, 6), False, 1e-4, 1e9)
+    shown = [link.ranks[0] for link in report.shown_links()]
+    assert shown == [5, 7, 30, 31, 55, 62]
+    assert "6 of 63" in page(report, show(report, Console(quiet=True)))
+
+
 def test_a_laptop_is_told_why_it_is_slow(report: Report) -> None:
     report.topology = replace(report.topology, hosts=(0, 0, 0, 0), cores=(2, 2, 2, 2))
     report.overlap = Overlap(2.0, 2.0, 3.9)

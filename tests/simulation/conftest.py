@@ -25,7 +25,7 @@ def _nothing_is_left() -> Any:
         return [
             dist.is_initialized(), dict(module._world.pg_map), module._world, module._backend, sys.excepthook,
             dict(dist.Backend._plugins), environment, torch.get_num_threads(),
-            convmesh.api.registry.installed(), convmesh.batching.installed(), torch.get_default_dtype(),
+            convmesh.api.installation.installed(), convmesh.batching.installed(), torch.get_default_dtype(),
             [getattr(owner, name) for owner, name in process_state.PER_RANK[:2]],
             {thread.name for thread in threading.enumerate() if thread.name.startswith("convmesh")},
         ]  # fmt: skip

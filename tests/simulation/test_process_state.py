@@ -101,6 +101,18 @@ def test_what_a_process_has_once_each_rank_has() -> None:
     assert before == (list(warnings.filters), sys.stdout)
 
 
+def test_warnings_that_a_rank_records_are_its_own() -> None:
+    def warned(mesh: DeviceMesh) -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            dist.barrier()
+            warnings.warn(f"of rank {dist.get_rank()}", stacklevel=2)
+            dist.barrier()
+        return [str(one.message) for one in seen]
+
+    assert convmesh.simulate(warned, 3) == [["of rank 0"], ["of rank 1"], ["of rank 2"]]
+
+
 def test_one_simulation_at_a_time_and_what_makes_no_mesh() -> None:
     with pytest.raises(RuntimeError, match="another simulation"):
         convmesh.simulate(lambda mesh: convmesh.simulate(lambda _: None, 2), 2)
@@ -144,9 +156,9 @@ SHARED = {
     "by thread": "tensor_lists._known",
     "the same for all ranks of one machine": "benchmark._fastest choice._when_forgotten rules._known shapes._known",
     "rules, which the first rank installs, and the end of the simulation removes":
-        "registry._rules registry._behaviour registry._composites registry._guards registry._replaced "
-        "registry._switches registry._undo registry._library registration._library view_writeback.watching_reads "
-        "view_writeback._stop_watching copy_notes.anything_noted collectives._kernels "
+        "registry.rules registry._behaviour registry.composites registry.switches installation._guards "
+        "installation._replaced installation._undo installation._library registration._library "
+        "view_writeback.watching_reads view_writeback._stop_watching copy_notes.anything_noted collectives._kernels "
         "collectives.interceptors",
     "not used by simulated ranks: their group compares, and compiled code is not theirs":
         "agreement._timeout agreement._undo tracing._tag order._last order._exchanges",

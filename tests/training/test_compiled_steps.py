@@ -43,6 +43,7 @@ NETWORKS: dict[Callable[[], nn.Module], tuple[int, ...]] = {
 
 class Training:
     def __init__(self, mesh: DeviceMesh, build: Callable[[], nn.Module], shape: tuple[int, ...]):
+        torch._dynamo.reset()  # what it has seen of other networks makes sizes symbols
         convmesh.enable()
         warnings.simplefilter("ignore")  # a compiler imports what is deprecated
         torch.manual_seed(0)

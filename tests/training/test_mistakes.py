@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import convmesh
 from convmesh import api
 from convmesh.comm.agreed_facts import asked_anew
-from convmesh.sharding import registry
+from convmesh.sharding import installation
 from convmesh.training import same_data
 from tests.harness import Pool
 
@@ -121,7 +121,7 @@ def test_a_sharded_tensor_brings_the_rules_unless_they_were_switched_off(monkeyp
     monkeypatch.setattr(api, "_told", False)
     for _ in range(2):  # the end of a simulation does not count as a decision
         convmesh.simulate(forgotten, (3,), ("data",))
-        assert not registry.installed()
+        assert not installation.installed()
     convmesh.disable()
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         convmesh.simulate(forgotten, (3,), ("data",))

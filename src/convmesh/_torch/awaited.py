@@ -55,27 +55,32 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be given to the backend as it is, without torch's dispatcher in between."""
-    is_raw = tensor.dtype in SENT and not (tensor.is_meta or tensor.is_neg())
-    return is_raw and bool(interceptors) and not watched(tensor) and not tracing()
+    # Whoever looks on also sees a tensor of a class of its own, so that this comes first.
+    return (
+        not watched(tensor)
+        and bool(interceptors)
+        and tensor.dtype in SENT
+        and not (tensor.is_meta or tensor.is_neg() or tracing())
+    )
 
 
 def _at_once(operator: Operator, begin: Callable[..., Begun], tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     """A collective of a group as the last argument, started and awaited."""
-    (around, awaiting), works = interceptors[-1], []
+    around, awaiting = interceptors[-1]
+    work: dist.Work | None = None
 
     def run() -> torch.Tensor:
+        nonlocal work
         result, work = begin(tensor, *args)
-        works.append(work)
         return result
 
     def arrive() -> None:
-        for work in works:
-            if work is not None:
-                if operator is ALL_TO_ALL and tensor.is_cpu:
-                    stay_awake(work)
-                work.wait()
+        if work is not None:
+            if operator is ALL_TO_ALL and tensor.is_cpu:
+                stay_awake(work)
+            work.wait()
 
-    result: torch.Tensor = around(operator, (tensor, *args[:-1], args[-1].group_name), run)
+    result: torch.Tensor = around(operator, (tensor, *args), run)
     awaiting(result, arrive)
     return result
 

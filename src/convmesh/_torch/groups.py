@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,30 +25,36 @@ def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
     return found
 
 
-_backends: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+def _once_for_each(find: Callable[[dist.ProcessGroup], bool]) -> Callable[[dist.ProcessGroup], bool]:
+    """Keep what is found of a group as long as that lives."""
+    known: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+
+    @wraps(find)
+    def look_up(group: dist.ProcessGroup) -> bool:
+        found = known.get(group)
+        if found is None:
+            found = known[group] = find(group)
+        return found
+
+    return look_up
 
 
-def _backend_for_cpus(group: dist.ProcessGroup) -> str:
-    """The name of the backend for CPU tensors, "" if there is none.
+@_once_for_each
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether a group's messages between CPUs go through gloo, and not through MPI or a fake backend.
 
     `dist.get_backend` does not tell: its name is "undefined" if no backend was given, a list if each device has one,
     and that of all threads where these are ranks.
     """
-    found = _backends.get(group)
-    if found is None:
-        cpu = torch.device("cpu")
-        found = _backends[group] = group._get_backend(cpu).name() if cpu in group._device_types else ""
-    return found
+    cpu = torch.device("cpu")
+    return cpu in group._device_types and bool(group._get_backend(cpu).name() == "gloo")
 
 
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether a group's messages between CPUs go through gloo, and not through MPI or a fake backend."""
-    return _backend_for_cpus(group) == "gloo"
-
-
+@_once_for_each
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Whether a group only pretends to communicate: one rank of a large mesh, for tests and planning."""
-    return _backend_for_cpus(group) == "fake"
+    names = {group._get_backend(kind).name() for kind in group._device_types}  # each device may have one of its own
+    return names == {"fake"} if names else dist.get_backend(group) == "fake"
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str | None = None) -> timedelta:

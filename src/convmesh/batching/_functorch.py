@@ -1,4 +1,4 @@
-"""The only file of this package that uses private names of torch: functorch's levels, and what a tensor really is."""
+"""functorch's levels and wrappers: the only file of this package that uses private names of torch."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ _ALL_TRANSFORMS = _BATCHED | torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTo
 
 
 class Nature(Enum):
-    """What lies under the mapped dimension, and so what an algorithm may do with it."""
+    """The kind of tensor under vmap, which decides what an algorithm may do with it."""
 
-    PLAIN = "plain"  # ordinary storage, nobody watches: anything goes
-    TRACED = "traced"  # torch.compile records a graph: anything goes, too
-    TRACKED = "tracked"  # autograd watches: no writing in place, and nothing large to keep for backward
-    SHARDED = "sharded"  # DTensors that nobody watches: anything goes with their parts
-    # A watched DTensor, another subclass, another level of vmap, or values that are not what memory holds: only what
-    # dispatches further.
+    PLAIN = "plain"  # ordinary storage, no dispatch mode: any algorithm
+    TRACED = "traced"  # torch.compile records a graph: any algorithm, too
+    TRACKED = "tracked"  # autograd records: no writing in place, no large tensors kept for backward
+    SHARDED = "sharded"  # DTensors without a dispatch mode: any algorithm on local tensors
+    # A DTensor under a dispatch mode, another subclass, another level of vmap, or a lazy conjugate: only algorithms of
+    # dispatched operators.
     OPAQUE = "opaque"
 
 
 def current_level() -> int:
-    """The level of the innermost transform; a batching rule runs only where there is one."""
+    """Return the level of the innermost transform, in which a batching rule runs."""
     level = _functorch.maybe_current_level()
     if level is None:
         raise RuntimeError("a batching rule was called outside of torch.func.vmap")
@@ -65,7 +65,7 @@ def current_level() -> int:
 
 
 def unwrap(tensor: Tensor, level: int) -> tuple[Tensor, int | None]:
-    """The physical tensor and where its mapped dimension is; None where `level` does not map it."""
+    """Return the physical tensor and its mapped dimension, None if `level` does not map it."""
     return _functorch._unwrap_batched(tensor, level)
 
 
@@ -74,23 +74,23 @@ def wrap(tensor: Tensor, dim: int | None, level: int) -> Tensor:
 
 
 def innermost(tensor: Tensor) -> Tensor:
-    """What all transforms of torch.func have wrapped."""
+    """Return the tensor that all transforms of torch.func have wrapped."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor under the levels of gradients. Under another level of vmap its dimensions would not be these."""
+    """Return the tensor without levels of gradients. Levels of vmap stay: its dimensions would be others without."""
     while _functorch.is_gradtrackingtensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
 def below_vmap(nature: Nature) -> AbstractContextManager[None]:
-    """Operators called in here see the levels below the current one.
+    """Context manager in which operators run below the current level.
 
-    Nothing below has a stake in plain tensors: they may pass every level at once, which is cheaper.
+    Plain tensors may skip all levels at once, which is cheaper: no other level has wrapped them.
     """
     return cast(
         AbstractContextManager[None],
@@ -99,14 +99,14 @@ def below_vmap(nature: Nature) -> AbstractContextManager[None]:
 
 
 def is_watched() -> bool:
-    """Whether somebody looks at what operators run, such as a counter of their arithmetic."""
+    """Whether a dispatch mode sees the operators that run, such as `FlopCounterMode`."""
     return bool(torch._C._len_torch_dispatch_stack() > 0)
 
 
 def plain(*operands: tuple[Tensor, int | None] | None) -> Hashable:
-    """How plain tensors lie and which of their dimensions are mapped, by the quickest test.
+    """Return a key of plain tensors: shapes, strides, mapped dimensions. The quickest test.
 
-    None if some are not plain, or somebody watches; it may also be None for plain ones.
+    None if any is not plain, or a dispatch mode is active; it may also be None for plain ones.
     """
     if forward_ad._current_level >= 0 or is_watched():
         return None
@@ -125,7 +125,7 @@ def plain(*operands: tuple[Tensor, int | None] | None) -> Hashable:
 
 
 def nature_of(*tensors: Tensor) -> Nature:
-    """The most restricted nature among the tensors."""
+    """Return the most restrictive nature of the tensors."""
     natures = {_nature(tensor) for tensor in tensors}
     if Nature.SHARDED in natures:
         return Nature.SHARDED if len(natures) == 1 else Nature.OPAQUE

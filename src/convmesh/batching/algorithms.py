@@ -1,8 +1,7 @@
-"""The ways to compute a mapped contraction, behind one interface: the folds, and the loop. `patches` and `direct` have
-the rest.
+"""Algorithms for vmapped contractions behind one interface: folding into one convolution, and a loop over samples.
 
-Everything here reaches its result through aten's own convolution, reshape and movedim alone, so that it also
-works where the mapped values are DTensors or mapped once more.
+The algorithms of this file use only aten's convolution, reshape and movedim, so they also work for DTensors and nested
+vmaps. Others are in `patches.py` and `direct.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from .folding import Mapped, Operand, fold, unfold_from, unfold_result
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """What a choice goes by beside the call: what the machine has, or all those have that must choose alike.
+    """The facts about a machine that a choice depends on, or the common facts of all ranks that must choose alike.
 
-    Asked when it is needed: to see whether there are kernels of our own may mean to compile them.
+    They are asked for only when needed: finding out whether there are compiled kernels may compile them.
     """
 
     has_kernels: Callable[[], bool]
@@ -35,7 +34,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Task:
-    """A contraction over `batch` samples, with all that the choice of an algorithm may depend on."""
+    """A contraction for `batch` samples, with everything that the choice of an algorithm may depend on."""
 
     contraction: Contraction
     batch: int
@@ -67,16 +66,16 @@ class Task:
 
     @cached_property
     def prepared(self) -> dict[Any, Any]:
-        """What an algorithm has made once for this task."""
+        """What algorithms have prepared for this task."""
         return {}
 
     @property
     def may_write(self) -> bool:
-        """Whether results may be written into a tensor made beforehand."""
+        """Whether results may be written into a preallocated tensor."""
         return self.nature in (Nature.PLAIN, Nature.TRACED)
 
     def opaque(self, batch: int, mapped: tuple[bool, bool]) -> Task:
-        """The same for so many samples, by what dispatches further alone."""
+        """Return the same task for another number of samples, restricted to algorithms of dispatched operators."""
         return replace(self, batch=batch, mapped=mapped, nature=Nature.OPAQUE)
 
 
@@ -89,11 +88,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def run(self, task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
-        """The contraction of every sample. The bias, if any, is that of a forward operator."""
+        """Return the contraction of each sample. A bias is only given for forward operators."""
 
 
 class Fold(Algorithm):
-    """One operand is mapped: B joins the size which that operand shares with the result."""
+    """One operand is mapped: B is merged into the dimension that this operand shares with the result."""
 
     is_torchs_own = True
 
@@ -120,7 +119,7 @@ class Fold(Algorithm):
 
 
 class FoldGroups(Algorithm):
-    """Both operands are mapped: every sample is a group (or several) of one convolution."""
+    """Both operands are mapped: each sample becomes one or more groups of one convolution."""
 
     name = "fold-groups"
     is_torchs_own = True
@@ -136,7 +135,7 @@ class FoldGroups(Algorithm):
 
 
 class Loop(Algorithm):
-    """One sample after the other, each by the stock operator."""
+    """One sample after the other, each with torch's operator."""
 
     name = "loop"
 
@@ -158,19 +157,19 @@ class Loop(Algorithm):
 
 
 def shared_letter(task: Task) -> str:
-    """The size that the only mapped operand shares with the result."""
+    """Return the dimension that the only mapped operand shares with the result."""
     role = FACTORS[task.contraction.wanted][task.mapped.index(True)]
     (letter,) = set(role.value) & set(task.contraction.wanted.value)
     return letter
 
 
 def spread(bias: Mapped, batch: int) -> Mapped:
-    """[O] or [B O] -> [B O]"""
+    """`[O] or [B O] -> [B O]`"""
     return Mapped(bias.value.expand(batch, -1), 0) if bias.dim is None else Mapped(bias.in_front, 0)
 
 
 def add_bias(result: Mapped, bias: Mapped) -> Mapped:
-    """[B N O *] [B O] -> [B N O *], for a result that may be the same for all samples."""
+    """`[B N O *] [B O] -> [B N O *]`; the result may have no B, and is then the same for all samples."""
     value = result.value.unsqueeze(0) if result.dim is None else result.in_front
     biases = bias.in_front.unsqueeze(1)
     return Mapped(value + biases.reshape(*biases.shape, *[1] * (value.ndim - 3)), 0)

@@ -1,4 +1,4 @@
-"""What the clock says of algorithms: measured once for a shape, and kept on disk by processor, threads and version."""
+"""Timing algorithms: once for each shape, kept on disk by processor, number of threads and version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _fastest: dict[tuple[int, str], str] = {}
 
 
 def fastest(task: Task, usable: Sequence[Algorithm], operands: Sequence[Any]) -> str:
-    """Its name, a space, and the times; from the disk where it was measured before with the same algorithms."""
+    """Return the fastest algorithm's name, a space, and the times; from disk if they were measured before."""
     names = ",".join(each.name for each in usable)
     what = f"{task.contraction} {task.batch} {task.mapped} {task.lies_folded} {task.dtype}"
     key, threads = f"{what} by {_device(task.device)} with {names}", task.threads
@@ -40,22 +40,22 @@ def fastest(task: Task, usable: Sequence[Algorithm], operands: Sequence[Any]) ->
 
 
 def _device(kind: str) -> str:
-    """A model's name, where the processor's is not the one that counts."""
+    """Return the model of an accelerator, else the device type: the file is one of this processor already."""
     name = getattr(torch.get_device_module(kind), "get_device_name", None) if kind != "cpu" else None
     return kind if name is None else str(name())
 
 
 def forget() -> None:
-    """What this process knows; what is on the disk stays."""
+    """Drop what this process has measured; the file stays."""
     _fastest.clear()
 
 
 def interleaved(
     candidates: Mapping[Candidate, Callable[[], object]], device: str, budget: float = 0.1
 ) -> dict[Candidate, float]:
-    """The least time of each candidate: what disturbs a machine only ever adds. They take turns.
+    """Return the minimum time of each candidate: disturbances only add time. Candidates take turns.
 
-    Who is far behind after two rounds is not timed again: how far does not matter.
+    Candidates that are far slower after two rounds are not timed again.
     """
     times: dict[Candidate, list[float]] = {each: [] for each in candidates}
     racing, rounds, done = set(candidates), 2, 0

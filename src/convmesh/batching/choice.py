@@ -1,4 +1,4 @@
-"""Which algorithm a task gets, and why."""
+"""The choice of an algorithm for a task, with its reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger("convmesh.batching")
 
 @dataclass(frozen=True)
 class Settings:
-    """What `enable` was asked for, and what `force` was."""
+    """The settings made by `enable` and `force`."""
 
     benchmark: bool = False
     exact: bool = False
@@ -38,7 +38,7 @@ class Settings:
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing may round more than the definition of a convolution does."""
+        """Whether algorithms that round more than direct convolution are ruled out."""
         return self.exact or torch.are_deterministic_algorithms_enabled()
 
 
@@ -78,9 +78,10 @@ def _described(task: Task) -> str:
 
 
 def choose(task: Task, *operands: Any, ranks: Ranks | None = None) -> Decision:
-    """The algorithm for a task; said to the debug log and to `explain`. `operands` are there to be tried with.
+    """Return the algorithm for a task, and report it to the debug log and to `explain`.
 
-    `ranks` are those that have parts of the same call. What is chosen once stays: a call gives the same bits again.
+    A benchmark runs on `operands`. `ranks` are those that compute parts of the same call. The choice is kept: the same
+    call gives the same bits.
     """
     decision = _forced(task) if _settings.forced else _measured(task, operands, ranks) if _settings.benchmark else None
     if decision is None:
@@ -95,7 +96,7 @@ def choose(task: Task, *operands: Any, ranks: Ranks | None = None) -> Decision:
 
 @lru_cache(maxsize=4096)
 def _listed(task: Task) -> Decision:
-    """By the list: `quickest` says why. Without kernels of our own, and on other devices than CPUs, as torch does."""
+    """Choose by the list in `quickest.py`; torch's own algorithm without compiled kernels and on other devices."""
     usable = {each.name: each for each in _usable(task)}
     fold = next(iter(usable.values()))
     if task.nature is Nature.OPAQUE:
@@ -113,10 +114,10 @@ def _usable(task: Task) -> list[Algorithm]:
 
 
 def _measured(task: Task, operands: tuple[Any, ...], ranks: Ranks | None) -> Decision | None:
-    """By the clock, at the first call with such a task on such a machine, if `enable(benchmark=True)` asks for it.
+    """Choose by timing, at the first call with such a task, for `enable(benchmark=True)`.
 
-    Ranks with parts of one call take what is fastest for the first of them. Of a plain tensor other ranks know
-    nothing: only a process that is alone may go by its clock.
+    Ranks that compute parts of one call take what is fastest on the first of them. Plain tensors are only timed in jobs
+    of one process, since other ranks might choose differently.
     """
     if not operands or (ranks is None and task.machine is not OWN):
         return None
@@ -132,13 +133,13 @@ def _measured(task: Task, operands: tuple[Any, ...], ranks: Ranks | None) -> Dec
 
 
 def attend(ranks: Ranks, task: Task) -> None:
-    """On a rank that has no sample to choose for: be there where `choose` asks the first rank."""
+    """Take part in the communication of `choose` on a rank that has no samples."""
     if _settings.benchmark and not _settings.forced:
         ranks.by_the_first(str, task.dtype)
 
 
 def is_watched() -> bool:
-    """Whether each choice is to be made anew, by force, or told to somebody."""
+    """Whether choices must not be skipped: an algorithm is forced, or someone listens to them."""
     return bool(_settings.forced) or bool(listeners) or log.isEnabledFor(logging.DEBUG)
 
 
@@ -154,14 +155,14 @@ def _forced(task: Task) -> Decision:
 
 
 def _is_static(task: Task) -> bool:
-    """Symbolic sizes have no value to estimate with, and asking for one would tie a compiled graph to it."""
+    """Whether all sizes are numbers: asking for a symbolic one would specialise a compiled graph."""
     product = task.contraction
     sizes = (task.batch, *product.image, *product.kernel, *product.response)
     return all(isinstance(size, int) for size in sizes)
 
 
 def forget() -> None:
-    """Drop remembered choices, after what machines have or a limit has changed."""
+    """Drop remembered choices, after a setting or a fact about machines has changed."""
     _listed.cache_clear()
     benchmark.forget()
     for reaction in _when_forgotten:
@@ -169,13 +170,13 @@ def forget() -> None:
 
 
 def when_forgotten(reaction: Callable[[], None]) -> None:
-    """Have something done whenever remembered choices are dropped."""
+    """Register a function to be called when remembered choices are dropped."""
     _when_forgotten.append(reaction)
 
 
 @contextmanager
 def force(*names: str) -> Iterator[None]:
-    """Take the first of these algorithms that applies; a ValueError where none does. For tests, and for doubts."""
+    """Use the first of these algorithms that applies; raise a ValueError if none does. For tests and debugging."""
     known = [algorithm.name for algorithm in ALGORITHMS]
     for name in names:
         if name not in known:

@@ -30,7 +30,7 @@ from ._functorch import innermost, unwrapped
 
 
 class Role(Enum):
-    """The value names the first two axes; the spatial ones follow."""
+    """An operand of the form. The value names its first two axes; spatial ones follow."""
 
     IMAGE = "NC"
     KERNEL = "OC"
@@ -71,7 +71,7 @@ class Contraction:
         return self.response[0] * prod(self.kernel) * prod(self.response[2:])
 
     def with_groups(self, factor: int) -> Contraction:
-        """`factor` of these side by side as one grouped convolution."""
+        """Return `factor` of these as one grouped convolution."""
         (n, c, *image), (o, *kernel), (_, _, *response) = self.image, self.kernel, self.response
         return Contraction(
             self.wanted,
@@ -90,7 +90,7 @@ class Contraction:
         return Contraction(self.wanted, self.geometry, (n, c, *image), (o, c_kernel, *kernel), (n, o, *response))
 
     def __call__(self, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
-        """By the stock operator. `first` and `second` are in the order of `FACTORS`."""
+        """Compute it with torch's operator. `first` and `second` are in the order of `FACTORS`."""
         geometry = self.geometry.arguments
         if self.is_forward:
             return _convolution(first, second, bias, *geometry)
@@ -109,9 +109,9 @@ _backward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten.convolution_backwa
 
 
 def _placeholder(like: Tensor, shape: Shape, groups: int) -> Tensor:
-    """Stands for the operand whose gradient is asked for: the operator reads its shape, never its values.
+    """Return a placeholder for the operand whose gradient is wanted: torch's operator reads only its shape.
 
-    A DTensor's gradient gets its placements: so it has those of the other activation.
+    A gradient that is a DTensor gets its placements, so it has those of the other activation.
     """
     sharded = unwrapped(like)
     if not isinstance(sharded, DTensor):

@@ -1,7 +1,6 @@
-"""All samples by a kernel of our own: operands are read as they lie, and nothing but the result is written.
+"""All samples with a compiled kernel for CPUs, which reads operands with any strides, and writes only the result.
 
-For CPUs. What is plain to it is which numbers a product reads; so it has no layouts to go through, and small
-convolutions cost no more than their arithmetic.
+It reorders no operands, so small convolutions cost little more than their arithmetic.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ LANES = 16  # of the longest vectors, which channels fill up
 
 
 class Prepared(NamedTuple):
-    """For operands that lie as some did before: which of them have to be copied, and the kernel."""
+    """Prepared for operands with known strides: which have to be copied, and the kernel."""
 
     copies: tuple[bool, bool]
     compute: kernels.Prepared
@@ -40,7 +39,7 @@ class Direct(Algorithm):
         return plain and fits and self.workspace(task) <= WORKSPACE_LIMIT and task.machine.has_kernels()
 
     def workspace(self, task: Task) -> int:
-        """Bytes for each thread: an image with what is around it, and columns of the other operand, packed."""
+        """Return the bytes per thread: a padded image, and packed columns of the other operand."""
         product = task.contraction
         sizes = zip(product.image[2:], product.geometry.padding, product.kernel[2:], strict=True)
         image = prod(size + 2 * padding + taps for size, padding, taps in sizes)
@@ -86,10 +85,10 @@ class Direct(Algorithm):
 
 
 class Winograd(Direct):
-    """With fewer multiplications, for 3 x 3 taps that take no steps; a third dimension in front may have any taps.
+    """Winograd's algorithm, for 3 x 3 kernels with stride 1; in 3-d, the first dimension may have any kernel size.
 
-    Rounding is that of numbers of about twice the size, and what reads an infinite number may be none: for float32
-    alone, and not where a result has to be exact.
+    It needs fewer multiplications, but has about twice the rounding error, and gives NaN where direct convolution gives
+    an infinite value. So it is for float32 only, and not used with `exact`.
     """
 
     name = "winograd"
@@ -99,7 +98,7 @@ class Winograd(Direct):
         return usable and super().applies(task) and self._numbers(task) <= NUMBERS_LIMIT
 
     def _numbers(self, task: Task) -> int:
-        """Bytes of what one image is transformed into."""
+        """Return the bytes of one transformed image."""
         product = task.contraction
         channels = max(product.image[1], product.response[1]) // product.geometry.groups
         channels = -(-channels // LANES) * LANES
@@ -127,7 +126,7 @@ def _is_winograds(task: Task) -> bool:
 
 
 def _as_one_sample(steps: kernels.Steps) -> kernels.Steps:
-    """[B N ...] -> [1 (B N) ...], where kernels are the same and images lie evenly: they are read once for all then."""
+    """`[B N ...] -> [1 (B N) ...]` if kernels are the same for all samples: they are then read only once."""
     image, kernel, response, bias = steps
     even = all(each.shape[1] == 1 or each.stride(0) == each.shape[1] * each.stride(1) for each in (image, response))
     if not even:
@@ -137,7 +136,7 @@ def _as_one_sample(steps: kernels.Steps) -> kernels.Steps:
 
 
 def _is_readable(operand: Operand) -> bool:
-    """Whether numbers follow each other along the dimensions that are read in one go."""
+    """Whether a tensor is contiguous along the dimensions that are read as vectors."""
     value, outer = (operand.in_front(), 1) if operand.is_mapped else (operand.value, 0)
     outer += 1 if operand.role is Role.KERNEL else 2
     return value[(0,) * outer].is_contiguous()

@@ -19,7 +19,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Dec
 
     Returns:
         One decision for each vmapped convolution. `str(decision)` is a line of text: the product, its sizes, the
-        algorithm, and the estimated or measured times.
+        algorithm, and the reason.
 
     Raises:
         Exception: Whatever `function` raises.

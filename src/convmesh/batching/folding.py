@@ -1,4 +1,4 @@
-"""Merging the mapped dimension B into another dimension of an operand, and taking it out of a result again."""
+"""Merging the mapped dimension B into another dimension of an operand, and splitting it from a result again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .contraction import Role
 
 
 class Mapped(NamedTuple):
-    """A tensor, and which of its dimensions vmap maps; None if it is the same for all samples."""
+    """A tensor and its mapped dimension; None if it is the same for all samples."""
 
     value: Tensor
     dim: int | None
@@ -33,11 +33,11 @@ class Mapped(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks the mapped dimension is sharded."""
+        """Return the number of ranks over which the mapped dimension is sharded."""
         return 1 if self.dim is None else prod(self._cut_over(self.dim))
 
     def _cut_over(self, dim: int) -> list[int]:
-        """The sizes of the mesh dimensions over which a dimension of the values is sharded."""
+        """Return the sizes of the mesh dimensions over which a dimension is sharded."""
         value = unwrapped(self.value)
         if not isinstance(value, DTensor):
             return []
@@ -50,7 +50,7 @@ class Mapped(NamedTuple):
 
 
 class Operand:
-    """One factor of a contraction. Folded forms are kept: two gradients of one call share them."""
+    """One factor of a contraction. Folded forms are cached, since the two gradients of a call share them."""
 
     def __init__(self, role: Role, mapped: Mapped) -> None:
         self.role = role
@@ -66,22 +66,22 @@ class Operand:
         return self.mapped.value
 
     def in_front(self) -> Tensor:
-        """[B ...]"""
+        """Return `[B ...]`."""
         return self._keep("front", lambda: self.mapped.in_front)
 
     def into(self, letter: str, groups: int) -> Tensor:
-        """B folded into the axis N, C or O."""
+        """Return the values with B folded into the axis N, C or O."""
         if not self.is_mapped or letter not in self.role.value:
             return self.value
         axis_and_groups = _axis_and_groups(self.role, letter, groups)
         return self._keep(letter, lambda: fold(self.mapped, *axis_and_groups, self.goes_behind(letter)))
 
     def goes_behind(self, letter: str) -> bool:
-        """Whether B goes behind N when it is folded into it: where N is sharded, only its front can stay so."""
+        """Whether B is folded behind N: if N is sharded, it has to be the outer one to stay sharded."""
         return letter == "N" and self.is_mapped and self.mapped.is_sharded_along(0)
 
     def into_groups(self) -> Tensor:
-        """(B g ...) along the channels."""
+        """Return the values with `(B g ...)` along the channels."""
         return self._keep("groups", lambda: fold(self.mapped, self.role.channels, 1))
 
     def _keep(self, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -91,7 +91,7 @@ class Operand:
 
 
 def fold(mapped: Mapped, axis: int, groups: int, behind: bool = False) -> Tensor:
-    """[B .. (g a) ..] -> [.. (g B a) ..]; without groups that is [.. (B a) ..], or [(N B) ..] with B behind N."""
+    """`[B .. (g a) ..] -> [.. (g B a) ..]`; without groups `[.. (B a) ..]`, or `[(N B) ..]` with B behind N."""
     assert mapped.dim is not None
     if behind:
         return _merge(mapped.value.movedim(mapped.dim, 1), 0, 2)
@@ -102,7 +102,7 @@ def fold(mapped: Mapped, axis: int, groups: int, behind: bool = False) -> Tensor
 
 
 def unfold_result(result: Tensor, axis: int, groups: int, batch: int, behind: bool = False) -> Mapped:
-    """[.. (g B a) ..] -> [.. B (g a) ..], in place where there is one group, else with B in front."""
+    """`[.. (g B a) ..] -> [.. B (g a) ..]`, as a view if there is one group, else with B in front."""
     if behind:
         return Mapped(_split(result, 0, (result.shape[0] // batch, -1)), 1)
     if groups == 1:
@@ -116,7 +116,7 @@ def unfold_from(result: Tensor, role: Role, letter: str, groups: int, batch: int
 
 
 def _axis_and_groups(role: Role, letter: str, groups: int) -> tuple[int, int]:
-    """Where the letter is, and how many groups stand before it: N knows no groups, nor does C of the kernel."""
+    """Return the axis of a dimension, and its number of groups: N has none, nor does C of the kernel."""
     axis = role.value.index(letter)
     return axis, groups if axis == role.channels else 1
 
@@ -133,7 +133,7 @@ def _merge(tensor: Tensor, axis: int, count: int) -> Tensor:
 
 
 def _split(tensor: Tensor, axis: int, sizes: tuple[int, ...]) -> Tensor:
-    """The last of `sizes` is -1; worked out by hand, because torch cannot where another size is 0."""
+    """Split a dimension. The last of `sizes` is -1; torch cannot infer it if another size is 0."""
     known = 1
     for size in sizes[:-1]:
         known = known * size

@@ -1,9 +1,9 @@
-"""The machines that choose algorithms: this one; those of a mesh, once they have agreed; and any machine at all.
+"""The facts that algorithms are chosen by: those of this machine, those that the ranks of a mesh agreed on, or none.
 
-Ranks that choose each for itself get results that differ in their last bits where they should be replicated. So a
-process that is alone goes by all it knows. Ranks of a mesh go by what they have agreed upon, at the first call in which
-all of them take part. And a rank that computes with plain tensors, which it may do alone, goes by what every rank knows
-without asking, unless all of them agreed on more beforehand (`agree`).
+If ranks chose each for itself, replicated results would differ in the last bits. So a job of one process uses all that
+it knows about its machine. Ranks of a mesh use what they have agreed on, in the first call in which all take part. For
+plain tensors, which a rank may use alone, only facts that hold everywhere count, unless all ranks have called `agree`
+before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _agreed_for_plain: Machine | None = None
 
 
 def of_plain_tensors() -> Machine:
-    """By which this rank chooses for tensors that it alone knows of: nothing may be asked here."""
+    """Return the facts for plain tensors, for which no other rank can be asked."""
     if _agreed_for_plain is not None:
         return _agreed_for_plain
     return ANY if dist.is_initialized() and dist.get_world_size() > 1 else OWN
@@ -42,19 +42,19 @@ def agreed_machine() -> Machine | None:
 
 
 def agree(machine: Machine | None) -> None:
-    """Choose by this one for plain tensors from now on, if any: all ranks that have to choose alike do this."""
+    """Use these facts for plain tensors from now on. All ranks that must choose alike call this."""
     global _agreed_for_plain
     _agreed_for_plain = machine
 
 
 def machine_of(mesh: DeviceMesh) -> Machine:
-    """What its ranks have alike. Each of them makes this call."""
+    """Return the facts that all ranks of a mesh share. All of them must call this."""
     return Ranks(mesh, together=True).machine()
 
 
 @contextmanager
 def agreed_on(mesh: DeviceMesh, placements: Sequence[Placement]) -> Iterator[None]:
-    """Plain tensors in here are local tensors of a batch on `mesh`: all its ranks choose alike for them."""
+    """Context manager for plain tensors that are local tensors on `mesh`: all its ranks choose alike for them."""
     before = agreed_machine()
     agree(Ranks.that_share(mesh, placements).machine())
     try:
@@ -65,7 +65,7 @@ def agreed_on(mesh: DeviceMesh, placements: Sequence[Placement]) -> Iterator[Non
 
 @dataclass(frozen=True)
 class Ranks:
-    """Those that compute one call on a mesh; `together` if it is certain that each of them does."""
+    """The ranks that compute one call on a mesh; `together` if it is certain that all of them do."""
 
     mesh: DeviceMesh
     together: bool
@@ -73,11 +73,11 @@ class Ranks:
 
     @classmethod
     def that_share(cls, mesh: DeviceMesh, placements: Sequence[Placement], call: Hashable = None) -> Ranks:
-        """What is replicated a rank may use alone."""
+        """Return the ranks of a call on these operands. Only some ranks may use a replicated operand."""
         return cls(mesh, any(placement != Replicate() for placement in placements), call)
 
     def machine(self) -> Machine:
-        """What they have alike: kernels, which are for CPUs, if all have the same."""
+        """Return the facts that they share: compiled kernels, for CPUs, if all have the same ones."""
         asked = self.mesh, self.together
         if self.mesh.device_type not in kernels.COMPILED_FOR or not agreed("kernels", kernels.available, *asked):
             return ANY
@@ -86,7 +86,7 @@ class Ranks:
         return WITH_KERNELS if alike else ANY
 
     def by_the_first(self, say: Callable[[], str], dtype: str) -> str | None:
-        """What the first rank says about this call. The others are not asked, and None is said where nobody is."""
+        """Return the first rank's answer about this call, on all ranks; None if not all of them take part."""
         with _torch.no_modes():
             is_first = dist.get_rank() == self.mesh.mesh.min().item()
         about = f"mapped convolution {self.call} of {dtype}"

@@ -1,4 +1,4 @@
-"""An image laid out as patches, one column for each place of the kernel: products of matrices make gradients of them.
+"""im2col: the image as a matrix of patches, so that weight gradients are matrix products.
 
 With P [B g, (c k), (N l)],
     [B g, o, (N l)] [B g, (N l), (c k)] -> [B g, o, (c k)]     the kernel
@@ -24,7 +24,7 @@ WORKSPACE_LIMIT = 128 * 2**20
 
 
 class View:
-    """The sizes of a task, and its tensors seen as matrices."""
+    """The sizes of a task, and its tensors as matrices."""
 
     def __init__(self, task: Task) -> None:
         product = task.contraction
@@ -36,11 +36,11 @@ class View:
         self.taps, self.places = prod(kernel), self.N * prod(self.response)
 
     def response_matrix(self, response: Tensor) -> Tensor:
-        """[B N (g o) *] -> [B g, o, (N l)]"""
+        """`[B N (g o) *] -> [B g, o, (N l)]`"""
         return contiguous(response.transpose(1, 2)).view(-1, self.o, self.places)
 
     def patches(self, image: Tensor) -> Tensor:
-        """[B N C *] -> [B g, (c k), (N l)]"""
+        """`[B N C *] -> [B g, (c k), (N l)]`"""
         padded = self._padded(image)
         batch, channels, number, *space = padded.stride()
         taps = [step * dilation for step, dilation in zip(space, self.geometry.dilation, strict=True)]
@@ -53,7 +53,7 @@ class View:
         return contiguous(overlapping).view(-1, self.c * self.taps, self.places)
 
     def _padded(self, image: Tensor) -> Tensor:
-        """[B N C *] -> [B C N *], with the padding around it"""
+        """`[B N C *] -> [B C N *]`, padded."""
         image = image.transpose(1, 2)
         if not any(self.geometry.padding):
             return image
@@ -61,9 +61,9 @@ class View:
 
 
 class Unfold(Algorithm):
-    """Gradients of kernels: lay out patches, a bounded number of samples at a time, and multiply.
+    """Weight gradients: unfold patches, a bounded number of samples at a time, and multiply.
 
-    For devices that have no kernels of our own, if a benchmark finds it faster there.
+    For devices without compiled kernels, if a benchmark finds it faster there.
     """
 
     name = "unfold"

@@ -1,4 +1,4 @@
-"""Which products a mapped operator asks for, from how its operands lie: integers alone."""
+"""Which products a vmapped operator needs, computed from shapes and strides alone."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Arguments = tuple[Shape, Shape, Shape, bool, Shape, int]
 
 
 class OddError(Exception):
-    """torch computes it, but not with the shapes of a convolution: as without channels, or with no image at all."""
+    """torch accepts the call, but the result is not that of a convolution, for example without channels."""
 
 
 class Circumstances(NamedTuple):
-    """What a choice depends on beside shapes."""
+    """What a choice depends on besides shapes."""
 
     nature: Nature
     dtype: torch.dtype
@@ -43,7 +43,7 @@ def circumstances_of(nature: Nature, value: Tensor, machine: Machine | None = No
 
 
 def forward_task(x: Mapped, w: Mapped, b: Mapped | None, arguments: Arguments, around: Circumstances) -> Task:
-    """The product that a forward operator computes; a RuntimeError where shapes do not fit, as torch says."""
+    """Return the product that a forward operator computes; raise torch's RuntimeError if shapes do not fit."""
     geometry = Convolution.of(len(w.sample_shape) - 2, *arguments)
     output = _output_shape(x, w, b, geometry)
     image, response = (output, x.sample_shape) if geometry.transposed else (x.sample_shape, output)
@@ -53,7 +53,7 @@ def forward_task(x: Mapped, w: Mapped, b: Mapped | None, arguments: Arguments, a
 
 
 def backward_tasks(g: Mapped, x: Mapped, w: Mapped, arguments: Arguments, around: Circumstances) -> tuple[Task, Task]:
-    """The products that are the gradients of the input and of the weight."""
+    """Return the products that compute the gradients of input and weight."""
     geometry = Convolution.of(len(w.sample_shape) - 2, *arguments)
     output = _output_shape(x, w, None, geometry)
     if g.sample_shape != output or not _alike(g, x):
@@ -70,7 +70,7 @@ def backward_tasks(g: Mapped, x: Mapped, w: Mapped, arguments: Arguments, around
 
 
 def task_of(contraction: Contraction, batch: int, first: Operand, second: Operand, machine: Machine) -> Task:
-    """Of operands that are not DTensors."""
+    """Return the task for operands that are not DTensors."""
     around = circumstances_of(nature_of(first.value, second.value), first.value, machine)
     return _task(contraction, batch, (first.mapped, second.mapped), around)
 
@@ -86,7 +86,7 @@ def _task(contraction: Contraction, batch: int, factors: tuple[Mapped, Mapped], 
 
 
 def _lies_folded(operand: Mapped, role: Role) -> bool:
-    """Whether it is an activation in memory as [N B ...]: folds take that as it is."""
+    """Whether an activation is stored as `[N B ...]`, which can be folded without a copy."""
     if operand.dim is None or role is Role.KERNEL or operand.sample_shape[0] == 1:
         return False
     return operand.value.stride(operand.dim) < operand.value.stride(1 if operand.dim == 0 else 0)
@@ -97,7 +97,7 @@ def _batch_size(*operands: Mapped | None) -> int:
 
 
 def _output_shape(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> Shape:
-    """The shape of one sample's output; what does not fit gets torch's own words for that sample."""
+    """Return the shape of one sample's output; if shapes do not fit, raise torch's error for that sample."""
     image, kernel = x.sample_shape, w.sample_shape
     if len(image) == len(kernel) == len(geometry.stride) + 2:
         inside = kernel[1] * geometry.groups
@@ -115,13 +115,13 @@ def _output_shape(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution)
 
 
 def _alike(*operands: Mapped | None) -> bool:
-    """Of one dtype and device: kernels of our own would not see that they are not."""
+    """Check that operands have one dtype and device: compiled kernels would not notice."""
     values = [each.value for each in operands if each is not None]
     return all(each.dtype == values[0].dtype and each.device == values[0].device for each in values[1:])
 
 
 def _complaint(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> str:
-    """What torch says when it is given one sample."""
+    """Return torch's error message for one sample."""
     try:
         _by_torch(x, w, b, geometry)
     except (RuntimeError, IndexError, ValueError) as error:
@@ -130,7 +130,7 @@ def _complaint(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) ->
 
 
 def _by_torch(x: Mapped, w: Mapped, b: Mapped | None, geometry: Convolution) -> Tensor:
-    """What torch makes of one sample, of any numbers."""
+    """Run torch's operator on one sample with arbitrary values."""
     one_x, one_w, one_b = (None if each is None else _one_sample(each) for each in (x, w, b))
     result: Tensor = torch.ops.aten.convolution.default(one_x, one_w, one_b, *geometry.arguments)
     return result

@@ -1,7 +1,7 @@
-"""Which algorithm is the quickest on CPUs: a list of cases, of which the first that fits counts.
+"""The fastest algorithm on CPUs, by a list of cases, the first of which that fits decides.
 
-It was made from the times of layers that the benchmarks do not have, for all products and ways of mapping them, with
-vectors of 512 and of 256 bits. `enable(benchmark=True)` measures instead.
+The list was made from times of layers that are not in the benchmarks, for all products and all combinations of mapped
+operands, with vectors of 512 and 256 bits. `enable(benchmark=True)` measures instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FEW_PLACES = 48
 
 
 def quickest(task: Task, fold: str, winograd: bool) -> tuple[str, str]:
-    """The name of the algorithm, and why; `winograd` says whether that applies."""
+    """Return the name of the algorithm, and the reason; `winograd` says whether Winograd's algorithm applies."""
     product, wanted = task.contraction, task.contraction.wanted
     (outputs, c, *taps), groups = product.kernel, product.geometry.groups
     if task.is_empty or task.batch == 1:

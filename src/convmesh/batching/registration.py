@@ -1,4 +1,4 @@
-"""Putting the rules in place of torch's own, and taking them out again."""
+"""Registering the batching rules in place of torch's own, and removing them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """From now on `torch.func.vmap` over convolutions takes the rules of this package. Twice is as good as once."""
+    """Let `torch.func.vmap` over convolutions use the rules of this package. Does nothing if it does so already."""
     global _library
     with _lock:
         if _library is not None:
@@ -46,7 +46,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Back to torch's own rules, and no memory kept for the next results."""
+    """Restore torch's own rules, and free the memory that is kept for results."""
     global _library
     with _lock:
         if _library is not None:

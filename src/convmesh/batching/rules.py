@@ -1,10 +1,10 @@
 """The batching rules of convolution, from the call to the result: rule -> operands -> choice -> run -> wrap.
 
 In the comments B is the mapped dimension, `*` the spatial ones; a transposed convolution has the weight [C O/g *].
-Where B ends up in memory is up to the algorithm. `stock` is torch's own rule, for what it does as well as anyone.
+Where B is in memory is up to the algorithm. `stock` is torch's own rule, which some calls are left to.
 
-A call of plain tensors that is like one before is one look-up: between two operators that stream through megabytes
-nothing of Python is left in a processor's caches, and a few dozen microseconds of it become a few hundred.
+A known call of plain tensors is one look-up: between two operators that stream through megabytes, Python's own data is
+evicted from the processor's caches, and a few dozen microseconds of it become a few hundred.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STAND_IN = 2**20
 
 
 class Product(NamedTuple):
-    """One of the products that a call asks for, and how it is computed, where that is known beforehand."""
+    """One of the products that a call needs, and the decision how to compute it, if already made."""
 
     task: Task
     decision: Decision | None
@@ -150,7 +150,7 @@ def convolution_backward(
 
 
 def with_indices_of_its_own(stock: Stock, keys: Keys, *args: Any) -> Any:
-    """An operator whose batching rule counts samples or classes: beside DTensors alone, what it makes are constants."""
+    """Run an operator whose batching rule creates indices; beside DTensors, these are constants."""
     if all(isinstance(innermost(each), DTensor) for each in args if isinstance(each, Tensor)):
         with constants_allowed():
             return stock(keys, *args)
@@ -160,7 +160,7 @@ def with_indices_of_its_own(stock: Stock, keys: Keys, *args: Any) -> Any:
 def _operands(
     first: Tensor, second: Tensor, third: Tensor | None, arguments: Hashable
 ) -> tuple[Mapped, Mapped, Mapped | None, Hashable, int]:
-    """What is under the innermost vmap, and its level; for plain tensors also all that a choice depends on."""
+    """Return the operands under the innermost vmap, the key of the call (for plain tensors), and the level."""
     level = current_level()
     a, b = Mapped(*unwrap(first, level)), Mapped(*unwrap(second, level))
     c = None if third is None else Mapped(*unwrap(third, level))
@@ -189,14 +189,14 @@ def _left_to_torch(product: Product, all_mapped: bool) -> Product:
 
 
 def _decision(task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Decision | None:
-    """How plain tensors are multiplied, if there is anything to be chosen. Others are looked into first."""
+    """Return the decision for plain tensors; None if there is nothing to choose, or for other tensors."""
     if task.nature is not Nature.PLAIN or task.batch == 0 or not (first.is_mapped or second.is_mapped):
         return None
     return choose(task, first, second, bias)
 
 
 def _contract(task: Task, decision: Decision | None, first: Operand, second: Operand, bias: Mapped | None) -> Mapped:
-    """By the algorithm that suits. Gradients of what is not mapped depend on no sample, and are computed once."""
+    """Compute a product with the algorithm chosen. If no operand is mapped, it is computed once."""
     if decision is not None:
         return decision.algorithm.run(task, first, second, bias)
     if not first.is_mapped and not second.is_mapped:
@@ -221,7 +221,7 @@ def _run(task: Task, first: Operand, second: Operand, bias: Mapped | None) -> Ma
 def _compute(
     contraction: Contraction, batch: int, first: Operand, second: Operand, bias: Mapped | None, ranks: Ranks
 ) -> Mapped:
-    """Of local parts of DTensors."""
+    """Compute a product of local tensors of DTensors."""
     task = task_of(contraction, batch, first, second, ranks.machine())
     if batch == 0:
         choice.attend(ranks, task)
@@ -230,7 +230,7 @@ def _compute(
 
 
 def _nothing(contraction: Contraction, first: Operand, second: Operand) -> Mapped:
-    """The result for no samples at all: empty, and yet a function of its operands."""
+    """Return the result for a batch of no samples: empty, but differentiable."""
     empty = first.value.new_empty((0, *contraction.shape(contraction.wanted)))
     # Of one dimension: an outer map of no samples at all cannot multiply tensors of none.
     return Mapped(empty * first.value.sum().reshape(1) * second.value.sum().reshape(1), 0)

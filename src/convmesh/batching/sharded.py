@@ -1,7 +1,7 @@
-"""Mapped contractions of DTensors.
+"""Vmapped contractions of DTensors.
 
-Where only mapped and batch dimensions are sharded and nobody watches, every rank computes its own samples, by
-whatever algorithm suits them. All else is folded, and the rules of the folded convolution exchange what they must.
+If only mapped and batch dimensions are sharded, every rank computes its own samples, with any algorithm. Otherwise they
+are folded into one convolution, whose rules make the necessary exchanges.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Compute = Callable[[Contraction, int, Operand, Operand, Mapped | None, Ranks], M
 def by_own_samples(
     product: Contraction, batch: int, first: Operand, second: Operand, bias: Mapped | None, compute: Compute
 ) -> Mapped | None:
-    """By `compute` on local tensors; None where these do not have samples as a whole."""
+    """Run `compute` on local tensors; None if a sample is not on one rank."""
     operands: list[tuple[Role | None, Mapped]] = [(first.role, first.mapped), (second.role, second.mapped)]
     operands += [] if bias is None else [(None, bias)]
     specs = [_torch.spec_of(cast(DTensor, mapped.value)) for _, mapped in operands]
@@ -54,7 +54,7 @@ def by_own_samples(
 def _placed(
     wanted: Role, operands: Sequence[tuple[Role | None, Mapped]], placements: Sequence[Placement]
 ) -> Placement | None:
-    """The placement of the result [B ...] along a mesh dimension, if each rank computes with its local tensors."""
+    """Return the placement of the result `[B ...]` over a mesh dimension, if ranks compute with local tensors."""
     if all(placement == Replicate() for placement in placements):
         return Replicate()
     samples = [Replicate() if mapped.dim is None else Shard(mapped.dim) for _, mapped in operands]
@@ -67,7 +67,7 @@ def _placed(
 
 
 def _has_N(role: Role | None) -> bool:  # noqa: N802
-    """Whether it is an image or a response; a kernel has no batch, and a bias (None) neither."""
+    """Whether an operand has a batch dimension N: images and responses have, a kernel or bias (None) has not."""
     return role is not None and "N" in role.value
 
 
@@ -78,11 +78,10 @@ def _with_batch(product: Contraction, N: int) -> Contraction:
 def expressible(
     product: Contraction, batch: int, first: Operand, second: Operand, bias: Mapped | None
 ) -> tuple[int, Operand, Operand, Mapped | None]:
-    """The same contraction, over perhaps more samples, so that whatever it folds is still plainly sharded.
+    """Return an equivalent contraction whose folded dimensions are still plain shards, perhaps with more samples.
 
-    Shards of unequal sizes cannot be merged with what stands behind them: samples of zeros fill them up, at the end of
-    each, where nothing is communicated. What one operand alone cannot be folded into goes with the groups, of which the
-    other operand has a copy for each sample.
+    Uneven shards cannot be merged with an inner dimension: they are filled up with samples of zeros, locally. If one
+    operand alone cannot be folded, samples become groups, and the other operand is repeated for each sample.
     """
     mapped = [operand for operand in (first, second) if operand.is_mapped]
     if len(mapped) == 1 and _merges_behind(product, mapped[0]):
@@ -96,7 +95,7 @@ def expressible(
 
 
 def _merges_behind(product: Contraction, operand: Operand) -> bool:
-    """Whether the sharded mapped dimension would have to go behind another one: behind groups, or a sharded batch."""
+    """Whether a sharded mapped dimension would become an inner one: behind groups, or a sharded batch."""
     (letter,) = set(operand.role.value) & set(product.wanted.value)
     behind = operand.mapped.is_sharded_along(0) if letter == "N" else product.geometry.groups > 1
     return operand.mapped.ranks > 1 and behind

@@ -40,7 +40,7 @@ def agreed(fact: str, holds: Callable[[], bool], mesh: DeviceMesh | None, togeth
 
 
 class Agreed:
-    """`agreed` on one mesh, for who asks on every call: what was agreed upon is kept."""
+    """`agreed` on one mesh, for callers that ask on every call: caches the answer."""
 
     def __init__(self, fact: str, holds: Callable[[], bool], mesh: DeviceMesh):
         self._asked = fact, lambda: str(holds()), mesh

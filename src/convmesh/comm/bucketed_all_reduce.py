@@ -70,7 +70,9 @@ class Summation:
         local = term.local
         key = (id(term.mesh), term.mesh_dims, local.dtype, local.device)
         size = local.numel() * local.element_size()
-        bucket = self._open.setdefault(key, _Bucket())
+        bucket = self._open.get(key)
+        if bucket is None:
+            bucket = self._open[key] = _Bucket()
         if bucket.terms and bucket.bytes + size > self.bucket_bytes:
             self._send(bucket)
             bucket = self._open[key] = _Bucket()

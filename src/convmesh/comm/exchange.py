@@ -21,7 +21,7 @@ from .wire import Wire
 
 @dataclass
 class Pending:
-    """An exchange under way."""
+    """An exchange that has been started."""
 
     schedule: Schedule
     tensors: int
@@ -29,8 +29,10 @@ class Pending:
     wire: Wire | None = None
 
     def finish(self, accumulate: Sequence[Held] = ()) -> list[list[Block]]:
-        """For every tensor that was given to `start`, the blocks that came in for it; they are added to `accumulate`,
-        if that is given, which has a place for all of them."""
+        """Wait for the exchange, and return the blocks received for each tensor given to `start`.
+
+        They are also added to the tensors of `accumulate`, which have blocks that contain them.
+        """
         blocks: list[list[Block]] = [[] for _ in range(self.tensors)]
         if self.arriving is None or self.wire is None:
             return blocks
@@ -64,14 +66,14 @@ def start(schedule: Schedule, tensors: Sequence[Held]) -> Pending:
 
 
 def exchange_rows(schedule: RowSchedule, rows: torch.Tensor) -> torch.Tensor:
-    """Send rows, which are in the order of where they go, as they are; what came in is in the order of the ranks."""
+    """Send rows, which are sorted by destination rank; return the received ones, sorted by source rank."""
     received = _torch.wait(schedule.wire(prod(rows.shape[1:])).send(rows.reshape(-1)))
     # Rows of nothing are counted too: a rank may hold none of what they have along a sharded dimension.
     return received.view(sum(schedule.received), *rows.shape[1:])
 
 
 def joined(pieces: list[torch.Tensor], like: torch.Tensor, alike: bool = False) -> torch.Tensor:
-    """The elements of all pieces in a row, each in its own order; `alike` says that they have the same shape."""
+    """Concatenate the elements of all pieces; `alike` says that they have the same shape."""
     if len(pieces) == 1:
         # What goes to one rank only is sent as it is, which may be a part of another tensor.
         return pieces[0].contiguous().view(-1)
@@ -93,7 +95,7 @@ def fetch(schedule: Schedule, tensor: torch.Tensor, dims: tuple[int, ...], owned
 
 
 def give_back(schedule: Schedule, gradients: Held, owned: Box) -> torch.Tensor:
-    """The adjoint of an exchange of one tensor: owners add up what was made of what they sent.
+    """The adjoint of `fetch`: return what this rank owns of the sum of all ranks' `gradients`.
 
     `gradients` has a block for every index that this rank needed, also of those that it owns.
     """

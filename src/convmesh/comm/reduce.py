@@ -84,7 +84,7 @@ def sum_over(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch
 
 
 def _goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether every rank sends its tensor to every other, and each reduces all of them by itself, in the same order."""
+    """Whether an all-gather replaces the all-reduce: each rank then reduces all tensors itself, in the same order."""
     if not _torch.is_gloo(group) or not tensor.is_cpu or _torch.tracing():
         return False
     size = tensor.numel() * tensor.element_size() * group.size()
@@ -94,7 +94,7 @@ def _goes_at_once(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _tell_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Start to send this rank's tensor to every other; return a function that waits for [rank, *tensor.shape]."""
+    """Start an all-gather; return a function that waits for `[rank, *tensor.shape]`."""
     ranks, count = group.size(), tensor.numel()
     messages = tensor.reshape(1, count).expand(ranks, count).reshape(-1)
     arriving = _torch.all_to_all(messages, [count] * ranks, [count] * ranks, group)

@@ -1,8 +1,8 @@
-"""What local tensors are computed with: torch's operators, and faster ways for a device (`backend.py`).
+"""Computations on local tensors: torch's operators, and faster implementations for some devices (`backend.py`).
 
-For CPUs some of these are in C++, which is compiled on the machine that it runs on, when first needed: convolutions of
-many samples at once (libraries for neural networks are made for few large ones, and lay out the operands of small ones
-anew, copy them together, or wait between them), and the passes over memory that a norm needs.
+For CPUs some are in C++, compiled on the machine when first needed: vmapped convolutions (libraries for neural networks
+are made for a few large convolutions; for many small ones they reorder or concatenate the operands, or synchronize
+between them), and the passes over memory that a norm needs.
 """
 
 from . import batch_norm_cpu as batch_norm_cpu

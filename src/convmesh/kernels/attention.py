@@ -1,8 +1,6 @@
-"""Attention of some queries to some keys, with what is needed to put such blocks together: the logarithm of the sum of
-the exponentials of a query's scores.
+"""Attention of a block of queries to a block of keys. Also returns the logsumexp of the scores, to combine blocks.
 
-torch's fused kernels return it, and make no scores. Elsewhere a block's scores are made, which are queries times keys
-of that block.
+torch's fused kernels return it without storing the scores. Other implementations store the scores of one block.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def has_rules_of_torch(device: torch.device) -> bool:
-    """Whether DTensor itself knows the fused kernels of a device. Of that for CPUs it does not."""
+    """Whether DTensor has rules for the fused kernels of a device. It has none for those of CPUs."""
     return device.type not in _AS_CPUS
 
 
 def sums_in(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype blocks are added up."""
+    """Return the dtype in which blocks are accumulated."""
     return torch.float32 if dtype in _HALVES else dtype
 
 
@@ -36,10 +34,10 @@ def sums_in(dtype: torch.dtype) -> torch.dtype:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """[B H T d] [B K S d] [B K S e] -> [B H T e], [B H T]: heads in groups that share one of the K of keys and values
+    """`[B H T d] [B K S d] [B K S e] -> [B H T e] [B H T]`: output and logsumexp; H / K heads share keys and values.
 
-    `bias` is added to the scores, and `kept` multiplies the weights, which dropout has made zeros and more than ones.
-    A query that sees no key gives zeros, and -inf for the logarithm.
+    `bias` is added to the scores. The weights are multiplied by `kept`, the scaled mask of dropout. For a query that
+    may attend to no key, the output is zero and the logsumexp -inf.
     """
     key, value = _for_each(query, key), _for_each(query, value)
     scores = _scores(query, key, bias, causal, scale)
@@ -54,7 +52,7 @@ def attend_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, bias: Tensor | None,
     kept: Tensor | None, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value. `out` and `total` are of all keys, and finite."""
+    """Return the gradients of query, key and value; `out` and `total` (logsumexp) are over all keys, and finite."""
     shared, (key, value) = key.shape[-3], (_for_each(query, key), _for_each(query, value))
     weights = (_scores(query, key, bias, causal, scale) - total.unsqueeze(-1)).exp()
     by_weight = gradient @ value.transpose(-2, -1)
@@ -67,7 +65,7 @@ def attend_backward(
 
 
 def _for_each(query: Tensor, shared: Tensor) -> Tensor:
-    """The head of keys or values of each head of queries."""
+    """Repeat heads of keys or values, so that each head of queries has one."""
     heads = shared.shape[-3]
     return shared if heads == query.shape[-3] else shared.repeat_interleave(query.shape[-3] // heads, -3)
 
@@ -128,7 +126,7 @@ def _fused_on_cpu_backward(
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Kernels take the numbers of a token for neighbours in memory, and do not look whether they are."""
+    """Make the last dimension contiguous: the kernels assume it, and do not check."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -145,7 +143,7 @@ for _device in _AS_CPUS:
 
 
 def _cuda_takes(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None) -> bool:
-    """torch's flash attention, which takes squares of causal attention, and no bias."""
+    """Whether torch's flash attention supports the call: no bias, no dropout mask, half precision."""
     return (
         bias is None
         and kept is None

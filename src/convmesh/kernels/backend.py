@@ -1,8 +1,7 @@
-"""The interface between rules and devices: a computation of local tensors has torch's operators as its default, and a
-device may have faster ways, each with a condition.
+"""The interface between rules and devices: functions that use torch's operators unless a device has a faster one.
 
-Rules call computations by name and never ask for a device. What ranks have to agree on before one of them takes another
-way, such as whether all have the compiled library, is an argument.
+Rules call these functions and never ask for a device. A faster implementation has a condition on the arguments. Where
+all ranks must choose alike, the choice (such as whether all have the compiled library) is an argument.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ COMPILED_FOR = frozenset({"cpu"})
 
 
 class Kernel(Generic[P, Result]):
-    """A function of a tensor, and of more: torch's operators, or the first way of the tensor's device that takes it."""
+    """A function whose first argument is a tensor: the first implementation for its device that accepts the call."""
 
     def __init__(self, default: Callable[P, Result]) -> None:
         update_wrapper(self, default)
@@ -31,7 +30,7 @@ class Kernel(Generic[P, Result]):
         self._ways: dict[str, list[tuple[Callable[P, bool], Callable[P, Result]]]] = {}
 
     def on(self, device: str, when: Callable[P, bool]) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-        """Declare another way to compute it, on tensors of this type of device, `when` that is so."""
+        """Declare another implementation for tensors on this type of device, used if `when(*args)` is true."""
 
         def declare(way: Callable[P, Result]) -> Callable[P, Result]:
             self._ways.setdefault(device, []).append((when, way))
@@ -40,7 +39,7 @@ class Kernel(Generic[P, Result]):
         return declare
 
     def faster(self, *args: P.args, **kwargs: P.kwargs) -> Callable[P, Result] | None:
-        """What computes this, if not torch's operators."""
+        """Return the implementation that would run, or None if it is torch's operators."""
         for takes, way in self._ways.get(args[0].device.type, ()):  # type: ignore[attr-defined]
             if takes(*args, **kwargs):
                 return way
@@ -54,6 +53,5 @@ class Kernel(Generic[P, Result]):
 
 
 def synchronous(tensor: torch.Tensor) -> bool:
-    """Whether an operator on it has run when it returns, so that its errors are raised and its values can be read
-    without waiting for a device: on CPUs, outside of a compiler."""
+    """Whether operators on this tensor are synchronous: on CPUs, while not compiling. Values can be read at once."""
     return tensor.is_cpu and not _torch.tracing()

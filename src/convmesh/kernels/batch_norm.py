@@ -1,8 +1,8 @@
-"""Batch norm on one rank: what it adds to the statistics of all ranks, and what it makes of them.
+"""The local steps of batch norm, before and after the communication of statistics.
 
-Each way is a pair of steps with a communication of 2 C numbers in between. By torch's operators here, or by kernels of
-an accelerator (`batch_norm_fused.py`). Where all ranks have the compiled library, and the tensors are contiguous and of
-one type, it does each step in one pass over memory and one call (`batch_norm_cpu.py`).
+Forward and backward are two steps each, with a communication of 2 C numbers in between. Here they use torch's
+operators; accelerators have fused kernels (`batch_norm_fused.py`). On CPUs the compiled library does each step in one
+pass over memory, if all ranks have it and the tensors are contiguous and of one dtype (`batch_norm_cpu.py`).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Numbers = Callable[[torch.device, torch.dtype], torch.Tensor]
 
 
 class Merge(NamedTuple):
-    """How moments of all ranks are merged: the share of the values that each has, and how many there are."""
+    """How the moments of all ranks are merged: each rank's share of the values, and the number of values."""
 
     shares: Numbers
-    alike: bool  # all of them
+    alike: bool  # whether all shares are equal
     values: int
-    owned: Numbers  # how many values each rank has that has any
+    owned: Numbers  # the number of values of each rank that has any
     owners: Numbers | None = None  # these ranks, if not all have some
 
     @property
     def correction(self) -> float:
-        """Of a variance of all values, for one of a sample; one value has none, as torch has it."""
+        """Bessel's correction; NaN for one value, as in torch."""
         return nan if self.values == 1 else self.values / max(1, self.values - 1)
 
 
 class Running(NamedTuple):
-    """Running statistics, to be moved towards the new ones in place, if there are any."""
+    """Running statistics, if any, which are updated in place."""
 
     mean: Optional
     var: Optional
@@ -53,7 +53,7 @@ class Normalised(NamedTuple):
 
 @Kernel
 def channel_moments(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[N C space] -> [1 2 C]: means and variances of a rank's own values, in this type; of no values, zeros."""
+    """`[N C space] -> [1 2 C]`: mean and variance of this rank's values, in this dtype; zeros without values."""
     return torch.stack(moments_of_channels(x.to(dtype), False)).unsqueeze(0)
 
 
@@ -62,7 +62,7 @@ def normalised_by_ranks(
     x: torch.Tensor, moments: torch.Tensor, merge: Merge, eps: float, weight: Optional, bias: Optional,
     running: Running,
 ) -> Normalised:  # fmt: skip
-    """[N C space] and the moments of all ranks [rank 2 C] -> [N C space], and the mean and reciprocal deviation."""
+    """`[N C space] [rank 2 C] -> [N C space] [C] [C]`: output, mean and rstd, from the moments of all ranks."""
     mean, var = _merged(moments, merge)
     if running.mean is not None:
         running.mean.lerp_(mean.to(running.mean.dtype), running.momentum)
@@ -72,7 +72,7 @@ def normalised_by_ranks(
 
 
 def _merged(moments: torch.Tensor, merge: Merge) -> Pair:
-    """About the common mean: nothing large is subtracted from something large."""
+    """Merge moments about the common mean, which avoids cancellation."""
     if len(moments) == 1:
         mean, var = moments[0].unbind()
         return mean, var
@@ -88,7 +88,7 @@ def _merged(moments: torch.Tensor, merge: Merge) -> Pair:
 def normalised_by_statistics(
     x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, eps: float, weight: Optional, bias: Optional
 ) -> torch.Tensor:
-    """[N C space] -> [N C space]. Half precision inputs take parameters in float32."""
+    """`[N C space] -> [N C space]`. For inputs in half precision, parameters are used in float32."""
     if not x.numel():
         return x.clone()
     weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
@@ -98,7 +98,7 @@ def normalised_by_statistics(
 
 @Kernel
 def channel_sums(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
-    """[N C space] [N C space] [C] [C] -> [2 C]: of the gradient times the normalised input, and of the gradient."""
+    """`[N C space] [N C space] [C] [C] -> [2 C]`: sums of gradient times normalised input, and of the gradient."""
     plain, products = sums_of_channels(gy, x, mean, rstd, False)
     return torch.stack([products, plain])
 
@@ -108,7 +108,7 @@ def gradient_by_sums(
     gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: Optional, sums: torch.Tensor,
     count: int,
 ) -> torch.Tensor:  # fmt: skip
-    """That of the input, from the sums of all ranks: a linear function of gradient and input for every channel."""
+    """Return the input's gradient from the sums over all ranks: linear in gradient and input, for each channel."""
 
     def by_channel(numbers: torch.Tensor) -> torch.Tensor:
         return numbers.view(-1, *[1] * (x.dim() - 2))
@@ -124,7 +124,7 @@ def gradient_by_sums(
 
 
 class Steps(NamedTuple):
-    """One way to do it."""
+    """An implementation of the four steps."""
 
     channel_moments: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
     normalised_by_ranks: Callable[[torch.Tensor, torch.Tensor, Merge, float, Optional, Optional, Running], Normalised]

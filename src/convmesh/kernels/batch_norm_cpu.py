@@ -1,4 +1,4 @@
-"""Batch norm by the compiled library: a call of it for each step."""
+"""Batch norm with the compiled library, which needs one call for each step."""
 
 from __future__ import annotations
 

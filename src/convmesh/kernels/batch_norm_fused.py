@@ -1,7 +1,8 @@
-"""Batch norm on accelerators: torch's kernels of synchronised norms, as `torch.nn.SyncBatchNorm` calls them.
+"""Batch norm on accelerators, with the kernels of `torch.nn.SyncBatchNorm`.
 
-Other types, or memory in another order, they would misread. Moments are taken by `batch_norm_update_stats`, which is
-`batch_norm_stats` with a variance instead of a reciprocal deviation: that has none where nothing varies.
+These would misread other dtypes or memory formats than they expect. Moments come from `batch_norm_update_stats`, which
+is `batch_norm_stats` but returns the variance in place of the reciprocal deviation, which is infinite for constant
+values.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _on(device: str) -> bool:
 
 
 def _fits(x: torch.Tensor, dtype: torch.dtype, values: int, *parameters: Optional) -> bool:
-    """What is decided by what all ranks know: how many values there are, and types."""
+    """Whether the kernels support the call. Depends only on what all ranks know: number of values, and dtypes."""
     types = {one.dtype for one in parameters if one is not None}
     wide = torch.float32 if x.dtype in HALF else x.dtype
     right = dtype == wide and values in COUNTED and (not types or types in ({x.dtype}, {dtype}))
@@ -106,14 +107,14 @@ def _beside(gy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _format(x: torch.Tensor) -> torch.memory_format:
-    """Channels last where they are, and nothing else is."""
+    """Return channels_last for tensors that are in that format and not contiguous, else contiguous_format."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     is_last = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
     return last if is_last and last is not None else torch.contiguous_format
 
 
 def register(device: str) -> None:
-    """For a type of device that may have these kernels."""
+    """Use these kernels on a type of device, if it has them."""
     batch_norm.channel_moments.on(device, when=_takes_moments)(_channel_moments)
     batch_norm.normalised_by_ranks.on(device, when=_takes_input)(_normalised)
     batch_norm.channel_sums.on(device, when=_takes_gradient)(_channel_sums)

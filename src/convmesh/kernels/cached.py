@@ -1,4 +1,4 @@
-"""The library in the user's cache: found there, or else compiled once for a machine, tried, and kept if it is right."""
+"""The compiled library in the user's cache: compiled once per machine, and kept if its results agree with torch."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ Check = Callable[[ctypes.CDLL], bool]
 
 
 class UnusableError(RuntimeError):
-    """A library, or a compiler, that will not be better at the next start."""
+    """The library cannot be used, and trying again would not help."""
 
 
 def load(agrees_with_torch: Check) -> ctypes.CDLL | None:
-    """The library; None, and a line in the log, where there can be none."""
+    """Return the library, or None (with a line in the log) if there is none."""
     if os.environ.get("CONVMESH_KERNELS") == "0" or sys.platform != "linux":
         log.info("no kernels for CPUs: CONVMESH_KERNELS is 0, or this is not Linux")
         return None
@@ -55,7 +55,7 @@ def load(agrees_with_torch: Check) -> ctypes.CDLL | None:
 
 
 def _level() -> int:
-    """A warning of one rank of each machine: those of the others would say the same."""
+    """Return the log level: a warning on one rank of each machine only, since the others would log the same."""
     of_all = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return logging.WARNING if os.environ.get("LOCAL_RANK", str(of_all)) == "0" else logging.INFO
 
@@ -90,8 +90,10 @@ def _found_or_made(agrees_with_torch: Check) -> ctypes.CDLL:
 
 @contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """All ranks of a machine, or of several with one home directory, want the library at once: the first one makes it,
-    and the others wait. Where a file system has no locks, each makes its own."""
+    """Let one process compile while others wait: all ranks that share a home directory need the library at once.
+
+    On file systems without locks, each compiles its own.
+    """
     lock = FileLock(path, timeout=compiler.LONGEST, mode=0o600)
     try:
         lock.acquire()
@@ -104,13 +106,13 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _circumstances(by: str) -> str:
-    """What a failure may be due to, beside the code."""
+    """Return a digest of what a failure may depend on besides the code: compiler, torch and OpenMP."""
     known = (by, compiler.version(by), torch.__version__, str(openmp.loaded()))
     return hashlib.sha256("\n".join(known).encode()).hexdigest()
 
 
 def _remembered(failure: Path, circumstances: str) -> str | None:
-    """Why the library could not be made under the same circumstances."""
+    """Return why compiling has failed before under the same circumstances, or None."""
     if not failure.is_file():
         return None
     then, _, reason = failure.read_text().partition("\n")
@@ -118,7 +120,7 @@ def _remembered(failure: Path, circumstances: str) -> str | None:
 
 
 def _found(path: Path, agrees_with_torch: Check) -> ctypes.CDLL | None:
-    """None where there is none, or one that is of no use."""
+    """Return the library in the cache; None if there is none, or it cannot be used."""
     if not path.exists():
         return None
     try:
@@ -129,7 +131,7 @@ def _found(path: Path, agrees_with_torch: Check) -> ctypes.CDLL | None:
 
 
 def _made(path: Path, by: str, agrees_with_torch: Check) -> ctypes.CDLL:
-    """Tried before anybody else can find it, and then there at once."""
+    """Compile and test the library, then move it into the cache atomically."""
     with compiler.compiled(by, path.parent) as made:
         library = _opened(made, agrees_with_torch)
         made.replace(path)

@@ -1,4 +1,4 @@
-"""Making a library of the C++ files of this directory."""
+"""Compiling the C++ files of this directory into a shared library."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent
-# The machine's own instructions; sums of products may be fused, and nobody looks at errno, at traps, or for exceptions,
-# whose newest functions are not in every libstdc++.
+# All instructions of this machine; products and sums may be fused. errno, traps and exceptions are not used (the newest
+# exception functions are not in every libstdc++).
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-march=native", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-exceptions"),
@@ -29,7 +29,7 @@ LONGEST = 300  # seconds
 
 
 def identity() -> str:
-    """All that a library depends on but the compiler's version: a home directory may be that of several machines."""
+    """Return a digest of sources, flags and machine: several machines may share one home directory."""
     digest = hashlib.sha256()
     for source in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
         digest.update(source.read_bytes())
@@ -39,7 +39,7 @@ def identity() -> str:
 
 
 def processor() -> str:
-    """What it is and can do."""
+    """Return the processor's model and features."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(sorted({line for line in lines if re.match(r"(model name|flags|Features|CPU part)\s*:", line)}))
 
@@ -57,9 +57,9 @@ def version(compiler: str) -> str:
 
 @contextmanager
 def compiled(compiler: str, directory: Path) -> Iterator[Path]:
-    """A library in a directory of its own within `directory`, which is there for as long as the context is."""
+    """Context manager that compiles the library in a temporary directory within `directory`, and gives its path."""
     with tempfile.TemporaryDirectory(dir=directory) as made:
-        # What compilers put aside lies there, too; and what they say can be read.
+        # Temporary files of the compiler go there, too, and its messages are in English.
         environment = {**os.environ, "TMPDIR": made, "LC_ALL": "C"}
         objects = {source: f"{made}/{source.stem}.o" for source in SOURCES.glob("*.cpp")}
         with ThreadPoolExecutor() as side_by_side:

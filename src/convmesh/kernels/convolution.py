@@ -1,11 +1,10 @@
-"""A convolution on one rank, and its gradients: the operator, or what is faster and computes the same.
+"""A convolution on one rank, and its gradients: torch's operator, or something faster that computes the same.
 
-One whose kernel has a single index is a product of matrices, if the tensors are channels_last. Linear layers come here
-as such convolutions. As products they are what one device computes, by the same kernels, and without the zeros that a
-convolution's own kernels write first.
+A convolution with a kernel of size 1 is a matrix product, if the tensors are channels_last. Linear layers come here as
+such convolutions; as matrix products they use the same kernels as on one device.
 
-With a stride it skips most of its input. Taking what it reads before, and putting gradients back in their places after,
-is faster on CPUs than kernels that skip: those take two times as long for the gradient of the input.
+A kernel of size 1 with a stride reads few of the inputs. On CPUs it is faster to copy these first, and to scatter the
+gradient afterwards: the strided kernels take twice as long for the gradient of the input.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 def convolution(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conv: Convolution
 ) -> torch.Tensor:
-    """Of tensors that are not empty."""
+    """Convolve tensors that are not empty."""
     if _channels_innermost(input) and _is_pointwise(weight, conv):
         return F.linear(input.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
     return torch.convolution(input, weight, bias, *conv.arguments)
@@ -43,8 +42,8 @@ def convolution(
 def convolution_backward(
     gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, conv: Convolution, mask: Sequence[bool]
 ) -> Gradients:
-    """Of input, weight and bias, where `mask` asks for them."""
-    # In whatever order the gradient comes: often that is the one of what was made of a linear layer's result.
+    """Return the gradients of input, weight and bias; None for those that `mask` does not ask for."""
+    # The gradient may have any memory format.
     if _channels_innermost(input) and _is_pointwise(weight, conv):
         return _product_gradients(gradient, input, weight, mask)
     fine, coarse = (gradient, input) if conv.transposed else (input, gradient)
@@ -54,7 +53,7 @@ def convolution_backward(
         results = aten.convolution_backward.default(*operands, mask)
         gx, gw, gb = (result if wanted else None for result, wanted in zip(results, mask, strict=True))
         return gx, gw, gb
-    # Asked for the bias, the operator computes the weight's gradient all the same.
+    # If asked for the bias, the operator would also compute the weight's gradient.
     return (
         aten.convolution_backward.default(*operands, [True, False, False])[0] if mask[0] else None,
         None if faster is None else faster(fine, coarse, weight, conv),
@@ -94,7 +93,7 @@ def _product_gradients(
 
 
 def _skips(weight: torch.Tensor, conv: Convolution) -> bool:
-    """Whether it reads indices one by one and not all of them, beginning with the first."""
+    """Whether it is a strided convolution with a kernel of size 1, without padding."""
     if _has_taps(weight) or conv.transposed:
         return False
     return max(conv.stride) > 1 and not any(conv.padding)
@@ -127,12 +126,12 @@ def _read(tensor: torch.Tensor, conv: Convolution) -> torch.Tensor:
 
 
 def _thinned(input: torch.Tensor, conv: Convolution) -> torch.Tensor:
-    """What is read of an input, in its memory format."""
+    """Return the elements of an input that are read, in its memory format."""
     return _read(input, conv).clone(memory_format=memory_format(input))
 
 
 @lru_cache(maxsize=256)
 def _unskipping(conv: Convolution) -> Convolution:
-    """The convolution of what this one reads."""
+    """Return the convolution without stride, for an input that is already thinned."""
     ones = (1,) * len(conv.stride)
     return replace(conv, stride=ones, dilation=ones)

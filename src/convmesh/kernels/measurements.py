@@ -1,6 +1,6 @@
-"""Files of what was measured on a machine: one for each kind of measurement, processor, number of threads and version.
+"""Files of measurements in the user's cache: one for each kind, processor, number of threads and version.
 
-Nothing depends on them but speed: what cannot be read is said once, and measured anew or done without.
+Only speed depends on them: a file that cannot be read is logged and ignored.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from . import compiler
 
 log = logging.getLogger("convmesh.kernels")
 
-# Whatever a file may hold: a RuntimeError is that of lists within lists without end, or of no home directory.
+# Errors of files with any content. A RuntimeError comes from endlessly nested lists, or from a missing home directory.
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RuntimeError)
 
 
 def read(kind: str, threads: int) -> dict[str, Any]:
-    """Empty where there is nothing, or nothing that can be read."""
+    """Return the measurements; empty if there are none, or the file cannot be read."""
     path = None
     with suppress(OSError, RuntimeError):  # a home directory that is not there, or cannot be looked into
         path = path_of(kind, threads) if path_of(kind, threads).is_file() else None
@@ -46,7 +46,7 @@ def read(kind: str, threads: int) -> dict[str, Any]:
 
 
 def add(kind: str, threads: int, entries: Mapping[str, Any]) -> Path | None:
-    """Put them into the file, whole or not at all: a reader never sees half a file. None where that cannot be."""
+    """Add measurements to the file, atomically, and return its path; None if it cannot be written."""
     try:
         path = path_of(kind, threads)
         make_private(path.parent)
@@ -64,7 +64,7 @@ def path_of(kind: str, threads: int) -> Path:
 
 @lru_cache(maxsize=1)
 def _machine() -> str:
-    """The processor, what of it torch uses, and the versions."""
+    """Return a digest of the processor, the instructions that torch uses, and the versions."""
     try:
         processor = compiler.processor()
     except OSError:  # another system than Linux

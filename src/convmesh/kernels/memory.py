@@ -1,9 +1,9 @@
-"""Memory for large results and workspaces, in large pages and used again.
+"""Memory for large results and workspaces: huge pages, reused.
 
-An operating system hands out fresh memory at the first touch, page by page, and for a result of many megabytes that
-can take longer than computing it: 50 of 68 ms were seen for the 150 MB of 16 gradients of a 512 -> 512 layer. The C
-library gives large blocks back as soon as they are freed, so that every step of a training pays anew. Here they are
-made of pages of 2 MB, where Linux has them, and a bounded amount of them is kept when their tensors are gone.
+The operating system maps new memory page by page, when it is first touched. For a result of many megabytes that can
+take longer than computing it: 50 of 68 ms for the 150 MB of 16 gradients of a 512 -> 512 layer. The C library returns
+large blocks when they are freed, so every training step would pay again. Here blocks consist of pages of 2 MB, if Linux
+has them, and a bounded number of blocks is kept for reuse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-# What is smaller comes as a rule from memory that the process has used before.
+# Smaller blocks usually come from memory that the process has used before.
 LARGE = 2**20
 # How much unused memory is kept at most, and how much larger than asked for a block may be.
 KEPT, ROOMY = 256 * 2**20, 1.25
@@ -32,24 +32,24 @@ MOST_KEPT = 32 * 2**20 - 2**14
 
 
 def teach_c_library() -> None:
-    """Have the C library keep blocks of up to 32 MB that are freed, as it does in any process that has freed one.
+    """Make the C library keep freed blocks of up to 32 MB, as it does in any process that has freed one.
 
-    Until then it maps memory of its own for each block and gives it back at once: results of torch's operators would be
-    fresh memory, page by page, at every call, since the large blocks that it learns from are on the shelf.
+    Until then it maps new memory for each block and returns it at once, so that results of torch's operators would be
+    newly mapped at every call. Large results of convmesh, which would teach it otherwise, are not allocated by it.
     """
     torch.empty(MOST_KEPT, dtype=torch.uint8, device="cpu")
 
 
 class Shelf:
-    """Blocks that no tensor uses any more, the oldest first."""
+    """Free blocks, kept for reuse, the oldest first."""
 
     def __init__(self) -> None:
-        # Blocks come back whenever a tensor dies, perhaps while this thread is in here.
+        # A block may come back at any time, also while this thread holds the lock: whenever a tensor is deleted.
         self._lock = threading.RLock()
         self._free: list[mmap.mmap] = []
 
     def take(self, size: int) -> memoryview:
-        """At least `size` bytes, which come back when the last tensor that is made of them is gone."""
+        """Return at least `size` bytes. They come back when the last tensor that uses them is deleted."""
         whole = -(-size // BLOCK) * BLOCK
         block = self._fitting(whole) or _new_block(whole)
         lease = memoryview(block)
@@ -62,13 +62,13 @@ class Shelf:
 
     @property
     def kept(self) -> int:
-        """Bytes."""
+        """The number of bytes that are kept."""
         with self._lock:
             return sum(map(len, self._free))
 
     def _fitting(self, size: int) -> mmap.mmap | None:
         with self._lock:
-            # Of several the one that came back last, which is still in caches.
+            # Among equals, the one that came back last: it may still be in the processor's cache.
             fitting = [block for block in reversed(self._free) if size <= len(block) <= ROOMY * size]
             if not fitting:
                 return None
@@ -94,7 +94,7 @@ shelf = Shelf()
 
 
 def new_empty(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """`like.new_empty(shape)`; where that is large, in memory that is quick to touch."""
+    """Return `like.new_empty(shape)`; large tensors on CPUs get reused memory."""
     # A traced tensor has neither sizes that one may ask for nor memory.
     if type(like) not in (Tensor, torch.nn.Parameter) or not like.is_cpu or not HAS_LARGE_PAGES:
         return like.new_empty(shape)
@@ -105,5 +105,5 @@ def new_empty(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """`tensor.contiguous()`, likewise."""
+    """Return `tensor.contiguous()`, in such memory."""
     return tensor if tensor.is_contiguous() else new_empty(tensor, tensor.shape).copy_(tensor)

@@ -1,10 +1,10 @@
-"""Torch's CPU generator further on, without drawing what lies before.
+"""Jumping ahead in torch's CPU generator, without drawing the numbers in between.
 
-It is mt19937, which has a block of 624 words, gives them out one by one and then makes the next block of them. Every
-step is linear over single bits, so the words `x` follow a recurrence whose characteristic polynomial `P` is known.
-Therefore, if `t^n mod P` is the sum of `t^i` for some `i`, `x[n + j]` is the sum (exclusive or) of the `x[i + j]` for
-the same `i`. About half of 19937 words that are near give any word that is far away. What the generator gives out is
-a linear function of its words that can be undone, so the sums may as well be taken of that.
+The generator is mt19937. It has a block of 624 words, returns them one by one, and then makes the next block from them.
+Each step is linear over bits, so the words `x` follow a recurrence whose characteristic polynomial `P` is known. If
+`t^n mod P` is the sum of `t^i` over some `i`, then `x[n + j]` is the exclusive or of `x[i + j]` over the same `i`: any
+later word is the sum of about half of 19937 consecutive words. The output of the generator is an invertible linear
+function of its words, so the same sums hold for the output.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SIZE, LEFT, NEXT, BLOCK = 5056, 2, 2, slice(3, 3 + WORDS)
 
 
 def is_generator_of(device: torch.device) -> bool:
-    """Whether its numbers come from this generator, one after the other."""
+    """Whether this device's random numbers come from this generator, one after the other."""
     return device.type == "cpu"
 
 
 def advanced(state: torch.Tensor, words: int) -> torch.Tensor:
-    """A generator's state, byte for byte, after so many more words."""
+    """Return the generator's state, byte for byte, after `words` more words."""
     result = state.clone()
     if words:
         given = WORDS + 1 - int(state.view(torch.int32)[LEFT])
@@ -41,7 +41,7 @@ def advanced(state: torch.Tensor, words: int) -> torch.Tensor:
 
 @cache
 def can_advance() -> bool:
-    """Whether torch's generator is the one that this file speaks of."""
+    """Whether torch's generator is the one described here."""
     generator = torch.Generator().manual_seed(1)
     if generator.get_state().numel() != SIZE:
         return False
@@ -54,8 +54,7 @@ def can_advance() -> bool:
 
 
 def _block(state: torch.Tensor, blocks: int) -> torch.Tensor:
-    """So many blocks after the next one, which is the first that the recurrence holds for: a seed makes words of its
-    own."""
+    """Return a later block, counted from the next one, which is the first that follows the recurrence after seeding."""
     digits = _power(blocks)
     length = len(digits) * BITS + WORDS
     near = _next_words(state, length + BITS)
@@ -75,7 +74,7 @@ def _block(state: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 def _next_words(state: torch.Tensor, count: int) -> torch.Tensor:
-    """What a generator gives out from its next block on."""
+    """Return the generator's outputs from its next block on."""
     state = state.clone()
     state.view(torch.int32)[LEFT] = 1
     generator = torch.Generator()
@@ -85,7 +84,7 @@ def _next_words(state: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _untempered(given: torch.Tensor) -> torch.Tensor:
-    """The words of a generator from what it gives out: every line undoes one of its steps."""
+    """Invert the tempering: return the words from the outputs. Each line inverts one step."""
     word = given.long() & 0xFFFFFFFF
     word ^= word >> 18
     word ^= word << 15 & 0xEFC60000
@@ -105,7 +104,7 @@ def _power(blocks: int) -> torch.Tensor:
 
 
 def _remainder(polynomial: int) -> int:
-    """Eight bits at a time, from the highest."""
+    """Return the remainder modulo the characteristic polynomial, computed eight bits at a time."""
     multiples = _multiples()
     for at in range(max(0, polynomial.bit_length() - DEGREE) // 8 * 8, -1, -8):
         polynomial ^= multiples[polynomial >> DEGREE + at] << at
@@ -114,7 +113,7 @@ def _remainder(polynomial: int) -> int:
 
 @cache
 def _multiples() -> list[int]:
-    """Of the characteristic polynomial, by what they have above its degree."""
+    """Return multiples of the characteristic polynomial, indexed by their bits above its degree."""
     found = [0]
     for bit in range(8):
         found += [multiple ^ _characteristic() << bit for multiple in found]
@@ -123,8 +122,7 @@ def _multiples() -> list[int]:
 
 @cache
 def _characteristic() -> int:
-    """Bit `i` stands for `t^i`. As its inventors have it (Matsumoto and Nishimura, 1998): a sum over the bits of the
-    twist, each times the steps that lead to it, of which those of a word's highest bit are the longest."""
+    """Return the characteristic polynomial (Matsumoto and Nishimura, 1998); bit `i` is the coefficient of `t^i`."""
     polynomial, steps = TWIST >> 31, 1
     for bit in range(30, -2, -1):
         back = 0 if bit == 30 else 1

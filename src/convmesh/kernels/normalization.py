@@ -1,8 +1,7 @@
-"""What a norm computes on one rank, by torch's operators, in few passes over memory.
+"""The local computations of norms with torch's operators, in few passes over memory.
 
-A set is what one mean and one variance are taken of. The operators of one norm serve the others: every set as a channel
-of a batch norm, which applies moments and sums up gradients. Where `compiled`, all ranks have the compiled library, and
-a device that it is for may use it (`normalization_cpu.py`).
+A set is the values that share one mean and variance. Any norm can use the operators of batch norm, with each set as a
+channel. `compiled` says that all ranks have the compiled library, so that CPUs may use it (`normalization_cpu.py`).
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def in_rows(x: torch.Tensor) -> bool:
-    """Whether torch's batch norm is to apply moments, and to sum up gradients: a set is contiguous, and no compiler
-    makes one pass of what is said plainly."""
+    """Whether to use torch's batch norm: sets are contiguous, and no compiler would fuse plain operators."""
     return x.is_contiguous() and not _torch.tracing()
 
 
 @Kernel
 def moments_of_groups(x: torch.Tensor, groups: int, compiled: bool = True) -> Pair:
-    """[N C space] -> [N G] [N G]: mean and variance of a rank's own values; of no values, zeros."""
+    """`[N C space] -> [N G] [N G]`: mean and variance of this rank's values; zeros without values."""
     if x.is_contiguous() or not x.numel():
         mean, var = moments_of_sets(x, x.shape[0] * groups, compiled)
         return mean.view(x.shape[0], groups), var.view(x.shape[0], groups)
@@ -40,7 +38,7 @@ def moments_of_groups(x: torch.Tensor, groups: int, compiled: bool = True) -> Pa
 
 @Kernel
 def moments_of_sets(x: torch.Tensor, sets: int, compiled: bool = True) -> Pair:
-    """Mean and variance of each of `sets` equal parts of contiguous memory; of no values, zeros."""
+    """Return mean and variance of each of `sets` equal parts of contiguous memory; zeros without values."""
     if not x.numel():
         return x.new_zeros(sets), x.new_zeros(sets)
     var, mean = torch.var_mean(x.view(sets, x.numel() // sets), 1, correction=0)
@@ -49,7 +47,7 @@ def moments_of_sets(x: torch.Tensor, sets: int, compiled: bool = True) -> Pair:
 
 @Kernel
 def moments_of_channels(x: torch.Tensor, compiled: bool = True) -> Pair:
-    """[N C space] -> [C] [C]: mean and variance of a rank's own values; of no values, zeros."""
+    """`[N C space] -> [C] [C]`: mean and variance of this rank's values; zeros without values."""
     if not x.numel():
         nothing = x.new_zeros(x.shape[1])
         return nothing, nothing
@@ -65,8 +63,10 @@ def normalised(
     x: torch.Tensor, moments: Pair, eps: float, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     compiled: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """In new memory, with weight and bias, if any, in the shape of the moments: of size 1 along all of the last
-    dimensions that a set has several values along."""
+    """Return the normalised input as a new tensor.
+
+    Moments, weight and bias have one shape: size 1 along the last dimensions, over which the values of a set extend.
+    """
     mean, var = moments
     if not x.numel():
         return x
@@ -84,8 +84,10 @@ def normalised(
 def sums_by_set(
     gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool = True
 ) -> Pair:
-    """Sums of the gradient, and of the gradient times the normalised input, over the dimensions where `mean` has one
-    index, all of which are the last. They are left with size 1."""
+    """Return the sums of the gradient, and of the gradient times the normalised input, by set.
+
+    They are taken over the last dimensions, where `mean` has size 1, and have its shape.
+    """
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
     if not (gy.is_contiguous() and in_rows(x)):
@@ -95,10 +97,10 @@ def sums_by_set(
 
 
 def sums_by_rows(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, row: int) -> Pair:
-    """Of sets that lie one behind the other, with sums of `row` values at first.
+    """Do the same for contiguous sets, in partial sums of `row` values.
 
-    One operator makes both sums in one pass, without anything of the input's size: they are the gradients of weight
-    and bias in a batch norm of one sample, of which every row is a channel.
+    One operator computes both sums in one pass, without a temporary of the input's size: they are the gradients of
+    weight and bias in a batch norm of one sample, with each row as a channel.
     """
     sets, count = mean.numel(), x.numel() // mean.numel()
     gy, x = (t.view(1, -1, row) for t in (gy, x))
@@ -108,7 +110,7 @@ def sums_by_rows(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: to
 
 
 def _sums(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> Pair:
-    """By channel: of the gradient times the normalised input, and of the gradient."""
+    """Return sums by channel: of the gradient times the normalised input, and of the gradient."""
     asked = [False, True, True]
     _, products, plain = aten.native_batch_norm_backward.default(gy, x, None, None, None, mean, rstd, True, 0.0, asked)
     return products, plain
@@ -117,7 +119,7 @@ def _sums(gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Ten
 def sums_of_channels(
     gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool = True
 ) -> Pair:
-    """[N C space] [N C space] [C] [C] -> [C] [C]: of the gradient, and of the gradient times the normalised input."""
+    """`[N C space] [N C space] [C] [C] -> [C] [C]`: sums of the gradient, and of it times the normalised input."""
     if not x.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean)
     return wide_sums_of_channels(gy.to(mean.dtype), x.to(mean.dtype), mean, rstd, compiled)
@@ -127,7 +129,7 @@ def sums_of_channels(
 def wide_sums_of_channels(
     gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool = True
 ) -> Pair:
-    """The same of tensors of one type, none of them empty."""
+    """Do the same for tensors of one dtype that are not empty."""
     products, plain = _sums(gy, x, mean, rstd)
     return plain, products
 
@@ -136,9 +138,9 @@ def input_gradient(
     gy: torch.Tensor, x: torch.Tensor, moments: Pair, means: Callable[[], Pair], weight: Any = None,
     compiled: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """In new memory, from the means over all ranks of the gradient, and of the gradient times the normalised input.
+    """Return the input's gradient, from the means of gradient and gradient times normalised input over all ranks.
 
-    It is a linear function of gradient and input, with one set of coefficients for each set of moments.
+    It is linear in gradient and input, with one set of coefficients for each set of values.
     """
     mean, rstd = moments
     by_gradient = rstd if weight is None else rstd * weight
@@ -156,7 +158,7 @@ def combined(
     x: torch.Tensor, mean: torch.Tensor, by: torch.Tensor, added: torch.Tensor, gy: torch.Tensor, by_gy: torch.Tensor,
     compiled: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """(x - mean) * by + gy * by_gy + added, in new memory: a batch norm in evaluation, with every set as a channel."""
+    """Return `(x - mean) * by + gy * by_gy + added`: a batch norm in evaluation, with each set as a channel."""
     if not x.numel():
         return torch.empty_like(x)
     coefficients = [numbers(t) for t in (by, added, mean, torch.ones_like(mean))]
@@ -165,12 +167,11 @@ def combined(
 
 
 def by_set(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """[* set inner], where sets are in the order of the means, and may repeat that order."""
+    """Reshape to `[* set inner]`; sets are in the order of the means, which may repeat."""
     inner = prod(x.shape[x.dim() - mean.dim() :]) // mean.numel()
     return x.view(-1, mean.numel(), inner)
 
 
 def numbers(each: torch.Tensor) -> torch.Tensor:
-    """One number for each set, contiguous: some operators look at nothing but where the first one is, and one number
-    that is expanded over all sets flattens to a view of itself."""
+    """Return one number for each set, contiguous: some operators ignore strides, and `flatten` may keep them."""
     return each.reshape(-1).contiguous()

@@ -1,5 +1,8 @@
-"""What a norm computes on one rank, on CPUs: by the compiled library where all ranks have it (`compiled`), else by
-torch's operators, in parts that stay in the cache. Of these, group norm is by far the fastest to find moments."""
+"""The local computations of norms on CPUs: with the compiled library if all ranks have it (`compiled`).
+
+Otherwise with torch's operators, on parts that stay in the cache. Group norm is by far the fastest of these for
+moments.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ LONG = 64  # values of a set; for shorter ones an operator spends its time betwe
 
 
 def _takes(*tensors: torch.Tensor) -> bool:
-    """Whether the compiled library does: contiguous tensors of one type."""
+    """Whether the compiled library supports the call: contiguous tensors of one dtype."""
     dense = all(tensor.is_contiguous() for tensor in tensors) and tensors[0].numel() > 0
     return dense and not _torch.tracing() and all(map(library.takes, tensors)) and len({t.dtype for t in tensors}) == 1
 
@@ -46,12 +49,12 @@ def _moments_of_sets(x: torch.Tensor, sets: int, compiled: bool = True) -> Pair:
 
 @lru_cache(maxsize=1024)
 def _row(count: int, most: int) -> int:
-    """How many of a set's values to take moments of at once, before these are merged; all where they divide badly."""
+    """Return how many values to take moments of at once: a divisor of `count`, which is `count` if none is good."""
     return next((row for row in range(min(most, count), most // 4, -1) if count % row == 0), count)
 
 
 def _group_norm(x: torch.Tensor, groups: int) -> Pair:
-    """Mean and reciprocal deviation. What is added to a variance, which may be zero, is less than it can tell."""
+    """Return mean and reciprocal deviation. The smallest normal number is added to the variance, which may be zero."""
     sizes = (x.shape[0], x.shape[1], prod(x.shape[2:]))
     tiny = torch.finfo(x.dtype).tiny
     _, mean, rstd = torch.ops.aten.native_group_norm.default(x, None, None, *sizes, groups, tiny)
@@ -63,7 +66,7 @@ def _variance(rstd: torch.Tensor) -> torch.Tensor:
 
 
 def _moments_of_equals(means: torch.Tensor, variances: torch.Tensor, dim: int) -> Pair:
-    """Moments of all values from those of equally many along `dim`, about the common mean."""
+    """Merge moments of equally many values along `dim`, about the common mean."""
     if means.shape[dim] == 1:
         return means.squeeze(dim), variances.squeeze(dim)
     mean = means.mean(dim, keepdim=True)
@@ -71,7 +74,7 @@ def _moments_of_equals(means: torch.Tensor, variances: torch.Tensor, dim: int) -
 
 
 def _has_long_channels(x: torch.Tensor, compiled: bool = True) -> bool:
-    """For which batch norm takes four times as long as group norm, which has moments by sample."""
+    """Whether channels are so long that group norm, with moments by sample, needs a fourth of batch norm's time."""
     return bool(x.numel()) and not _torch.tracing() and x.is_contiguous() and prod(x.shape[2:]) >= LONG
 
 
@@ -125,7 +128,7 @@ def _compiled_sums(
 
 
 def _is_large(gy: torch.Tensor, x: torch.Tensor, *_: object, **__: object) -> bool:
-    """The operator goes over a channel twice, and is faster where the channel stays in the fastest cache."""
+    """Whether to split: the operator reads a channel twice, which is faster if the channel stays in the first cache."""
     return x.numel() > IN_CACHE and gy.is_contiguous() and x.is_contiguous() and not _torch.tracing()
 
 
@@ -155,7 +158,7 @@ def _compiled_sums_of_channels(
 def _sums_of_channels(
     gy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, compiled: bool = True
 ) -> Pair:
-    """By sample first, and by parts of it that stay in the fastest cache."""
+    """Sum by sample first, in parts that stay in the first cache."""
 
     def by_sample(each: torch.Tensor) -> torch.Tensor:
         return each.view(1, -1, *[1] * (x.dim() - 2)).expand(len(x), *[-1] * (x.dim() - 1))

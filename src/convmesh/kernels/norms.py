@@ -1,4 +1,4 @@
-"""What norms are made of, by the compiled library: of sets of numbers that lie one behind the other, none empty."""
+"""The parts of norms that the compiled library computes, for contiguous sets of numbers that are not empty."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Linear(NamedTuple):
-    """(x - mean) * by_input + gradient * by_gradient + added: numbers by set, and a gradient if there is one.
+    """`(x - mean) * by_input + gradient * by_gradient + added`, with one number of each per set; gradient optional.
 
-    Where there are fewer of them than sets, these take turns: a set may be a channel of one sample.
+    If there are fewer numbers than sets, they repeat: a set may be a channel of one sample.
     """
 
     mean: torch.Tensor
@@ -25,7 +25,7 @@ class Linear(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Of a batch norm: numbers by channel, or none; running statistics are moved in place."""
+    """Parameters of a batch norm, by channel or None; running statistics are updated in place."""
 
     eps: float
     weight: torch.Tensor | None = None
@@ -37,7 +37,7 @@ class Parameters(NamedTuple):
 
 
 def moments(library: ctypes.CDLL, x: torch.Tensor, sets: int, threads: int, samples: int = 1) -> torch.Tensor:
-    """Mean and variance, [1 2 set]. A set has a part in each of the samples."""
+    """Return mean and variance, `[1 2 set]`. Each sample has a part of each set."""
     found = x.new_empty((1, 2, sets))
     at, step = found.data_ptr(), sets * found.element_size()
     _call(
@@ -49,8 +49,7 @@ def moments(library: ctypes.CDLL, x: torch.Tensor, sets: int, threads: int, samp
 def sums(
     library: ctypes.CDLL, gradient: torch.Tensor, x: torch.Tensor, moments: Pair, threads: int, samples: int = 1
 ) -> torch.Tensor:
-    """[2 set]: of the gradient times the normalised input, by means and reciprocal deviations in any shape, and of the
-    gradient."""
+    """Return sums by set, `[2 set]`: of the gradient times the normalised input, and of the gradient."""
     mean, rstd = moments
     sets = mean.numel()
     found = mean.new_empty((2, sets))
@@ -64,7 +63,7 @@ def sums(
 def combined(
     library: ctypes.CDLL, x: torch.Tensor, gradient: torch.Tensor | None, linear: Linear, sets: int, threads: int
 ) -> torch.Tensor:
-    """In new memory, and in the shape of `x`."""
+    """Return the linear function as a new tensor of the shape of `x`."""
     result, (mean, by_input, added, by_gradient) = torch.empty_like(x), linear
     sizes = (sets, x.numel() // sets, len(mean))
     pointers = map(_pointer, (mean, by_input, by_gradient, added, result))
@@ -75,8 +74,7 @@ def combined(
 def batch_norm(
     library: ctypes.CDLL, x: torch.Tensor, moments: torch.Tensor, shares: torch.Tensor, given: Parameters, threads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of moments of all ranks [rank 2 set], and the share of the values that each has, in float64: the output, in new
-    memory, and by set the mean and the reciprocal deviation."""
+    """Return output, mean and reciprocal deviation, from the moments of all ranks `[rank 2 set]` and their shares."""
     samples, sets = x.shape[:2]
     result, saved = torch.empty_like(x), x.new_empty((2, sets))
     eps, weight, bias, running_mean, running_var, momentum, correction = given
@@ -94,7 +92,7 @@ def batch_norm_backward(
     library: ctypes.CDLL, gradient: torch.Tensor, x: torch.Tensor, moments: Pair, weight: torch.Tensor | None,
     sums: torch.Tensor, count: int, threads: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The gradient of the input, in new memory, by the sums over all ranks [2 set] of so many values."""
+    """Return the input's gradient, from the sums over all ranks `[2 set]` and the number of values."""
     (samples, sets), (mean, rstd) = x.shape[:2], moments
     result = torch.empty_like(x)
     _call(
@@ -129,7 +127,7 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def agree_with_torch(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """On sets that threads share, and far from zero."""
+    """Whether the library agrees with torch, on sets that threads share, and on values far from zero."""
     x, g = 100 + torch.arange(2 * 3 * 9001, dtype=dtype, device="cpu").square_().sin_().view(2, 3, 9001)
     variance, mean = (each.to(dtype) for each in torch.var_mean(x.double(), 1, correction=0))
     rstd, linear = variance.rsqrt(), Linear(mean, variance, mean, variance)

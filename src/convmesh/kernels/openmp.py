@@ -1,4 +1,4 @@
-"""The OpenMP library that torch has loaded, whose threads compute here, too: another one's would be in their way."""
+"""The OpenMP library that torch has loaded. Kernels use its threads: those of a second library would compete."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Team(ctypes.Structure):
-    """As `threads.h` has it."""
+    """The struct of `threads.h`."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("parallel", "number", "size")]
 
 
 def loaded() -> Path:
-    """Its file."""
+    """Return its path."""
     found = re.findall(r"/.*/lib[gi]?omp\d*[-.].*", Path("/proc/self/maps").read_text())
     if not found:
         raise RuntimeError("torch has loaded no OpenMP")

@@ -18,7 +18,7 @@ CHANNELS, ELEMENTS = 8, 2**14
 
 @Kernel
 def max_pool(x: torch.Tensor, operator: _torch.Operator, kernel: Sequence[int], *window: Any) -> Pair:
-    """Values and indices of `operator(x, kernel, *window)`."""
+    """Return values and indices of `operator(x, kernel, *window)`."""
     values, indices = operator(x, kernel, *window)
     return values, indices
 
@@ -31,8 +31,7 @@ def _turning_pays(x: torch.Tensor, operator: _torch.Operator, kernel: Sequence[i
 
 @max_pool.on("cpu", when=_turning_pays)
 def _by_channels_last(x: torch.Tensor, operator: _torch.Operator, kernel: Sequence[int], *window: Any) -> Pair:
-    """By torch's kernel for channels_last, which takes a twentieth of the time of the one for contiguous tensors, so
-    that the way there and back and the kernel take a third of it."""
+    """Use torch's kernel for channels_last. It is 20 times as fast as the contiguous one, 3 times with the copies."""
     # A sample at a time, so that what is turned needs no more memory than that.
     results: Pair | None = None
     for number, sample in enumerate(x):
@@ -45,7 +44,7 @@ def _by_channels_last(x: torch.Tensor, operator: _torch.Operator, kernel: Sequen
 
 
 def _channels_last(sample: torch.Tensor) -> torch.Tensor:
-    """[C space] -> [1 C space], turned as a matrix, which torch does well."""
+    """`[C space] -> [1 C space]` in channels_last, copied as a transposed matrix, which is fast in torch."""
     return sample.flatten(1).t().contiguous().view(1, *sample.shape[1:], -1).movedim(-1, 1)
 
 
@@ -56,11 +55,11 @@ def _room(x: torch.Tensor, shape: Sequence[int]) -> Pair:
 
 @Kernel
 def quotient(flat: torch.Tensor, by: int) -> torch.Tensor:
-    """Of positions in memory, which are not negative, rounded down."""
+    """Divide positions, which are not negative, and round down."""
     return flat.div(by, rounding_mode="trunc")
 
 
 @quotient.on("cpu", when=lambda flat, by: True)
 def _by_float64(flat: torch.Tensor, by: int) -> torch.Tensor:
-    """CPUs divide float64 much faster than integers, and positions are small enough to be exact in it."""
+    """Divide in float64: on CPUs that is much faster than with integers, and positions are small enough to be exact."""
     return flat.double().div_(by).long()

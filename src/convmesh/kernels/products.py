@@ -1,4 +1,4 @@
-"""The products of a convolution by the compiled library."""
+"""The products of a convolution (output and both gradients), computed by the compiled library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Int = ctypes.c_int64
 
 
 class Problem(ctypes.Structure):
-    """As `reading.h` has it."""
+    """The struct of `reading.h`."""
 
     _fields_ = [
         *((name, _Int) for name in ("wanted", "samples", "groups", "images", "inputs", "outputs")),
@@ -29,9 +29,9 @@ class Problem(ctypes.Structure):
 
 
 class Steps(NamedTuple):
-    """An image [B N C *], kernel [B O c *] and response [B N O *], and a bias [B O] if there is one.
+    """An image `[B N C *]`, kernel `[B O c *]` and response `[B N O *]`, and an optional bias `[B O]`.
 
-    One sample that stands for all has a step of 0 along B. Space is dense in memory, and so is a kernel's c.
+    A tensor that is the same for all samples has stride 0 along B. Space is dense in memory, and so is a kernel's c.
     """
 
     image: torch.Tensor
@@ -41,7 +41,7 @@ class Steps(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What is computed: one of the three, the one that is `wanted`, of so many samples, `by` one of the algorithms."""
+    """What is computed: one of the three (`wanted`), for a number of samples, `by` one of the algorithms."""
 
     wanted: str
     samples: int
@@ -50,7 +50,7 @@ class Product(NamedTuple):
 
 
 class Prepared:
-    """A product of tensors that lie in memory as some did before: all but their addresses is known."""
+    """A product for tensors with known shapes and strides: only their addresses are missing."""
 
     def __init__(self, library: ctypes.CDLL, product: Product, tensors: Steps) -> None:
         wanted, samples, geometry, by = product
@@ -72,14 +72,14 @@ class Prepared:
         self._function = getattr(library, f"convmesh_{by}_{str(image.dtype).removeprefix('torch.')}")
 
     def __call__(self, image: int, kernel: int, response: int, bias: int | None, threads: int) -> None:
-        """Write what is wanted from the other two, of which these are the addresses."""
+        """Compute what is wanted from the other two, given their addresses."""
         problem = Problem.from_buffer_copy(self._problem)
         problem.x, problem.w, problem.y, problem.bias = image, kernel, response, bias
         self._function(ctypes.byref(problem), _Int(threads))
 
 
 def run(library: ctypes.CDLL, product: Product, tensors: Steps, threads: int) -> None:
-    """Write what is wanted from the other two."""
+    """Compute what is wanted from the other two, in place."""
     image, kernel, response, bias = tensors
     addresses = image.data_ptr(), kernel.data_ptr(), response.data_ptr()
     Prepared(library, product, tensors)(*addresses, None if bias is None else bias.data_ptr(), threads)
@@ -90,7 +90,7 @@ def _filled(sizes: Sequence[int], fill: int) -> ctypes.Array[ctypes.c_int64]:
 
 
 def agree_with_torch(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """On all three products of layers that need most of the code."""
+    """Whether the library agrees with torch, on all three products of layers that need most of the code."""
     direct = Convolution((2, 1), (1, 2), (1, 2), False, (0, 0), 2)
     winograd = Convolution((1, 1), (0, 1), (1, 1), False, (0, 0), 2)
     return all(

@@ -1,4 +1,4 @@
-"""Which of torch's kernels resamples on a device: they differ in what they take for equal, and in how they round."""
+"""Which of torch's kernels resamples on a device: they differ in rounding, and in which sizes they treat as equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long rows for strips: operators are far slower along a short last dimension."""
+"""Strips with long rows: operators are far slower along a short last dimension."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The weight gradient of a convolution on one rank, and ways that are faster on CPUs than the operator's own.
+"""The weight gradient of a convolution on one rank, with algorithms that are faster on CPUs than torch's operator.
 
-That of a depthwise convolution is a convolution itself. In 3-d that of every tap along the first spatial dimension is a
-sum over planes, as a convolution in 2-d computes it of a batch; with short vectors libraries are better at that.
+For a depthwise convolution, it is a convolution itself. In 3-d, each index of the kernel along the first spatial
+dimension needs a sum over planes, which is the weight gradient of a 2-d convolution; on CPUs with short vectors,
+libraries are faster at that.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PLANES = 8
 
 @Kernel
 def weight_gradient(fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor, conv: Convolution) -> torch.Tensor:
-    """[N C fine] [N O coarse] -> [O C kernel], of a convolution from fine to coarse that is not transposed."""
+    """`[N C fine] [N O coarse] -> [O C kernel]`, for a convolution from fine to coarse that is not transposed."""
     turn = Turn.of(coarse)
     result = aten.convolution_backward.default(
         turn.tensor(coarse), turn.tensor(fine), turn.tensor(weight), None,
@@ -40,8 +41,7 @@ def weight_gradient(fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tens
 
 
 def correlation_pays(fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor, conv: Convolution) -> bool:
-    """Measured: it takes 9 to 20 times less than the operator's own gradient, and 2 to 4 times for channels_last
-    tensors, which have to be copied."""
+    """Whether correlation is faster: 9 to 20 times were measured, and 2 to 4 for channels_last, which is copied."""
     depthwise = weight.shape[0] == conv.groups and weight.shape[1] == 1
     sizes = weight.shape[2:]
     return depthwise and fine.dtype == torch.float32 and min(sizes) >= SMALLEST and sizes[-1] <= LARGEST
@@ -49,16 +49,16 @@ def correlation_pays(fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Ten
 
 @weight_gradient.on("cpu", when=correlation_pays)
 def _correlated(fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor, conv: Convolution) -> torch.Tensor:
-    """Of a depthwise convolution: [N C fine] [N C coarse] -> [C 1 kernel]."""
+    """Depthwise convolutions: `[N C fine] [N C coarse] -> [C 1 kernel]`."""
     rows = correlate(fine.flatten(0, 1), coarse.flatten(0, 1), weight.shape[2:], conv)
     return rows.view(*fine.shape[:2], *rows.shape[1:]).sum(0)[:, None]
 
 
 def correlate(fine: torch.Tensor, coarse: torch.Tensor, kernel: Sequence[int], conv: Convolution) -> torch.Tensor:
-    """[M fine] [M coarse] -> [M kernel]: for every row the weight gradient of a convolution of one channel.
+    """`[M fine] [M coarse] -> [M kernel]`: for each row, the weight gradient of a convolution with one channel.
 
-    sum over o of fine[o * stride + dilation * j] * coarse[o] is itself a convolution, of fine by coarse, with the
-    roles of stride and dilation exchanged; libraries are far better at that.
+    The sum over o of `fine[o * stride + dilation * j] * coarse[o]` is itself a convolution of fine with coarse, with
+    stride and dilation exchanged, which libraries compute far faster.
     """
     rows, none = fine.shape[0], (0,) * len(kernel)
     geometry = (conv.dilation, conv.padding, conv.stride, False, none, rows)
@@ -79,14 +79,13 @@ def planes_pay(fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor, c
 
 @cache
 def _slow_in_3d() -> bool:
-    """With vectors of 512 bits the library's own kernels take a fifth less than those by planes, else about twice as
-    long."""
+    """Whether the library's 3-d kernels are slow: without 512-bit vectors they take twice the time of planes."""
     return torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 
 @weight_gradient.on("cpu", when=planes_pay)
 def by_planes(fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor, conv: Convolution) -> torch.Tensor:
-    """[N C D H W] [N O d h w] -> [O C kernel], with a stride of 1 along the first spatial dimension."""
+    """`[N C D H W] [N O d h w] -> [O C kernel]`, with stride 1 along the first spatial dimension."""
     across = replace(conv.without(0), transposed=False, output_padding=(0,) * (fine.dim() - 3))
     result = torch.zeros_like(weight)
     shifts = [tap * conv.dilation[0] - conv.padding[0] for tap in range(weight.shape[2])]
@@ -108,5 +107,5 @@ def by_planes(fine: torch.Tensor, coarse: torch.Tensor, weight: torch.Tensor, co
 
 
 def _planes(tensor: torch.Tensor, part: Interval) -> torch.Tensor:
-    """[N C D H W] -> [N D C H W] in new memory, of a part of D."""
+    """`[N C D H W] -> [N D C H W]`, a copy of a part of D."""
     return tensor[:, :, part.start : part.stop].transpose(1, 2).contiguous()

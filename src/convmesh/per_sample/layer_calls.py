@@ -52,7 +52,7 @@ def run_by_layer(
     uses: dict[str, list[Use]] = {name: [] for name in trainable}
     for call in calls:
         if call.activation._version != call.version:
-            raise RuntimeError(f"what {call.layer} had read was overwritten in place, and its gradient cannot be told")
+            raise RuntimeError(f"the input of {call.layer} was overwritten in place, so it has no gradient here")
         for own, value in held[call.layer].items():
             if call.grad is not None and id(value) in names:
                 uses[names[id(value)]].append((call.layer, own, call.activation, call.grad))

@@ -56,7 +56,7 @@ class Step:
 
     @property
     def own_samples(self) -> BatchLayout | None:
-        """The distribution of the samples if this rank computes on its own samples with plain tensors, else None."""
+        """The layout of the batch if this rank computes its own samples with plain tensors, else None."""
         return self.layout if self.layout is not None and self.layout.samples_are_local else None
 
     @property

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import _torch, api, batching
-from ..sharding import registry
+from ..sharding import installation
 from ..training.borrowed import giving_back
 from .autocast import Autocast
 from .layers import Layers
@@ -29,13 +29,13 @@ def silent_world() -> Iterator[None]:
     """Context manager within which `dry_run` works. It leaves process groups and convmesh's rules as they were."""
     if _torch.ranks_are_threads():
         raise PlanError("a plan is made outside of convmesh.simulate: call it before, or afterwards")
-    on = registry.installed(), batching.installed()
+    on = installation.installed(), batching.installed()
     try:
         ranks = _torch.threads_as_ranks(_torch.silent_group)
         with ranks, _torch.steps_without_values(), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        if (registry.installed(), batching.installed()) != on:
+        if (installation.installed(), batching.installed()) != on:
             api.disable()
 
 

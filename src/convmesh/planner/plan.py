@@ -123,24 +123,24 @@ def plan(
     dims: Mapping[str, int] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Find out what a training step needs on a mesh, without the hardware.
+    """Predict memory, traffic and time of a training step on a mesh, without the hardware.
 
-    Ranks run one by one in this process, without values and without communication: no process group is needed, and none
-    is left behind. Bytes and messages are those of a real run. Memory is that of tensors and of workspaces of
-    convolutions; an allocator needs more. Time is an estimate from the figures of the device.
+    Each kind of rank runs in this process, one after the other, without values and without communication. No process
+    group is needed. Bytes and messages are those of a real run. Memory is that of tensors and of workspaces of
+    convolutions; a caching allocator needs more. Time is an estimate from the figures of the device.
 
     Args:
-        step: A model: then a step is its forward pass, the mean of its outputs as loss, backward and the optimizer. Or
-            a function that is called with a mesh, and returns the step: a function of the inputs. It distributes the
-            model and makes the optimizer; the step may hold the loss, autocast, checkpointing, several backward passes.
-        inputs: By the name of the argument, the global shape, or an `Input` with a dtype.
+        step: A model: a step is then its forward pass, the mean of its outputs as loss, backward, and the optimizer. Or
+            a function `build(mesh)`, which distributes a model, creates its optimizer, and returns the step, a function
+            of the inputs. The step may have its own loss, autocast, checkpointing, or several backward passes.
+        inputs: For each argument of the step, by name, its global shape, or an `Input` with a dtype.
         mesh: The sizes of mesh dimensions by their names: "data" for the batch, "d", "h", "w" for space.
-        ranks: Without a mesh: take the best one of at most so many ranks, as `best_mesh` does.
+        ranks: If no mesh is given: use the best mesh of at most this many ranks, as `best_mesh` does.
         device: a100, h100, h200, b200, mi300x, l40s, here, a JSON file, or a `Device`.
-        optimizer: For a model: sgd, adam or adamw.
-        precision: For a model: fp32, or autocast to bf16 or fp16.
+        optimizer: If `step` is a model: sgd, adam or adamw.
+        precision: If `step` is a model: fp32, or bf16 or fp16 for autocast.
         dims: For other names of mesh dimensions, the dimension of the first input that each shards.
-        progress: Called with what is being done.
+        progress: Called with a line of text before each part of the work.
 
     Returns:
         The plan. Print it, or look at its tables.
@@ -182,7 +182,7 @@ def best_mesh(
     dims: Mapping[str, int] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, int]:
-    """The mesh of at most so many ranks with the least predicted time of a step, of those that fit.
+    """Return the mesh of at most `ranks` ranks with the least predicted time of a step, among those that fit.
 
     Args:
         step: As in `plan`.

@@ -32,7 +32,7 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PlanError(ValueError):
-    """What was asked for cannot be planned. The message is one line, and says what would help.
+    """This cannot be planned. The message is one line, and says what would help.
 
     Examples:
         >>> convmesh.plan(nn.ReLU(), {"input": (1, 1, 8, 8)}, {"h": 9})
@@ -43,10 +43,13 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that a step is given: its global shape and its type.
+    """An input of a step: its global shape and dtype.
 
-    `over` are the mesh dimensions that it is distributed over, if not all: with FSDP2 over "data", for which each rank
-    has samples of its own, it is `over=("d", "h")` and the shape has the samples of one.
+    Attributes:
+        shape: The shape of the global tensor.
+        dtype: Its dtype.
+        over: The mesh dimensions over which it is distributed, by default all. With FSDP2 over "data", where each rank
+            has samples of its own, it is `("d", "h")`, and the shape has the samples of one "data" rank.
 
     Examples:
         >>> convmesh.Input((1, 512, 512, 512), torch.int64).shape

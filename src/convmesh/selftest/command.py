@@ -117,7 +117,7 @@ def _fill(report: Report, watch: Stopwatch, options: argparse.Namespace, console
             report.links = [found[pair] for pair in sorted(found)]
             report.overlap = min(_told(links.measure_overlap(watch, large)), key=lambda one: one.hidden)
     with console.status("steps of a U-Net"):
-        report.host_time = max(_told(training.measure_host_time(watch, line)), key=lambda one: one.rank)
+        report.host_time = max(_told(training.measure_host_time(watch, ranks)), key=lambda one: one.rank)
         side = training.SMALLEST if quick else training.fitting_side(watch)
         rows = list(chain(*_told(training.measure_scaling(watch, training.numbers_of_ranks(ranks), side))))
         slowest = {row.ranks: row for row in sorted(rows, key=lambda row: row.seconds)}

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .. import _torch
 from ..comm import CommunicationError
-from ..sharding import registry
+from ..sharding import installation, registry
 from .functions import ALL_FUNCTIONS, RANDOM, SHAPE
 
 # A sharded result may have this multiple of one device's error, plus this many units of roundoff: sums are
@@ -122,7 +122,7 @@ def check(name: str, dtype: torch.dtype, mesh: DeviceMesh, dims: Sequence[int], 
     try:
         example = Example(name, device, dtype)
         placed = example.placed(mesh, dims)
-        end = registry.observe(ran)
+        end = installation.observe(ran)
         try:
             found = results(example.function, placed)
         finally:

@@ -27,9 +27,11 @@ def _pictures(report: Report) -> list[tuple[str, Markup]]:
                   "var(--two)") for row in report.scaling]  # fmt: skip
         found.append(("A step of a U-Net", bars(steps)))
     if report.links:
-        links = [(f"ranks {link.ranks[0]} and {link.ranks[1]}", link.bandwidth, f"{number(link.bandwidth / 1e9)} GB/s",
-                  "var(--four)" if link.between_hosts else "var(--two)") for link in report.links]  # fmt: skip
-        found.append(("Bytes a second between neighbours", bars(links)))
+        links = [(f"ranks {link.ranks[0]} and {link.ranks[1]}{', two hosts' * link.between_hosts}", link.bandwidth,
+                  f"{number(link.bandwidth / 1e9)} GB/s", "var(--four)" if link.between_hosts else "var(--two)")
+                 for link in report.shown_links()]  # fmt: skip
+        some = f": the slowest, the median and the fastest of {len(report.links)}" * (len(links) < len(report.links))
+        found.append((f"Bytes a second between neighbours{some}", bars(links)))
     if report.overlap is not None:
         parts = {
             "exchange alone": report.overlap.exchange,

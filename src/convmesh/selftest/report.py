@@ -16,7 +16,8 @@ from .training import HostTime, Losses, Scaling
 
 RIGHT, WRONG, SLOW = "right", "wrong", "slow"
 # Limits beyond which something counts as slow.
-LEAST_HIDDEN, LEAST_EFFICIENCY, LEAST_BANDWIDTH, MOST_HOST_TIME = 0.5, 0.5, 0.5, 4.0
+LEAST_HIDDEN, LEAST_EFFICIENCY, LEAST_BANDWIDTH, MOST_HOST_TIME = 0.5, 0.5, 0.5, 8.0
+MOST_LINKS = 12  # that are shown one by one
 NO_LINK = {"latency": 0.0, "bandwidth": 1e12}  # for a single rank, which has no neighbour
 
 
@@ -70,6 +71,25 @@ class Report:
         """The speed-up over one rank, divided by the number of ranks."""
         return self.scaling[0].seconds / (row.seconds * row.ranks)
 
+    def shown_links(self) -> list[Link]:
+        """All, if they are few; else those that are slow, and the slowest, the median and the fastest within a host and
+        between hosts."""
+        if len(self.links) <= MOST_LINKS:
+            return self.links
+        shown: dict[tuple[int, int], Link] = {}
+        for apart in (False, True):
+            links = sorted((one for one in self.links if one.between_hosts == apart), key=lambda one: one.bandwidth)
+            if links:
+                telling = (links[0], links[(len(links) - 1) // 2], links[-1])
+                shown |= {one.ranks: one for one in (*self._slow(links)[: MOST_LINKS // 2], *telling)}
+        return [shown[ranks] for ranks in sorted(shown)]
+
+    @staticmethod
+    def _slow(links: list[Link]) -> list[Link]:
+        """Those of links of one kind that are slower than the others."""
+        usual = median(link.bandwidth for link in links) if links else 0.0
+        return [link for link in links if link.bandwidth < LEAST_BANDWIDTH * usual]
+
     def _failure(self) -> Iterator[Finding]:
         if self.failure:
             yield Finding(WRONG, f"the test could not go on: {self.failure}")
@@ -87,7 +107,8 @@ class Report:
 
     def _losses(self) -> Iterator[Finding]:
         if self.losses is not None:
-            said = f"the losses of a U-Net are {self.losses.apart:.1e} from one device's"
+            apart = f"are {self.losses.apart:.1e} from" if self.losses.apart else "equal"
+            said = f"the losses of a U-Net {apart} one device's"
             yield Finding(RIGHT if self.losses.right else WRONG, said)
 
     def _place(self) -> Iterator[Finding]:
@@ -97,11 +118,10 @@ class Report:
     def _links(self) -> Iterator[Finding]:
         for apart in (False, True):
             links = [link for link in self.links if link.between_hosts == apart]
-            usual = median(link.bandwidth for link in links) if links else 0.0
-            for link in links:
-                if link.bandwidth < LEAST_BANDWIDTH * usual:
-                    pair, found = "ranks {} and {}".format(*link.ranks), f"{number(link.bandwidth / 1e9)} GB/s"
-                    yield Finding(SLOW, f"{pair} exchange {found}, and others of their kind {number(usual / 1e9)} GB/s")
+            for link in self._slow(links):
+                pair, found = "ranks {} and {}".format(*link.ranks), f"{number(link.bandwidth / 1e9)} GB/s"
+                usual = number(median(one.bandwidth for one in links) / 1e9)
+                yield Finding(SLOW, f"{pair} exchange {found}, and others of their kind {usual} GB/s")
 
     def _overlap(self) -> Iterator[Finding]:
         if self.overlap is not None:

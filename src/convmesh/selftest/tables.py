@@ -38,9 +38,10 @@ def tables(report: Report) -> Iterator[Numbers]:
         links = [
             (f"{link.ranks[0]} - {link.ranks[1]}", "two hosts" if link.between_hosts else "one host",
              number(link.latency * 1e6), number(link.bandwidth / 1e9))
-            for link in report.links
+            for link in report.shown_links()
         ]  # fmt: skip
-        yield Numbers("Halos between neighbours", ("ranks", "on", "latency (us)", "GB/s"), links)
+        some = f" ({len(links)} of {len(report.links)})" if len(links) < len(report.links) else ""
+        yield Numbers(f"Halos between neighbours{some}", ("ranks", "on", "latency (us)", "GB/s"), links)
     if report.overlap is not None:
         ms = [number(seconds * 1e3) for seconds in (report.overlap.exchange, report.overlap.work, report.overlap.both)]
         row = (*ms, f"{report.overlap.hidden:.0%}")

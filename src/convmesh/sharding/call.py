@@ -1,4 +1,4 @@
-"""Prepared calls: what a plan comes to on this rank, with every redistribution, local call and spec made once.
+"""Prepared calls: a plan on this rank, with every redistribution, local call and spec made once.
 
 A rule's planner says where the tensors have to be, what is called with the local tensors, and where the results are
 then (`Call`). The rest is the same for all rules, and for a rank that has nothing or is outside of the mesh.
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..strides import Stride, Usual, has_idle_strides, usual
-from . import copy_notes, gradient_placements, registry
+from . import copy_notes, gradient_placements, installation
 from .assign import assign
 from .errors import refuse
 from .layout import Layout
@@ -156,7 +156,7 @@ class Prepared:
             local = (values if outer is None else values[outer])[number]
             if self.present and tuple(local.shape) != shape:
                 raise refuse("DTensor", f"its local tensor has shape {tuple(local.shape)}, not {shape}",
-                             [("tensor", layout)], "shard it as torch.chunk does, which Shard means")  # fmt: skip
+                             [("tensor", layout)], "shard it as torch.chunk does, as Shard requires")  # fmt: skip
 
     def make_usual(self, values: list[Any]) -> None:
         """Give kernels strides that one device could have had, as `_torch.local_of` does."""
@@ -218,5 +218,5 @@ def _by_place(numbers: Sequence[int], operands: Sequence[Operand]) -> Iterator[t
 def copy_of(part: Any, full: DTensor, ways: tuple[copy_notes.Take, copy_notes.PutBack]) -> Any:
     """`part`, a copy of some of `full` that torch takes for a view: what is written into it is put back."""
     if copy_notes.mark(part, full, *ways):
-        registry.guard_writes()
+        installation.guard_writes()
     return part

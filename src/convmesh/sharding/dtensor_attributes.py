@@ -112,7 +112,7 @@ def _no_group_collective(operator: _torch.Operator, args: tuple[Any, ...], kwarg
     tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     raise refuse(f"torch.distributed, {_torch.name_of(operator)}", "it sends plain tensors, no DTensors",
                  [(f"tensor {number}", tensor) for number, tensor in enumerate(tensors)],
-                 f"around a distributed model {NO_DDP}; a metric of global tensors is global already: "
+                 f"around a distributed model {NO_DDP}; a metric of sharded tensors needs no gathering: "
                  "convmesh.distribute(metric, mesh), of torchmetrics or MONAI; else send tensor.to_local(), or let "
                  "tensor.redistribute(...) and tensor.full_tensor() send it")  # fmt: skip
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _torch, comm
-from . import copy_notes, registry, view_writeback
+from . import copy_notes, installation, view_writeback
 from .assign import assign
 from .errors import refuse
 from .layout import Layout, is_sum
@@ -97,7 +97,7 @@ def write_sum_back(tensor: DTensor, sum: DTensor) -> None:
 def _cache_sum(tensor: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
     made = _torch.wrap(local, layout.spec)
     if not _torch.tracing() and copy_notes.mark(made, tensor, _sum_of, lambda full, part: part, False):
-        registry.guard_writes()
+        installation.guard_writes()
         _torch.relocate(tensor, _torch.local_of(tensor), _torch.spec_of(tensor))  # unwraps a finished collective
         _cached_sums[tensor] = made, _torch.version_of(_torch.local_of(tensor))
     return made

@@ -62,8 +62,8 @@ def check_one_rank(operation: str, mesh: DeviceMesh) -> None:
     """Refuse torch's LocalTensorMode, which runs all ranks at once: a plan is for one rank."""
     if not _torch.is_one_rank(mesh):
         raise ShardingError(
-            f"{operation}: torch's LocalTensorMode plays all ranks at once, and rules of convmesh are of one\n"
-            "  remedy: torch's fake process group for one rank of a large mesh, its threaded one for several ranks"
+            f"{operation}: convmesh does not support LocalTensorMode, in which one process acts for all ranks\n"
+            "  remedy: convmesh.simulate, or torch's fake process group for one rank of a large mesh"
         )
 
 
@@ -91,7 +91,7 @@ def move(tensor: DTensor | None, target: Layout | None) -> Any:
     if tensor.placements == target.placements:
         if local.shape != target.local_shape and target.mesh.get_coordinate() is not None:
             raise refuse("DTensor", f"this rank's part has shape {tuple(local.shape)}, not {target.local_shape}",
-                         [("tensor", tensor)], "shard it as torch.chunk does: that is what Shard means")  # fmt: skip
+                         [("tensor", tensor)], "shard it as torch.chunk does, as Shard requires")  # fmt: skip
         return local
     return redistribute_local(local, Layout.of(_torch.spec_of(tensor)), target)
 

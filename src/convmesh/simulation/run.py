@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import _torch, api, batching
-from ..sharding import registry
+from ..sharding import installation
 from .group import Group
 from .world import World, describe_ranks
 
@@ -80,13 +80,13 @@ class _Simulation:
         self._contexts = [contextvars.copy_context() for _ in range(self._world.size)]
 
     def run(self) -> list[Any]:
-        threads, on = torch.get_num_threads(), (registry.installed(), batching.installed())
+        threads, on = torch.get_num_threads(), (installation.installed(), batching.installed())
         try:
             with _torch.threads_as_ranks(self._group):
                 self._world.turns.run(lambda rank: self._contexts[rank].run(self._rank, rank))
         finally:
             torch.set_num_threads(threads)
-            if (registry.installed(), batching.installed()) != on:
+            if (installation.installed(), batching.installed()) != on:
                 api.switch_off()
         self._raise()
         return [self._results[rank] for rank in range(self._world.size)]

@@ -163,5 +163,6 @@ def _placed(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     if not isinstance(tensor, nn.Parameter):
         return moved
     parameter = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    _torch.attach_hooks(parameter, tensor)
     parameter.__dict__.update(tensor.__dict__)  # attributes that a training script has set, such as "no weight decay"
     return parameter

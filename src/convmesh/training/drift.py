@@ -1,7 +1,7 @@
-"""Whether replicated parameters are still the same on all ranks, looked at ever less often while an optimizer steps.
+"""Checks that replicated parameters are still equal on all ranks, at optimizer steps 2, 4, 8, ...
 
-What one rank does otherwise than the others (a learning rate, a number in the loss, a sum in another order) lets them
-drift apart, and nothing else would tell.
+If one rank does something differently (a learning rate, a number in the loss, a sum in another order), they drift
+apart, and nothing else would show it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..sharding.plan_cache import PerProcessGroup
 from ..sharding.registry import while_installed
 from .same_data import checksum
 
-# Whenever the number of a step is a power of two. Another device would have to finish its work for it.
+# Steps whose number is a power of two. Devices other than CPUs have to finish their work first, so they start later.
 FIRST_STEP = {"cpu": 2}
 FIRST_STEP_ELSEWHERE = 64
 
@@ -46,7 +46,7 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _compare(mesh: DeviceMesh, parameters: list[torch.Tensor], name: str) -> None:
-    """Through the store of the process group: it is no communication of the training."""
+    """Compare checksums through the store of the process group: the training's own communication is not affected."""
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
     counts: dict[DeviceMesh, int] = _compared.get()

@@ -63,6 +63,8 @@ class Gradients:
         if self._waiting and not _torch.in_backward():
             self._forget()  # an earlier backward pass has failed
         for parameter in parameters:
+            if not isinstance(parameter, DTensor):
+                continue  # such as what a transform of torch.func has around one
             if not parameter.is_leaf or not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
             if self._after not in _torch.gradient_hooks(parameter):
@@ -72,7 +74,7 @@ class Gradients:
                 parameter.register_post_accumulate_grad_hook(self._after)
                 parameter.requires_grad_(trained)
             elif _WATCHED not in vars(parameter):
-                _torch.attach_hooks(parameter)
+                _torch.attach_hooks(parameter, parameter)
             vars(parameter)[_WATCHED] = True
 
     def _forget(self) -> None:
@@ -84,15 +86,14 @@ class Gradients:
         gradient = parameter.grad
         if self.paused or not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
             return
-        spec, at = _torch.spec_of(gradient), _torch.spec_of(parameter)
-        if spec.placements == at.placements:
+        way = _way(_torch.spec_of(gradient), _torch.spec_of(parameter))
+        if way.arrived:
             return
         if torch.is_grad_enabled():  # create_graph: the sum has to be differentiable, too
             parameter.grad = gradient.redistribute(placements=parameter.placements)
             return
         if not self._waiting:
             _torch.when_backward_ends(self._finish)
-        way = _way(spec, at)
 
         def left(total: torch.Tensor) -> None:
             if parameter.grad is gradient:
@@ -119,21 +120,23 @@ def _settled(parameter: DTensor, local: torch.Tensor, way: _Way) -> DTensor:
     """The gradient, of which `local` is summed, where the parameter lies and in its memory format."""
     if way.moved is not None:
         local = _torch.redistribute(local, way.summed, way.moved)
-    if not (way.dense and local.is_contiguous()):
-        beside = _torch.local_of(parameter)
-        if local.stride() != beside.stride():
-            local = torch.empty_like(beside, dtype=local.dtype).copy_(local)
+    if way.dense and local.is_contiguous():
+        return _torch.new_dtensor(DTensor, local, way.wanted, requires_grad=False)  # nearly always
+    beside = _torch.local_of(parameter)
+    if local.stride() != beside.stride():
+        local = torch.empty_like(beside, dtype=local.dtype).copy_(local)
     return _torch.wrap(local, way.wanted)
 
 
 class _Way(NamedTuple):
     """From where backward leaves a gradient to where its parameter is."""
 
+    arrived: bool  # is there already
     sums: tuple[int, ...]  # the mesh dimensions over which it is a Partial(sum)
     summed: _torch.Spec  # without these
     moved: _torch.Spec | None  # where the parameter is, if that is elsewhere
     wanted: _torch.Spec  # and in its strides
-    dense: bool  # which are those of a new tensor
+    dense: bool  # which are those of a new tensor, and of no number
 
 
 @planned
@@ -143,7 +146,9 @@ def _way(gradient: _torch.Spec, parameter: _torch.Spec) -> _Way:
     sums = tuple(mesh_dim for mesh_dim, placement in enumerate(layout.placements) if is_sum(placement))
     summed = layout.placed(tuple(Replicate() if is_sum(p) else p for p in layout.placements))
     moved = None if summed.placements == goal.placements else summed.placed(goal.placements).spec
-    return _Way(sums, summed.spec, moved, goal.typed(layout.dtype).spec, goal.is_contiguous)
+    dense = goal.is_contiguous and bool(goal.shape)
+    arrived = layout.placements == goal.placements
+    return _Way(arrived, sums, summed.spec, moved, goal.typed(layout.dtype).spec, dense)
 
 
 def _before(gradient: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Whether the ranks of a mesh give one tensor: parts of different ones would train garbage without a word."""
+"""Checks that the ranks of a mesh pass parts of one tensor: parts of different ones would silently train garbage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..sharding.debug.agreement import checking
 from ..sharding.errors import ShardingError
 from ..sharding.plan_cache import PerProcessGroup
 
-# Values are compared in so many calls on a mesh, and then in ever fewer: whenever their number is a power of two.
+# Values are compared in the first calls on a mesh, and then in calls whose number is a power of two.
 FIRST_CALLS = 16
 ALIKE = (
     "seed all ranks alike after convmesh.distribute, and let what only some ranks draw (augmentation, figures) have a "
@@ -36,16 +36,14 @@ def compare(
     copies_along: Sequence[int] = (),
     problem: str | None = None,
 ) -> None:
-    """Raise a `ShardingError`, on all ranks of the mesh alike, unless what they give makes up one tensor.
+    """Raise a `ShardingError` on all ranks of the mesh unless they pass parts of one tensor. All ranks must call this.
 
-    `facts`, which decide `copies_along` too, have to be the same on all ranks, and the bits of `values()` on those that
-    differ along `copies_along` only. `problem` is what this rank has found by itself. All ranks of the mesh call this,
-    at the same point.
+    `facts` must be equal on all ranks; `copies_along` must follow from them. The bits of `values()` must be equal on
+    ranks that differ along the mesh dimensions `copies_along` only. `problem` is an error that this rank has found by
+    itself. Random numbers drawn since the last comparison of values are compared together with the facts.
 
-    With the facts go the random numbers that were drawn since the last call that compared values.
-
-    Facts are compared in every call on a CPU, by one small message. Another device would have to finish its work for
-    it, and so compares facts only as often as values.
+    On CPUs, facts are compared in every call, by one small message. Another device would have to finish its work first,
+    so there facts are compared as often as values.
     """
     thorough = _is_thorough(mesh)
     if thorough is None or not (thorough or mesh.device_type == "cpu"):
@@ -81,7 +79,7 @@ def _error(operation: str, what: str, said: str, mesh: DeviceMesh, remedy: str) 
 
 
 def _is_thorough(mesh: DeviceMesh) -> bool | None:
-    """Whether this call compares values, None where ranks have nothing to compare."""
+    """Whether this call compares values; None if there is nothing to compare."""
     if mesh.get_coordinate() is None or mesh.size() == 1 or torch.compiler.is_compiling() or _torch.tracing():
         return None
     if not _torch.has_values(mesh):
@@ -93,7 +91,7 @@ def _is_thorough(mesh: DeviceMesh) -> bool | None:
 
 
 def _greatest(numbers: list[int], mesh: DeviceMesh, mesh_dims: Sequence[int]) -> list[int]:
-    """Of every number the greatest that a rank along `mesh_dims` has. The least is the inverse of an inverse."""
+    """All-reduce each number by maximum along `mesh_dims`. The minimum of `n` is `~max(~n)`."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
     if type(mine) is not torch.Tensor:  # fake tensors have no values
         return numbers
@@ -102,7 +100,7 @@ def _greatest(numbers: list[int], mesh: DeviceMesh, mesh_dims: Sequence[int]) ->
 
 
 def _said_by_all(text: str, mesh: DeviceMesh) -> list[str]:
-    """What each rank says, in lines; what several say in one, and nothing of those that say nothing."""
+    """Return a line for each text that ranks have passed, with the ranks that passed it; empty texts are left out."""
     letters = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b" ")
     mine = torch.tensor(list(letters), dtype=torch.uint8, device=mesh.device_type)
     everybody = comm.all_gather_stacked(mine, mesh, tuple(range(mesh.ndim))).tolist()
@@ -115,8 +113,11 @@ def _said_by_all(text: str, mesh: DeviceMesh) -> list[str]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of the bits of a tensor and of their order: eight bytes at a time, in products of 64 bits, some rows at once,
-    which stay in the cache. The upper bits, which products lose, and with them signs, come in lower down as well."""
+    """Return a checksum of the bits of a tensor and of their order.
+
+    Words of eight bytes are summed with weights, modulo 2^64, some rows at a time, so that they stay in the cache. A
+    product loses upper bits (such as signs), so these are mixed into lower ones before.
+    """
     tensor = tensor.detach().as_subclass(torch.Tensor)
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     tensor = tensor.resolve_neg().contiguous()
@@ -137,7 +138,7 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
 
 
 def _scattered(numbers: torch.Tensor) -> torch.Tensor:
-    """Odd numbers without a pattern, one for each of these: sums that these are the weights of differ."""
+    """Return an odd pseudo-random weight for each number."""
     mixed = (numbers + 1) * 0x1E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
     return (mixed ^ (mixed >> 32)) | 1

@@ -1,4 +1,4 @@
-"""Whether the processes of a mesh compute alike: what they have the same of, each of them computes by itself."""
+"""Checks that the processes of a mesh compute replicated values with the same bits: same releases, threads, devices."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .. import comm
 
 
 def compare_settings(mesh: DeviceMesh) -> None:
-    """Warn, on all ranks of the mesh, if results of theirs may differ in their last bits."""
+    """Warn, on all ranks of the mesh, if their settings may let replicated values differ in the last bits."""
     said = comm.of_all_ranks("settings", lambda: _settings(mesh.device_type), mesh)
     if len(said) < 2:
         return
     lines = [f"  ranks {', '.join(map(str, ranks))}: {answer}\n" for answer, ranks in said.items()]
     warnings.warn(
-        "the processes of this mesh do not compute alike: what should be replicated may differ in its last bits, and "
+        "the processes of this mesh do not compute alike: replicated values may differ in their last bits, and "
         "replicated parameters drift apart\n"
         + "".join(lines)
         + "  remedy: the same machines, releases and settings for all ranks, such as OMP_NUM_THREADS",

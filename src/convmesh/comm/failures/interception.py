@@ -41,9 +41,8 @@ _LIBRARIES = (*map(str, _FOLDERS), functools.__file__, threading.__file__, "<")
 class CommunicationError(RuntimeError):
     """A communication failed: a rank has ended, has stopped, or took longer than the timeout.
 
-    The message names the ranks, the mesh dimension, the operator, the line of your code, and what the first rank that
-    failed has said. It is a `RuntimeError`. End all ranks when it is raised: see
-    [Checkpoints and failures](reliability.md).
+    The message names the ranks, the mesh dimension, the operator, the line of your code, and the error that was noticed
+    first. It is a `RuntimeError`. End all ranks when it is raised: see [Checkpoints and failures](reliability.md).
     """
 
 

@@ -26,14 +26,16 @@ def check_shapes(
                     "give input (N, C, *space) and weight (out, in / groups, *kernel)")  # fmt: skip
     lists = (conv.stride, conv.padding, conv.dilation, conv.output_padding)
     if any(len(values) != spatial for values in lists):
-        raise wrong(f"stride, padding, dilation and output_padding need one number or {spatial}", "give as many")
+        raise wrong(
+            f"stride, padding, dilation and output_padding take one number, or {spatial}", "give as many numbers"
+        )
     if min((*conv.stride, *conv.dilation), default=1) < 1 or min((*conv.padding, *conv.output_padding), default=0) < 0:
         raise wrong("strides and dilations must be positive, paddings not negative", "pad with F.pad to crop")
     _check_channels(conv, input, weight, bias, wrong)
     if len({layout.dtype for layout in (input, weight, bias) if layout is not None}) > 1:
         raise wrong("the dtypes differ", "cast them to one dtype, or run under torch.autocast")
     if not (input.dtype.is_floating_point or input.dtype.is_complex):
-        raise wrong(f"dtype {input.dtype} has no convolution here", "cast to a floating point dtype")
+        raise wrong(f"convolutions of dtype {input.dtype} are not supported", "cast to a floating point dtype")
     if conv.transposed:
         limits = zip(conv.output_padding, conv.stride, conv.dilation, strict=True)
         if any(extra >= max(stride, dilation) for extra, stride, dilation in limits):

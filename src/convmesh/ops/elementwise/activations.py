@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ... import _torch
-from ...sharding.errors import refuse
+from ...sharding.errors import Unfit
 from ...sharding.layout import Layout
-from ...sharding.redistribute import check_placed
-from ...sharding.registry import Behaviour, rule
+from ...sharding.plan_rule import Made, plan_rule
+from ...sharding.registry import Behaviour
 from ...sharding.sharding_table import R, Row, elementwise_rows
 from ...sharding.table_rule import table_rule
 
@@ -46,27 +47,39 @@ def log_sigmoid_backward(grad_output: Layout, input: Layout, buffer: Layout) -> 
         yield Row(row.name, (*row.inputs, row.inputs[1] if used else R), row.outputs)
 
 
-def _halves(operator: str, input: Any, dim: int) -> Any:
+def _halves(input: DTensor, dim: int) -> tuple[DTensor, DTensor]:
     """Return both halves of the input along `dim`."""
-    check_placed(operator, (("input", input),))
-    size = int(input.shape[dim]) if input.dim() else 1
+    half = input.shape[dim] // 2
+    return aten.slice.Tensor(input, dim, 0, half), aten.slice.Tensor(input, dim, half, 2 * half)
+
+
+def _check(input: Layout, dim: int) -> None:
+    if not -max(1, input.ndim) <= dim < max(1, input.ndim):
+        raise Unfit(f"the input has no dimension {dim}", "give a dimension that it has")
+    size = input.shape[dim] if input.shape else 1
     if size % 2:
-        raise refuse(operator, f"dimension {dim} has {size} indices", [("input", input)], "give an even number")
-    return aten.slice.Tensor(input, dim, 0, size // 2), aten.slice.Tensor(input, dim, size // 2, size)
+        raise Unfit(f"dimension {dim} has {size} indices", "give an even number")
 
 
-@rule(aten.glu.default, behaviour=GLU)
-def glu(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, dim = _torch.arguments(operator, args, kwargs)
-    first, second = _halves("glu", input, dim % max(1, input.dim()))
+@plan_rule(aten.glu.default, behaviour=GLU)
+def glu(operator: _torch.Operator, input: Layout, dim: int) -> Made:
+    _check(input, dim)
+    return _glu
+
+
+def _glu(input: DTensor, dim: int) -> Any:
+    first, second = _halves(input, dim)
     return aten.mul.Tensor(first, aten.sigmoid.default(second))
 
 
-@rule(aten.glu_backward.default, behaviour=GLU)
-def glu_backward(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    gradient, input, dim = _torch.arguments(operator, args, kwargs)
-    dim %= max(1, input.dim())
-    first, second = _halves("glu_backward", input, dim)
+@plan_rule(aten.glu_backward.default, behaviour=GLU)
+def glu_backward(operator: _torch.Operator, gradient: Layout, input: Layout, dim: int) -> Made:
+    _check(input, dim)
+    return _glu_backward
+
+
+def _glu_backward(gradient: DTensor, input: DTensor, dim: int) -> Any:
+    first, second = _halves(input, dim)
     open_gate = aten.sigmoid.default(second)
     by_gate = aten.sigmoid_backward.default(aten.mul.Tensor(gradient, first), open_gate)
     return aten.cat.default([aten.mul.Tensor(gradient, open_gate), by_gate], dim)

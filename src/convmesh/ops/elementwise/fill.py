@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +9,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from ... import _torch
+from ...sharding.call import Call
 from ...sharding.layout import Layout
 from ...sharding.plan_cache import planned
+from ...sharding.plan_rule import plan_rule
 from ...sharding.redistribute import move
 from ...sharding.registry import Behaviour, rule
-from ...sharding.result_strides import strides_of
-from ...strides import Stride
 
 aten = torch.ops.aten
 
@@ -47,28 +46,15 @@ def _layout(spec: _torch.Spec) -> Layout:
     return Layout.of(spec)
 
 
-@rule(
+@plan_rule(
     aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-    behaviour=LIKE, knows_strides=True,
+    behaviour=LIKE, varies=("fill_value",), foreign=True,
 )  # fmt: skip
-def like(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """`empty_like`, `zeros_like`, ... DTensor's own rule keeps the strides of the first memory format it is asked
-    for."""
-    spec, local = _torch.spec_of(args[0]), _torch.local_of(args[0])
-    if not _torch.plain_order(spec):
-        return _torch.stock(operator, args, kwargs)  # type: ignore[no-any-return]
-    keeps = operator is aten.empty_like.default
-    layout = _layout_like(spec, kwargs.get("dtype"), keeps, *strides_of(operator, args, kwargs))
-    result = operator(local, *args[1:], **kwargs)
-    return _torch.wrap(layout.laid(result) if layout.present else result, layout.spec)
-
-
-@planned
-def _layout_like(spec: _torch.Spec, dtype: torch.dtype | None, keeps_partial: bool, stride: Stride) -> Layout:
-    """Return the layout of a new tensor; only an empty one may be Partial."""
-    source = Layout.of(spec)
-    layout = replace(source, stride=stride).typed(dtype or source.dtype)
-    return layout if keeps_partial else layout.without_partial()
+def like(operator: _torch.Operator, tensor: Layout, *how: Any) -> Call:
+    """Make a tensor like another; DTensor's own rule keeps the strides of the first memory format it is asked for."""
+    made = tensor if operator is aten.empty_like.default else tensor.without_partial()
+    dtype = how[_torch.signature(operator).names.index("dtype") - 1] or tensor.dtype
+    return Call((tensor,), made.typed(dtype), lambda *values: _torch.call(operator, values))
 
 
 @rule(aten.new_ones.default, aten.new_full.default, behaviour=NEW, knows_strides=True)

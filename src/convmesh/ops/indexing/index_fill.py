@@ -38,7 +38,7 @@ def _constants(input: Any, dim: int, index: Any, value: Any) -> tuple[Any, ...]:
 def index_fill(operator: _torch.Operator, input: Layout, dim: int, index: Layout, value: Any) -> Made:
     rank = max(1, input.ndim)
     if not -rank <= dim < rank:
-        raise Unfit(f"the input has no dimension {dim}", "give one that it has")
+        raise Unfit(f"the input has no dimension {dim}", "give a dimension that it has")
     dim %= rank
     size = input.shape[dim] if input.ndim else 1
     shape = [size if d == dim else 1 for d in range(input.ndim)]

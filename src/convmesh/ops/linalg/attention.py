@@ -1,8 +1,8 @@
 """Attention, whichever of batch, heads and tokens are sharded.
 
-Queries stay where they are. Of keys and values whose tokens are sharded, few are gathered, and many go round: no rank
-ever has all of them. It is one operator of its own for all devices, between torch's `scaled_dot_product_attention`,
-which is made of it, and the kernels, which know no DTensors.
+Queries stay on their ranks. If the tokens of keys and values are sharded, small ones are gathered, and large ones are
+passed around the ranks in pieces (ring attention): no rank ever holds all of them. `scaled_dot_product_attention` is
+decomposed into one operator of convmesh for all devices, whose rules call the kernels on local tensors.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .attention_blocks import TOKENS
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
-# Keys and values of so many bytes together, of the batch and heads that a rank has, are gathered: to send them in
+# Keys and values of at most this many bytes, for the batch and heads that a rank has, are gathered: sending them in
 # pieces would take longer.
 GATHERED_BYTES = 2**20
 
 ATTENTION = Behaviour(
     "batch, heads, tokens",
-    "keys and values whose tokens are sharded: gathered up to 1 MiB, beyond that they go round in pieces, of which a "
-    "rank holds two at a time; of few queries all ranks' results are put together instead; a mask that needs a "
-    "gradient: keys and values, gathered",
+    "keys and values whose tokens are sharded: gathered up to 1 MiB, beyond that passed around the ranks in pieces, of "
+    "which a rank holds two at a time; if there are few queries, all-reduces of the results instead; with a mask that "
+    "needs a gradient, keys and values are gathered",
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """[... T d] [... S d] [... S e] -> [... T e]; torch's own where it has rules for what is sharded."""
+    """`[... T d] [... S d] [... S e] -> [... T e]`; left to torch if DTensor has rules for these placements."""
     tokens = query.dim() - 2
     sharded = any(_sharded(tensor, tokens) for tensor in (query, key, value))
     if not sharded and has_rules_of_torch(query.device):
@@ -72,8 +72,10 @@ def attention(
 
 
 def _may_be_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether one device may take a fused kernel for tensors of these sizes: not for those that are expanded or padded
-    here before the operator sees them. The rest of the decision is the operator's."""
+    """Whether one device may use a fused kernel for tensors of these sizes, which decides the strides of the result.
+
+    Not for tensors that are expanded or padded here before the operator sees them.
+    """
     fits = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
     fits = fits and query.shape[:2] == key.shape[:2] == value.shape[:2] and (mask is None or mask.dim() in (2, 4))
     return fits and torch.backends.cuda.flash_sdp_enabled()
@@ -84,7 +86,7 @@ def _sharded(tensor: Tensor, dim: int) -> bool:
 
 
 def _with_equal_heads(*given: Tensor) -> list[Tensor]:
-    """One head beside several is that of each of them."""
+    """Expand a single head to the number of heads of the others."""
     heads = [one.shape[-3] for one in given if one.dim() > 2]
     if len(set(heads)) < 2:
         return list(given)
@@ -94,7 +96,7 @@ def _with_equal_heads(*given: Tensor) -> list[Tensor]:
 
 
 def _as_four(*given: Tensor | None) -> tuple[Any, ...]:
-    """Batch, heads, tokens and features of all, and the shape of the result."""
+    """Reshape all tensors to batch, heads, tokens and features; also return the shape of the result."""
     query, _, value = given[:3]
     assert query is not None
     assert value is not None
@@ -118,14 +120,14 @@ def _as_four(*given: Tensor | None) -> tuple[Any, ...]:
 
 
 def _with_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, scale: float) -> Tensor:
-    """A mask that has a gradient has as many numbers as there are scores."""
+    """Compute all scores: a mask with a gradient is as large as they are anyway."""
     scores = (query * scale) @ key.transpose(-2, -1)
     weights = (scores + mask).softmax(-1)
     return (F.dropout(weights, dropout) if dropout else weights) @ value
 
 
 def _kept(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """What dropout keeps of the weights: drawn as one device does it, a byte each, of a rank's own queries."""
+    """Draw the mask of dropout as one device does, for this rank's queries, a byte for each weight."""
     first = next(one for one in (query, key, value) if isinstance(one, DTensor))
     placements: Sequence[Placement] = query.placements if isinstance(query, DTensor) else (R,) * first.device_mesh.ndim
     at = [p if isinstance(p, Shard) and p.dim <= TOKENS else R for p in placements]
@@ -149,8 +151,10 @@ backward_operator = torch.ops.convmesh.attention_backward.default
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kept: Tensor | None, *_: Any) -> Any:
-    """The result of torch's fused kernels lies in memory as the query does, without gaps; where it takes none, it is
-    contiguous. None takes dropout, features that are not beside each other, or heads in groups."""
+    """Return the strides of one device: those of the query, dense, with a fused kernel, else contiguous.
+
+    Fused kernels support no dropout, no strided features and no groups of heads.
+    """
     total = query.new_empty(query.shape[:3], dtype=sums_in(query.dtype))
     apart = any(one.stride(-1) != 1 for one in (query, key, value))
     if kept is not None or apart or query.shape[1] != key.shape[1]:
@@ -190,7 +194,7 @@ torch.library.register_autograd("convmesh::attention_backward", _no_gradients, l
 
 
 def _step_by_step() -> Callable[[], None]:
-    """nn.MultiheadAttention and transformer layers take one fused operator in evaluation, which no DTensor knows."""
+    """Switch off torch's fused operator for transformer layers in evaluation, which has no rule for DTensors."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     return lambda: torch.backends.mha.set_fastpath_enabled(before)

@@ -1,8 +1,8 @@
-"""Attention in blocks: queries stay where they are, keys and values go round.
+"""Ring attention: queries stay on their ranks, and keys and values are passed around in pieces.
 
-A rank's queries meet its own keys first, and then those of one rank after the other, in pieces. While they meet one
-piece the next one is on its way. Each meeting gives a weighted mean of values and the sum of its weights, of which the
-whole is put together. In backward, gradients of keys and values go back to their owners, piece by piece.
+A rank attends to its own keys first, then to those of one rank after the other. While it works on one piece, the next
+one is being received. Each piece gives a weighted mean of values and the logsumexp of its scores, which are merged. In
+backward, gradients of keys and values are sent back to their owners, piece by piece.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKENS = 2
 
 # A shard of keys is sent in so many pieces, if each then has so many tokens: two of them are held at a time, beside
 # what a rank owns. Its queries are taken in as many, for what they make with one piece of keys.
-PIECES, SHORTEST = 16, 256
+PIECES, SHORTEST = 16, 1024
 
 
 def pieces(shard: Interval, largest: int) -> tuple[Interval, ...]:
@@ -35,8 +35,10 @@ def pieces(shard: Interval, largest: int) -> tuple[Interval, ...]:
 
 
 def visible(queries: Interval, keys: Interval) -> Iterator[tuple[Interval, Interval, bool]]:
-    """Of causal attention, in which query `i` sees the keys up to `i`: parts in which all is seen, and squares on the
-    diagonal. No fused kernel takes anything else, and none needs a mask for these."""
+    """Yield blocks of causal attention, as (queries, keys, is_causal): full rectangles, and squares on the diagonal.
+
+    Query `i` attends to keys up to `i`. Fused kernels support only such blocks, without a mask.
+    """
     before = Interval(keys.start, min(keys.stop, queries.start))
     if queries and before:
         yield queries, before, False
@@ -50,7 +52,7 @@ def visible(queries: Interval, keys: Interval) -> Iterator[tuple[Interval, Inter
 
 @dataclass(frozen=True)
 class Rotated:
-    """Each rank of a line needs one piece of the shard of the rank that comes so many places after it."""
+    """What ranks need in one step: a piece of the shard of the rank that is `by` places further along the line."""
 
     keys: Shards
     queries: tuple[Interval, ...]  # of each rank
@@ -69,7 +71,7 @@ class Rotated:
 
 @dataclass(frozen=True)
 class Step:
-    """A piece of keys that a rank's queries meet, and how it gets there: its own is there without a schedule."""
+    """One step: a piece of keys, and the schedule that brings it; None for this rank's own keys."""
 
     keys: Interval
     schedule: Schedule | None = None
@@ -77,8 +79,10 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """What a rank computes of attention: its queries, its own keys, the line along which keys go round, if they do, and
-    the keys of which it has the mask."""
+    """A rank's part of attention: its queries and keys, the line along which keys are passed around, if any.
+
+    `columns` are the keys for which it has the mask.
+    """
 
     queries: tuple[Interval, ...]  # of all ranks of the line
     keys: Shards
@@ -110,11 +114,11 @@ class Blocks:
 
     @cached_property
     def is_one_meeting(self) -> bool:
-        """Whether a kernel takes all of it at once."""
+        """Whether one call of a kernel computes all of it."""
         return self.line is None and list(self.meetings(self.own)) == [(self.own_queries, self.own, self.causal)]
 
     def meetings(self, keys: Interval) -> Iterator[tuple[Interval, Interval, bool]]:
-        """Of this rank's queries with these keys."""
+        """Yield the blocks of this rank's queries with these keys."""
         for queries in self.query_pieces:
             if self.causal:
                 yield from visible(queries, keys)
@@ -122,7 +126,7 @@ class Blocks:
                 yield queries, keys, False
 
     def round(self, key: Tensor, value: Tensor) -> Iterator[tuple[Step, Tensor, Tensor]]:
-        """All keys and values, piece by piece, the next one on its way."""
+        """Yield keys and values piece by piece, while the next piece is being received."""
         mine = [Held.own(tensor, (TOKENS,), (self.own,)) for tensor in (key, value)]
         under_way: Pending | None = None
         for step, following in zip(self.steps, (*self.steps[1:], None), strict=True):
@@ -188,7 +192,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Given:
-    """A rank's part of a mask, [b h t s] each of which may be 1, and of what dropout keeps, [B H T S]."""
+    """A rank's part of the mask, `[B H T S]` where sizes may be 1, and of the mask of dropout, `[B H T S]`."""
 
     mask: Tensor | None
     kept: Tensor | None
@@ -214,7 +218,7 @@ class Given:
 
 
 def token_by_token(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros, which lie in memory as what torch's fused kernels make: [B T H d], seen as [B H T d]."""
+    """Return zeros with the strides of torch's fused kernels: `[B T H d]` in memory, viewed as `[B H T d]`."""
     batch, heads, tokens, width = like.shape
     return like.new_zeros((batch, tokens, heads, width), dtype=dtype).transpose(1, 2)
 
@@ -226,6 +230,6 @@ def _part(tensor: Tensor, tokens: Interval, held: Interval) -> Tensor:
 def _merge(out: Tensor, total: Tensor, more: Tensor, weight: Tensor) -> None:
     """Weighted means and the logarithms of their weights, in place; -inf is no weight at all."""
     both = torch.logaddexp(total, weight)
-    finite = both.masked_fill(both == -inf, 0)
-    out.mul_((total - finite).exp_().unsqueeze(-1)).addcmul_(more, (weight - finite).exp_().unsqueeze(-1))
+    share = (weight - both.masked_fill(both == -inf, 0)).exp_()
+    out.lerp_(more, share.unsqueeze(-1))
     total.copy_(both)

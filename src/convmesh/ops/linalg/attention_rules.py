@@ -29,14 +29,14 @@ HEADS, COLUMNS = 1, 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """[B H T S] of a call, and what lies beside the scores."""
+    """The sizes `[B H T S]` of a call, and the layouts of its masks."""
 
     shape: tuple[int, int, int, int]
     mask: Layout | None
     kept: Layout | None
 
     def beside(self, dim: int | None) -> tuple[Placement, Placement]:
-        """Mask and kept where a dimension of the scores is sharded."""
+        """Return the placements of mask and dropout mask if dimension `dim` of the scores is sharded."""
         if dim is None:
             return R, R
         alike = self.mask is not None and self.mask.shape[dim] == self.shape[dim]
@@ -44,12 +44,15 @@ class Sizes:
 
 
 def _rows(sizes: Sizes) -> Iterator[tuple[Row, Row]]:
-    """Forward: (query, key, value, mask, kept) -> (out, total). Backward: (gradient, query, key, value, out, total,
-    mask, kept) -> gradients of (query, key, value)."""
+    """Yield rows for forward and backward.
+
+    Forward: (query, key, value, mask, kept) -> (out, total). Backward: (gradient, query, key, value, out, total, mask,
+    kept) -> gradients of (query, key, value).
+    """
     tokens = Shard(TOKENS)
 
     def both(name: str, query: Placement, key: Placement, dim: int | None, *made: Placement) -> tuple[Row, Row]:
-        """`made` are the gradients of query and of keys, where they are not placed as these."""
+        """`made` are the placements of the gradients of query and keys, if these differ from theirs."""
         by_query, by_key = made or (query, key)
         beside = sizes.beside(dim)
         forward = Row(name, (query, key, key, *beside), (query, query))
@@ -77,12 +80,14 @@ def _choose(
     stay = [p == q == tokens and not query.mostly_empty(mesh_dim) for mesh_dim, (p, q) in both]
     own = prod(key.shape) / prod(len(key.shards(dim)) for dim in range(key.ndim))
     rounds = 2 * held * key.dtype.itemsize > attention.GATHERED_BYTES
-    # Of so few that most ranks have none, some rank has much of all anyway.
+    # If there are so few keys that most ranks have none, some rank holds a large part of them anyway.
     spread = [p == tokens and not key.mostly_empty(mesh_dim) for mesh_dim, p in enumerate(key.placements)]
 
     def price(row: Row, mesh_dim: int) -> float:
-        """Beside what is moved: keys that go round, or are gathered, which takes memory too; results that are put
-        together. In backward gradients of keys go back likewise."""
+        """The costs besides redistribution: passing keys around, gathering them (which takes memory), merging results.
+
+        In backward, gradients of keys are sent back in the same way.
+        """
         ranks = mesh.size(mesh_dim)
         if row.name == "round":
             return 2 * own * (ranks - 1) * (2 if backward else 1) if rounds else inf
@@ -93,7 +98,7 @@ def _choose(
         return 4 * own * (ranks - 1) * backward if row.name == "queries" else 0.0
 
     def fits(assignment: Assignment) -> bool:
-        """Nothing leaves tokens along which queries and keys are both sharded, nor goes where most ranks have none."""
+        """Whether tokens stay sharded where queries and keys both are, and nothing leaves most ranks empty."""
         used = {row.name for row in assignment}
         if any(row.name in ("batch", "heads", "keys") and stay[mesh_dim] for mesh_dim, row in enumerate(assignment)):
             return False
@@ -119,12 +124,12 @@ def _sizes(query: Layout, key: Layout, value: Layout, mask: Layout | None, kept:
         fits = mask.ndim == 4 and all(size in (1, full) for size, full in zip(mask.shape, shape, strict=True))
     if not fits:
         raise Unfit("queries, keys, values and mask do not fit each other",
-                    "give (B, H, T, d) and twice (B, H, S, d), of one dtype, and a mask of (B, H, T, S)")  # fmt: skip
+                    "give query (B, H, T, d), key and value (B, H, S, d), of one dtype, mask (B, H, T, S)")  # fmt: skip
     return Sizes(shape, mask, kept)
 
 
 def _blocks(query: Layout, key: Layout, columns: Layout, assignment: Assignment, causal: bool) -> Blocks | None:
-    """Of a rank of the mesh."""
+    """Return this rank's part; None outside of the mesh."""
     if not query.present:
         return None
     here = dict(enumerate(query.mesh.get_coordinate() or ()))
@@ -141,13 +146,13 @@ def _blocks(query: Layout, key: Layout, columns: Layout, assignment: Assignment,
 
 
 def _columns(key: Layout, query: Layout, sizes: Sizes, assignment: Assignment) -> Layout:
-    """Of the scores [B H T S]."""
+    """Return the layout of the scores `[B H T S]`."""
     at = (Shard(COLUMNS) if row.name == "keys" else R for row in assignment)
     return query.new(sizes.shape, at)
 
 
 def _as_given(like: Layout, placements: Sequence[Placement]) -> Moved:
-    """A gradient, which goes where the tensor is sharded."""
+    """Return how a gradient is redistributed to the placements of its tensor."""
     computed = like.new(like.shape, placements)
     pairs = zip(like.placements, placements, strict=True)
     return Moved(computed, computed.placed(given if isinstance(given, Shard) else at for given, at in pairs))

@@ -47,7 +47,7 @@ def _ways(input: Layout, target: Layout, weight: Layout | None) -> Iterator[tupl
     """Rows without what they have in common: name, placements of the input and of the target."""
     dim = _class_dim(input)
     if not input.shape or target.shape != (*input.shape[:dim], *input.shape[dim + 1 :]):
-        raise Unfit("the target needs the input's shape without its classes",
+        raise Unfit("the target must have the input's shape without the class dimension",
                     "give input (N, C, *space) and target (N, *space)")  # fmt: skip
     if weight is not None and weight.shape != (input.shape[dim],):
         raise Unfit(f"the weight needs one number for each of the {input.shape[dim]} classes",

@@ -31,7 +31,7 @@ def first_normalised(input: Layout, shape: Shape, *parameters: Layout | None) ->
     """The first of the dimensions that are normalised over."""
     sizes, axis = tuple(shape), input.ndim - len(shape)
     if axis < 0 or not sizes or input.shape[axis:] != sizes:
-        raise Unfit(f"the input's last sizes are not {sizes}", "give its trailing sizes")
+        raise Unfit(f"the input's last sizes are not {sizes}", "make normalized_shape the last sizes of the input")
     if any(given is not None and given.shape != sizes for given in parameters):
         raise Unfit(f"weight or bias has another shape than {sizes}", "give it that shape")
     return axis

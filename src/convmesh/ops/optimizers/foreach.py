@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import inf
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ... import _torch
@@ -181,8 +182,7 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            same = isinstance(parameter, DTensor) and gradient.placements == parameter.placements
-            if same and not is_partial(gradient):
+            if isinstance(parameter, DTensor) and _is_settled(gradient.placements, parameter.placements):
                 continue  # nearly always
             given.append((parameter, gradient))
             if isinstance(parameter, DTensor) and parameter.device_mesh == gradient.device_mesh:
@@ -194,6 +194,12 @@ def reduce_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     ]
     for parameter, _, sum in _stepping[id(optimizer)]:
         parameter.grad = sum
+
+
+@lru_cache(maxsize=1024)
+def _is_settled(gradient: tuple[Placement, ...], parameter: tuple[Placement, ...]) -> bool:
+    """Whether a gradient lies where its parameter does, and is Partial nowhere."""
+    return gradient == parameter and not any(isinstance(placement, Partial) for placement in gradient)
 
 
 def give_gradients_back(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

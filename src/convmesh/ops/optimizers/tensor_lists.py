@@ -219,7 +219,7 @@ def _common(operator: str, in_place: bool, *specs: _torch.Spec) -> Layout:
     for layout in layouts[1:]:
         if layout.shape != first.shape:
             raise refuse(
-                operator, "tensors of the same number in two lists differ in shape",
+                operator, "two lists have tensors of different shapes at the same index",
                 (("one", first), ("the other", layout)), "expand them to one shape, or use the operator on one tensor",
             )  # fmt: skip
     if in_place:

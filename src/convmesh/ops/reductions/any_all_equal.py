@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ... import _torch
 from ...comm import all_reduce
 from ...sharding.call import Call
 from ...sharding.layout import Layout
-from ...sharding.plan_rule import plan_rule
-from ...sharding.redistribute import check_placed, move
-from ...sharding.registry import Behaviour, rule
+from ...sharding.plan_rule import Made, plan_rule
+from ...sharding.redistribute import move
+from ...sharding.registry import Behaviour
 from .basic import SMALL, extreme_of
 from .plan import Reduction
 
@@ -22,30 +23,29 @@ EQUAL = Behaviour("all dimensions", "all-reduce of one value; operands with othe
 aten = torch.ops.aten
 
 
-@rule(aten.equal.default, behaviour=EQUAL)
-def equal(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether two tensors are equal.
+@plan_rule(aten.equal.default, behaviour=EQUAL)
+def equal(operator: _torch.Operator, one: Layout, other: Layout) -> Made:
+    """Whether two tensors are equal: torch would ask all ranks of the world, also those outside of the mesh."""
+    layout = one.without_partial()
+    wanted = other.placed(layout.placements)
 
-    torch would ask all ranks of the world, of which those outside of the mesh do not answer. Not a `plan_rule`: the
-    result is no tensor, so there is no `Call` for it.
-    """
-    one, other = args
-    check_placed("equal", (("self", one), ("other", other)))
-    if one.shape != other.shape:
-        return False
-    layout = Layout.of(_torch.spec_of(one)).without_partial()
-    if not layout.present:
-        return True
-    local, other_local = move(one, layout), move(other, Layout.of(_torch.spec_of(other)).placed(layout.placements))
-    same = torch.tensor(int(local.equal(other_local)), device=local.device)
-    return bool(all_reduce(same, layout.mesh, layout.sharded_over(), "min").item())
+    def are_equal(one: DTensor, other: DTensor) -> bool:
+        if layout.shape != wanted.shape or not layout.present:
+            return layout.shape == wanted.shape
+        local, other_local = move(one, layout), move(other, wanted)
+        same = torch.tensor(int(local.equal(other_local)), device=local.device)
+        return bool(all_reduce(same, layout.mesh, layout.sharded_over(), "min").item())
+
+    return are_equal
 
 
-@rule(aten.allclose.default, behaviour=EQUAL)
-def allclose(operator: _torch.Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    one, other, *tolerances = _torch.arguments(operator, args, kwargs)
-    check_placed("allclose", (("self", one), ("other", other)))
-    every = aten.all.default(aten.isclose.default(one, other, *tolerances))
+@plan_rule(aten.allclose.default, behaviour=EQUAL)
+def allclose(operator: _torch.Operator, *_: Any) -> Made:
+    return _all_close
+
+
+def _all_close(*args: Any) -> bool:
+    every = aten.all.default(aten.isclose.default(*args))
     return every.device_mesh.get_coordinate() is None or bool(_torch.local_of(every).item())
 
 

@@ -28,7 +28,7 @@ def unique(operator: _torch.Operator, input: Layout, ordered: bool, inverse: boo
     if not known:
         raise Unfit("how many values are unique is not known in compiled code", "call it outside of torch.compile")
     if inverse and input.dtype.is_floating_point:
-        raise Unfit("inverse indices of floating point values", "call it on integers, or without inverse indices")
+        raise Unfit("inverse indices need integers", "cast the input to integers, or ask for no inverse indices")
     source = input.without_partial()
     row = source.replicated().new((0,))
     places = source.typed(torch.int64).dense if inverse else row.typed(torch.int64)

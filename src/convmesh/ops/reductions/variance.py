@@ -98,7 +98,7 @@ def moments(plan: Reduction, local: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def variance(operator: _torch.Operator, input: Layout, dim: Any, correction: float | None, keepdim: bool) -> Call:
     name = _torch.name_of(operator)
     if not (input.dtype.is_floating_point or input.dtype.is_complex):
-        raise Unfit(f"there is none of dtype {input.dtype}", "cast to floating point")
+        raise Unfit(f"there is no variance of dtype {input.dtype}", "cast to floating point")
     plan = Reduction.of(input, dim, keepdim)
     degrees = max(0.0, plan.count - (1 if correction is None else correction))
 

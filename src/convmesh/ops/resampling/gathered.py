@@ -49,11 +49,12 @@ class Gathered:
     """What puts a block together, and which part of the operator's result this rank owns."""
 
     block: HaloBlock
-    shape: list[int]  # of the operator's result
+    given: list[int]  # the shape of the block
+    shape: list[int]  # and of the operator's result
     own: tuple[tuple[int, int, int], ...]  # where it is of it: dimension, start and length
 
     @staticmethod
-    def of(tiling: Tiling, sides: Sequence[Along], shape: list[int]) -> Gathered | None:
+    def of(tiling: Tiling, sides: Sequence[Along], given: list[int], shape: list[int]) -> Gathered | None:
         """None where what is needed is no block."""
         block = tiling.source_halos.block(tuple(side.block for side in sides), len(shape), fills=True)
         if block is None:
@@ -62,7 +63,7 @@ class Gathered:
         own = (
             (dim, mine.start - side.produced.start, mine.size) for dim, side, mine in places if mine != side.produced
         )
-        return Gathered(block, shape, tuple(own))
+        return Gathered(block, given, shape, tuple(own))
 
     def of_own(self, y: torch.Tensor) -> torch.Tensor:
         """This rank's targets."""

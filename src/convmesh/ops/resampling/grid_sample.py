@@ -24,7 +24,7 @@ aten = torch.ops.aten
 made_of_others(aten.grid_sampler.default)
 
 STAYS = "batch, channels, space of the grid and so of the output, Partial(sum)"
-GATHERED = "nothing; all-gather of an input that is sharded in space, because a grid may point anywhere"
+GATHERED = "nothing; an input that is sharded in space is gathered, because a grid may point anywhere"
 SAMPLING = Behaviour(STAYS, GATHERED)
 AFFINE = Behaviour("batch, Partial(sum)", "nothing; matrices that are sharded are replicated")
 
@@ -34,7 +34,7 @@ def _check(input: Layout, grid: Layout) -> range:
     spatial = input.ndim - 2
     fits = input.ndim == grid.ndim and grid.shape[-1] == spatial and grid.shape[0] == input.shape[0]
     if not fits or input.dtype != grid.dtype:
-        raise Unfit("input and grid do not belong together",
+        raise Unfit("input and grid do not fit each other",
                     f"give input (N, C, *space) and grid (N, *space, {spatial}) of one dtype")  # fmt: skip
     if min(input.shape[2:]) < 1:
         raise Unfit("the input has no spatial indices", "use sizes of at least 1")
@@ -59,7 +59,7 @@ def grid_sample(input: Layout, grid: Layout, *_: object) -> Iterator[Row]:
 def grid_sample_backward(grad_output: Layout, input: Layout, grid: Layout, *_: object) -> Iterator[Row]:
     spatial = _check(input, grid)
     if grad_output.shape != (*input.shape[:2], *grid.shape[1:-1]):
-        raise Unfit("the gradient has not the output's shape", "give one of that shape")
+        raise Unfit("the gradient does not have the output's shape", "give a gradient of the output's shape")
     yield Row("replicated", (R, R, R), (R, R))
     yield Row("batch", (Shard(0), Shard(0), Shard(0)), (Shard(0), Shard(0)))
     yield Row("channels", (Shard(1), Shard(1), R), (Shard(1), P))
@@ -76,7 +76,7 @@ def _own_maps(plan: TablePlan, *_: object) -> Callable[..., torch.Tensor]:
 def affine_grid(theta: Layout, size: Sequence[int], align_corners: bool) -> Iterator[Row]:
     spatial = len(size) - 2
     if spatial not in (2, 3) or theta.shape != (size[0], spatial, spatial + 1):
-        raise Unfit(f"maps do not fit an output of size {tuple(size)}",
+        raise Unfit(f"theta does not fit an output of size {tuple(size)}",
                     "give size (N, C, *space) and theta (N, d, d + 1) for d = 2 or 3 spatial dimensions")  # fmt: skip
     yield Row("replicated", (R,), (R,))
     yield Row("batch", (Shard(0),), (Shard(0),))

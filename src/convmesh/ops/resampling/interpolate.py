@@ -101,28 +101,32 @@ class _Resample:
     def __init__(self, operator: _torch.Operator, plan: ResamplePlan, resampling: Resampling, rest: Sequence[Any]):
         self._operator, self._plan, self._rest, self._backward = operator, plan, rest, resampling.backward
         self._shape = plan.computed.local_shape
+        self._own = self._told(plan.operands[0].local_shape, self._shape)
+        self._of_block = [] if plan.gathered is None else self._told(plan.gathered.given, plan.gathered.shape)
 
     def __call__(self, x: torch.Tensor, *_: object) -> torch.Tensor:
         plan, tiling = self._plan, self._plan.tiling
         assert tiling is not None, "nothing is computed outside of the mesh"
         if not tiling.dims and not plan.sums and 0 not in self._shape:
-            return self._by_operator(x, self._shape)
+            return self._by_operator(x, self._own)
         # A compiled exchange is awaited where it starts, and so there is nothing to do meanwhile, whatever the size.
         if plan.gathered is not None and (type(x) is not torch.Tensor or x.numel() <= FEW_ELEMENTS):
-            return plan.gathered.of_own(self._by_operator(plan.gathered.block(x), plan.gathered.shape))
+            return plan.gathered.of_own(self._by_operator(plan.gathered.block(x), self._of_block))
         fetch = tiling.fetch_sources(x)
         if 0 in self._shape:
             return fetch.tie(x.new_empty(self._shape))
         if plan.inner is not None:
-            y = recompute_border(self._by_operator(x, self._shape), fetch, tiling.targets, plan.inner, self._strip)
+            y = recompute_border(self._by_operator(x, self._own), fetch, tiling.targets, plan.inner, self._strip)
         else:
             y = self._strip(fetch.complete(), tiling.targets).to(x.dtype)
         return fetch.tie(y)
 
-    def _by_operator(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Going forward it is told the size of its result, and going backward that of its operand too."""
-        ends = [list(x.shape[2:]), list(shape)] if self._backward else [list(shape[2:])]
-        y: torch.Tensor = self._operator(x, *ends, *self._rest)
+    def _told(self, given: Sequence[int], made: Sequence[int]) -> list[list[int]]:
+        """The operator is told the size of its result, and going backward that of its operand too."""
+        return [list(given[2:]), list(made)] if self._backward else [list(made[2:])]
+
+    def _by_operator(self, x: torch.Tensor, sizes: list[list[int]]) -> torch.Tensor:
+        y: torch.Tensor = self._operator(x, *sizes, *self._rest)
         return y
 
     def _strip(self, held: Held, box: Box) -> torch.Tensor:

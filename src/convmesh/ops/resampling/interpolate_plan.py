@@ -56,7 +56,7 @@ def plan_resample(given: Layout, resampling: Resampling) -> ResamplePlan:
     if tiling is None or (kernel and not tiling.dims):
         return ResamplePlan(*layouts.fields, None, None, sums, False)
     if not given.dtype.is_floating_point and "nearest" not in resampling.mode:
-        raise Unfit(f"dtype {given.dtype} along sharded dimensions", "cast to a floating point dtype first")
+        raise Unfit(f"dtype {given.dtype} is not supported along sharded dimensions", "cast to floating point first")
     kernel = kernel and _knows_size(layouts, resampling)
     inner = _inner(layouts, tiling, mapped, resampling) if kernel else None
     gathered = _gathered(layouts, tiling, mapped, resampling) if kernel else None
@@ -130,7 +130,7 @@ def _gathered(
         given[dim], shape[dim] = side.block.size, side.produced.size
     if _copies(layouts.computed, resampling, given[2:], shape[2:]):
         return None
-    return Gathered.of(tiling, sides, shape)
+    return Gathered.of(tiling, sides, given, shape)
 
 
 def _right(

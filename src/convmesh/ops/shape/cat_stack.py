@@ -88,7 +88,7 @@ def cat(operator: _torch.Operator, tensors: Sequence[Layout], dim: int) -> Call:
     first = operands[0].shape
     dim %= len(first)
     if any((*o.shape[:dim], *o.shape[dim + 1 :]) != (*first[:dim], *first[dim + 1 :]) for o in operands):
-        raise Unfit(f"the shapes differ beside dimension {dim}", "make them the same")
+        raise Unfit(f"the shapes differ beside dimension {dim}", "give shapes that are equal otherwise")
     sizes = [operand.shape[dim] for operand in operands]
     shape = (*first[:dim], sum(sizes), *first[dim + 1 :])
     rows = _rows(operands)

@@ -56,7 +56,7 @@ def _roll_flattened(input: DTensor, shifts: list[int], dims: list[int]) -> Any:
 @plan_rule(aten.rot90.default, behaviour=TURN)
 def rot90(operator: _torch.Operator, input: Layout, turns: int, dims: tuple[int, ...]) -> Made:
     if len(dims) != 2 or (dims[0] - dims[1]) % max(1, input.ndim) == 0:
-        raise Unfit(f"cannot turn dimensions {dims}", "name two different ones")
+        raise Unfit(f"cannot rotate in the plane of dimensions {dims}", "name two different ones")
     return _rotated
 
 

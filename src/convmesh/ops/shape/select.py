@@ -48,7 +48,7 @@ def select(operator: _torch.Operator, input: Layout, dim: int, index: int) -> Ca
         return None if output is None else Call((input,), output, operator, view=True)
     size = input.shape[dim]
     if not -size <= index < size:
-        raise Unfit(f"dimension {dim} has no index {index}", "give one that it has")
+        raise Unfit(f"dimension {dim} has no index {index}", "give an index that it has")
     source, at = input.without_partial("sum"), index % size
     mesh_dims, selected = source.sharded_over((dim,)), Interval(at, at + 1)
     schedule, own = None, Interval(0, 0)

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 ORDERED = Behaviour(
     "all dimensions; another one is sharded in place of the ordered one",
-    "nothing; an all-to-all if the ordered dimension is sharded, or an all-gather if no other has an index for every "
+    "nothing; an all-to-all if the ordered dimension is sharded, or it is gathered if no other has an index for every "
     "rank",
     "a dimension that the input does not have",
 )  # fmt: skip
@@ -57,7 +57,7 @@ class OrderedDim:
         """Plan for dimension `dim` of `input`."""
         rank = max(1, input.ndim)
         if not -rank <= dim < rank:
-            raise Unfit(f"the input has no dimension {dim}", "give one that it has")
+            raise Unfit(f"the input has no dimension {dim}", "give a dimension that it has")
         layout = input.without_partial()
         return OrderedDim(layout, layout.sharded_elsewhere(dim % rank), dim % rank)
 
@@ -115,7 +115,10 @@ def _kth(input: DTensor, k: int, dim: int, keepdim: bool) -> tuple[Any, ...]:
     """Return the k-th value of a row that has no other dimensions."""
     if not 0 < k <= input.shape[dim]:
         raise refuse(
-            "kthvalue", f"there is no number {k} of {input.shape[dim]}", (("input", input),), "give one of 1 to n"
+            "kthvalue",
+            f"there is no {k}th smallest of {input.shape[dim]} values",
+            (("input", input),),
+            f"give a k of 1 to {input.shape[dim]}",
         )
     found = (aten.select.int(ranked, dim, k - 1) for ranked in aten.sort.stable(input, stable=True, dim=dim))
     return tuple(aten.unsqueeze.default(one, dim) if keepdim else one for one in found)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from ... import _torch, comm
 from ..._torch import Operator
-from .. import registry
+from .. import installation
 from .rendezvous import Fingerprint, agree
 
 _REMEMBERED = 100
@@ -59,7 +59,7 @@ def begin(timeout: float | None) -> None:
         return
     _timeout = timeout
     if not checking():
-        _undo.extend([comm.observe(_compare), registry.observe(_note)])
+        _undo.extend([comm.observe(_compare), installation.observe(_note)])
 
 
 def end() -> None:

@@ -152,7 +152,7 @@ def check_covered(saved: Saved) -> None:
                  for chunk in saved.chunks for side, size in zip(chunk.box, saved.shape, strict=True))  # fmt: skip
     if not inside or sum(volume(chunk.box) for chunk in saved.chunks) != math.prod(saved.shape):
         raise CheckpointError(
-            f"checkpoint: the parts of {saved.name} {saved.shape} that were written are not all of it\n"
+            f"checkpoint: the parts of {saved.name} {saved.shape} that were written do not cover it\n"
             "  remedy: process_group=dist.group.WORLD, if other ranks have parts of it; call it on all of them"
         )
 
