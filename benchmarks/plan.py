@@ -99,15 +99,17 @@ def _predict(runs: Runs, mesh: dict[str, int]) -> float:
 
 
 def _measure(pool: Pool, work: Work, mesh: dict[str, int], rounds: int) -> tuple[float, float]:
-    """Seconds of the steps while which others had next to nothing of the cores, or of the one while which they had
-    least; and what they had."""
+    """Seconds of the steps while which others had next to nothing of the ranks' cores, or of the one while which they
+    had least; and what they had."""
+    cores = os.cpu_count() or 1
     found: list[tuple[float, float]] = []
     for _ in range(TRIES):
         ranks = pool.run(measure, work, rounds, mesh=tuple(mesh.values()), names=tuple(mesh), timeout=600)
         for steps_of_all in zip(*ranks, strict=True):
             seconds = max(one.seconds for one in steps_of_all)
             foreign = max(one.busy for one in steps_of_all) - sum(one.own for one in steps_of_all)
-            found.append((foreign / (seconds * (os.cpu_count() or 1)), seconds))
+            idle = max(0, cores - len(ranks)) * seconds
+            found.append((max(0.0, foreign - idle) / (seconds * cores), seconds))
         alone = [one for one in found if one[0] < LITTLE]
         if len(alone) > 1:
             return median(seconds for _, seconds in alone), max(others for others, _ in alone)

@@ -1,5 +1,6 @@
 """`python -m tests.planner.against_runs [NETWORK ...]`: plans of eight networks against runs of them on 1, 2, 4 and 8
-ranks, the table of docs/plan.md. `make test` has some of its cases, with smaller inputs."""
+ranks, the table of docs/plan.md; `NETWORK:2:4` is its rows 2 and 3. `make test` has some of its cases, with smaller
+inputs."""
 
 from __future__ import annotations
 
@@ -145,6 +146,12 @@ def cases(name: str) -> list[Case]:
     return [Case(name, mesh, large=True) for mesh in meshes(name)] + more
 
 
+def chosen(words: str) -> list[Case]:
+    """Return the cases of `NETWORK`, or of `NETWORK:FIRST:STOP`, where STOP may be left out."""
+    name, *part = words.split(":")
+    return cases(name)[slice(int(part[0]), int(part[1]) if part[1:] else None) if part else slice(None)]
+
+
 def compared(pool: Pool, case: Case) -> bool:
     """Prints a row, and says whether it is as it should be. Peaks are of the rank that is farthest from its plan."""
     on = {"mesh": tuple(case.mesh.values()), "names": tuple(case.mesh), "timeout": 600}
@@ -169,7 +176,7 @@ def main(names: list[str]) -> int:
           "| resident set | apart |\n|" + "---|" * 11)  # fmt: skip
     wrong = 0
     with returning_memory(8) as pool:
-        for case in [case for name in names for case in cases(name)]:
+        for case in [case for name in names for case in chosen(name)]:
             wrong += not compared(pool, case)
     print(f"{wrong} rows are not as they should be")
     return wrong
