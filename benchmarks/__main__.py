@@ -38,6 +38,7 @@ SUITES = {
     "compiled": compiled.run,
     "vae": vae.run,
 }
+BY_ROWS = ("attention", "batching", "compiled", "plan", "privacy", "vae")  # which take the options
 
 
 def main() -> None:
@@ -45,11 +46,12 @@ def main() -> None:
     parser.add_argument("suites", nargs="*", default=list(SUITES), help=f"any of {', '.join(SUITES)}")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds; medians are reported")
     batching.add_options(parser)
+    attention.add_options(parser)
     options = parser.parse_args()
     console = Console(width=160)
     with Pool(stays_enabled=True) as pool:
         for name in options.suites:
-            rows = {"options": options} if name in ("batching", "privacy", "compiled") else {}
+            rows = {"options": options} if name in BY_ROWS else {}
             SUITES[name](pool, console, options.rounds, **rows)
 
 

@@ -3,8 +3,10 @@ the bare local part plus the bare exchange."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import process_time
 
@@ -31,6 +33,11 @@ HEADS, WIDTH, RANKS, CORES = 8, 64, 4, 2
 REMEMBERED, TIMED = 65_536, 8_192
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    options = parser.add_argument_group("attention")
+    options.add_argument("--tokens", type=int, default=REMEMBERED, help="whose memory is measured")
+
+
 def step(tokens: int, mesh: DeviceMesh | None, causal: bool = False) -> None:
     """Forward and backward of tensors that are made here."""
     ranks = 1 if mesh is None else mesh.size()
@@ -43,11 +50,22 @@ def step(tokens: int, mesh: DeviceMesh | None, causal: bool = False) -> None:
 
 
 def memory(mesh: DeviceMesh, tokens: int, alone: bool) -> int:
-    """Causal, which takes the memory of all attention in half the time."""
+    """Causal, which takes the memory of all attention in half the time. Memory that ranks share counts once."""
     convmesh.enable()
     torch.set_num_threads(CORES if alone else 1)
     step(512, None if alone else mesh, causal=True)
-    return peak_memory(lambda: step(tokens, None if alone else mesh, causal=True))
+    before = _of_others()
+    peak = peak_memory(lambda: step(tokens, None if alone else mesh, causal=True))
+    return peak - (_of_others() - before)
+
+
+def _of_others() -> int:
+    """What the peak counts of shared memory, and is the share of other processes that have it mapped, too."""
+    lines = [
+        line for name in ("status", "smaps_rollup") for line in Path(f"/proc/self/{name}").read_text().splitlines()
+    ]
+    sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith(" kB")}
+    return 1024 * (sizes["RssShmem"] - sizes["Pss_Shmem"])
 
 
 def predicted(tokens: int, ranks: int) -> int:
@@ -112,19 +130,24 @@ def times(mesh: DeviceMesh, tokens: int, rounds: int) -> dict[str, float]:
     return found | {f"{name}, processor": median(each) for name, each in processor.items()}
 
 
-def run(pool: Pool, console: Console, rounds: int, tokens: int = REMEMBERED) -> None:
-    expected = [predicted(tokens, ranks) for ranks in (1, RANKS)]
-    console.print(f"attention, forward and backward of {tokens} tokens")
-    console.print(f"by a dry run: {expected[0] / 2**20:.0f} MiB on one process; a rank of {RANKS}, relative: "
-                  f"{expected[1] / expected[0]:.2f}")  # fmt: skip
-    with returning_memory() as other:
-        (alone,) = other.run(memory, tokens, True, mesh=(1,), timeout=3600)
-        console.print(f"measured: {alone / 2**20:.0f} MiB on one process")
-        ranks = other.run(memory, tokens, False, mesh=(RANKS,), timeout=3600)
-        console.print(f"a rank of {RANKS}, relative: {max(ranks) / alone:.2f}")
+def run(pool: Pool, console: Console, rounds: int, options: argparse.Namespace) -> None:
+    """The rows "predicted", "memory" and "time of 2", "time of 4"; the first two for as many tokens as asked for."""
+    tokens = options.tokens
+    if options.only in "predicted":
+        one, rank = (predicted(tokens, ranks) for ranks in (1, RANKS))
+        console.print(f"{tokens} tokens, predicted: {one / 2**20:.0f} MiB on one process; a rank of {RANKS}, relative: "
+                      f"{rank / one:.2f}")  # fmt: skip
+    if options.only in "memory":
+        with returning_memory() as other:
+            (one,) = other.run(memory, tokens, True, mesh=(1,), timeout=3600)
+            rank = max(other.run(memory, tokens, False, mesh=(RANKS,), timeout=3600))
+        console.print(f"{tokens} tokens, measured: {one / 2**20:.0f} MiB on one process; a rank of {RANKS}, relative: "
+                      f"{rank / one:.2f}")  # fmt: skip
     title = f"{TIMED} tokens: time relative to local part and exchange"
     table = Table("ranks", "time", "of these", "of the processor", "of these", title=title)
     for count in (2, RANKS):
+        if options.only not in f"time of {count}":
+            continue
         found = pool.run(times, TIMED, max(3, rounds // 2), mesh=(count,), timeout=3600)
         cells = []
         for clock in ("", ", processor"):  # of which the second is right on a busy machine, too
@@ -133,4 +156,5 @@ def run(pool: Pool, console: Console, rounds: int, tokens: int = REMEMBERED) -> 
             )
             cells += [f"{whole / (local + exchange):.2f}", f"{whole:.2f} s; {local:.2f} and {exchange:.2f} s"]
         table.add_row(str(count), *cells)
-    console.print(table)
+    if table.rows:
+        console.print(table)

@@ -85,7 +85,7 @@ class Way:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    options = parser.add_argument_group("batching, privacy; compiled")
+    options = parser.add_argument_group("attention, batching, compiled, plan, privacy, vae")
     options.add_argument("--only", default="", help="rows that have this in their name")
     options.add_argument("--share", default="1/1", help="2/3: every third of the rows, from the second on")
     options.add_argument("--threads", type=int, default=2, help="of each process, where a row does not say")

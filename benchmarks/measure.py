@@ -88,6 +88,7 @@ def keep_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mmap_max, trim_threshold = -4, -1
+        mmap_max, trim_threshold, arena_max = -4, -1, -8
         mallopt(mmap_max, 0)
         mallopt(trim_threshold, -1)  # never
+        mallopt(arena_max, 1)  # arenas of threads other than the first give their memory back all the same

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from rich.console import Console
@@ -24,8 +23,7 @@ from convmesh.planner.problem import Problem, problem, ranks_of, words
 from convmesh.planner.runs import Runs
 from tests.harness import Pool
 
-T = TypeVar("T")
-TRIES, LITTLE = 4, 0.04
+TRIES, LITTLE, WARM_UP = 3, 0.05, 2
 MESHES: list[dict[str, int]] = [{"h": 1}, {"h": 2}, {"h": 2, "w": 2}, {"h": 4}]
 # At which a step takes about a second on one core.
 INPUTS = {
@@ -49,34 +47,46 @@ class Work:
         return problem(model, {"x": INPUTS[self.name]}, None, "adamw", "fp32")
 
 
-def measure(mesh: DeviceMesh, work: Work, rounds: int) -> float:
-    """Seconds of this rank's step."""
+class Round(NamedTuple):
+    """A step of a rank: seconds, those of its process, and those in which cores were busy."""
+
+    seconds: float
+    own: float
+    busy: float
+
+
+def measure(mesh: DeviceMesh, work: Work, rounds: int) -> list[Round]:
     keep_memory()
     asked = work.problem()
-    step, inputs = asked.build(mesh), asked.tensors(mesh)
-    seconds = []
-    for number in range(rounds + 2):
+    step, inputs = asked.step(mesh), asked.tensors(mesh)
+    found = []
+    for _ in range(rounds + WARM_UP):
         if mesh.size() > 1:
             dist.barrier(mesh.get_group(0))
-        began = time.perf_counter()
+        before = Round(time.perf_counter(), time.process_time(), busy())
         step(**inputs)
-        if number > 1:
-            seconds.append(time.perf_counter() - began)
-    return median(seconds)
+        after = Round(time.perf_counter(), time.process_time(), busy())
+        found.append(Round(*(stop - start for start, stop in zip(before, after, strict=True))))
+    return found[WARM_UP:]
 
 
-def run(pool: Pool, console: Console, rounds: int) -> list[dict[str, Any]]:
+def busy() -> float:
+    """Seconds that cores were busy; what a hypervisor has taken counts."""
+    user, nice, system, _, _, *more = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
+    return (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK")
+
+
+def run(pool: Pool, console: Console, rounds: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     keep_memory()
     pool.run(measure, Work(2), 1, mesh=(4,), names=("h",))  # all processes have begun
-    cores = Cores([os.getpid(), *(pid for pid in pool.pids if pid is not None)])
-    here, rows = cores.alone(lambda: device("here")), []
-    for work in map(Work, range(len(steps.NETWORKS))):
+    here, rows = device("here"), []
+    for work in filter(lambda work: options.only in work.name, map(Work, range(len(steps.NETWORKS)))):
         runs = Runs(work.problem(), here, None)
         for mesh in MESHES:
-            predicted = cores.alone(partial(_predict, runs, mesh))
-            measured = cores.alone(partial(_measure, pool, work, mesh, min(rounds, 3)))
+            predicted = _predict(runs, mesh)
+            measured, others = _measure(pool, work, mesh, rounds)
             rows.append({"network": work.name, "mesh": mesh, "predicted": predicted, "measured": measured})
-            console.print(f"{work.name} {words(mesh)} {predicted:.2f} {measured:.2f}, others had {cores.others:.0%}")
+            console.print(f"{work.name} {words(mesh)} {predicted:.2f} {measured:.2f}, others had {others:.0%}")
     console.print(_table(rows))
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
     console.print(f"median error {median(errors):.0%}; order of meshes wrong in {_out_of_order(rows)} pairs")
@@ -88,35 +98,21 @@ def _predict(runs: Runs, mesh: dict[str, int]) -> float:
         return runs.row(mesh).seconds or 0.0
 
 
-def _measure(pool: Pool, work: Work, mesh: dict[str, int], rounds: int) -> float:
-    return max(pool.run(measure, work, rounds, mesh=tuple(mesh.values()), names=tuple(mesh), timeout=600))
-
-
-class Cores:
-    """Whether others use them while the processes `pids` and their children do."""
-
-    def __init__(self, pids: list[int]) -> None:
-        self._pids = pids
-        self.others = 0.0  # the share of all cores that they had
-
-    def alone(self, work: Callable[[], T]) -> T:
-        """What `work` returns, of some tries the one while which others had least; one where they had next to nothing
-        ends them."""
-        found: list[tuple[float, T]] = []
-        while len(found) < TRIES and not any(others < LITTLE for others, _ in found):
-            start, began = time.perf_counter(), self._foreign()
-            result = work()
-            spent = (time.perf_counter() - start) * (os.cpu_count() or 1)
-            found.append(((self._foreign() - began) / spent, result))
-        self.others, result = min(found, key=lambda one: one[0])
-        return result
-
-    def _foreign(self) -> float:
-        """Seconds that cores were busy with something else; what a hypervisor has taken counts."""
-        user, nice, system, _, _, *more = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
-        told = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self._pids]
-        own = sum(int(ticks) for fields in told for ticks in fields[11:15])  # and of children that have ended
-        return (user + nice + system + sum(more) - own) / os.sysconf("SC_CLK_TCK")
+def _measure(pool: Pool, work: Work, mesh: dict[str, int], rounds: int) -> tuple[float, float]:
+    """Seconds of the steps while which others had next to nothing of the cores, or of the one while which they had
+    least; and what they had."""
+    found: list[tuple[float, float]] = []
+    for _ in range(TRIES):
+        ranks = pool.run(measure, work, rounds, mesh=tuple(mesh.values()), names=tuple(mesh), timeout=600)
+        for steps_of_all in zip(*ranks, strict=True):
+            seconds = max(one.seconds for one in steps_of_all)
+            foreign = max(one.busy for one in steps_of_all) - sum(one.own for one in steps_of_all)
+            found.append((foreign / (seconds * (os.cpu_count() or 1)), seconds))
+        alone = [one for one in found if one[0] < LITTLE]
+        if len(alone) > 1:
+            return median(seconds for _, seconds in alone), max(others for others, _ in alone)
+    others, seconds = min(found)
+    return seconds, others
 
 
 def _out_of_order(rows: list[dict[str, Any]]) -> int:

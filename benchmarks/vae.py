@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from functools import partial
 from math import log10
@@ -96,8 +97,9 @@ def psnr(image: torch.Tensor, expected: torch.Tensor) -> str:
     return "-" if error == 0 else f"{10 * log10(peak**2 / error):.0f} dB"
 
 
-def run(pool: Pool, console: Console, rounds: int) -> None:
-    on = {way: {"mesh": mesh, "names": ("h", "w"), "timeout": 3600} for way, mesh in WAYS.items()}
+def run(pool: Pool, console: Console, rounds: int, options: argparse.Namespace) -> None:
+    ways = [way for way in WAYS if way == ONE or options.only in way]
+    on = {way: {"mesh": WAYS[way], "names": ("h", "w"), "timeout": 3600} for way in ways}
     with returning_memory() as other:
         peaks = {way: max(other.run(memory, way, **where)) for way, where in on.items()}
     images = {way: pool.run(result, way, **where)[0] for way, where in on.items()}
@@ -110,7 +112,7 @@ def run(pool: Pool, console: Console, rounds: int) -> None:
     )
     title = f"AutoencoderKL.decode, latents {LATENTS}; one process: {times[ONE]:.2f} s, {peaks[ONE] / 2**20:.0f} MiB"
     table = Table("", "time", "peak memory of a rank", "greatest difference", "PSNR", title=title)
-    for way in WAYS:
+    for way in ways:
         difference = (images[way] - images[ONE]).abs().max().item() / images[ONE].abs().max().item()
         relative = (f"{of[way] / of[ONE]:.2f}" for of in (times, peaks))
         table.add_row(way, *relative, f"{difference:.0e}", psnr(images[way], images[ONE]))

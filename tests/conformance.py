@@ -28,11 +28,12 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils._pytree import tree_map
 
 import convmesh
+from convmesh.comm import all_reduce
 from tests import conformance_meshes
 from tests.cases import place, places_of
 from tests.compare import assert_close
 from tests.conformance_record import Record, digest
-from tests.gathers import Sizes, is_whole
+from tests.gathers import Sizes, why_whole
 from tests.harness import Pool, RankError
 from tests.opinfo import FAMILIES, Case, Family, cases, operators, samples_of, tensors_of
 from tests.simulated import Simulated
@@ -43,17 +44,38 @@ VERDICTS = ("not dense either", "right", "gathered", "refused", "error", "wrong"
 FAULTS = ("error", "wrong")
 # Of smaller samples every rank needs most for a result of its own, and so they do not tell whether something is whole.
 TELLING_BYTES = 512
+# What a window reads of a neighbour stays as large when a tensor is so many times as long, and a gather grows with it.
+LONGER = 8
 BATCH = 60
 BATCH_SECONDS, ALONE_SECONDS = 90.0, 20.0
+
+# What is behind it where an operator gathers.
+_ZEROS = "zeros that torch's own derivative of it makes, of the full size on every rank; nothing is sent"
+_DRAWN = "every rank draws all numbers and keeps its shard, by decision"
+GATHERS = {
+    "_upsample_bilinear2d_aa": "samples of three rows or columns, each of which reads most of the input",
+    "cumprod": _ZEROS,
+    "exponential": _DRAWN,
+    "matmul": "the gradient of a matrix times a vector is the product of two replicated tensors",
+    "max_pool2d_with_indices_backward": _ZEROS,
+    "nn.functional.unfold": "samples of five rows, sharded along them: the windows of a row are made together",
+    "normal": _DRAWN,
+    "slice_scatter": _ZEROS,
+    "uniform": _DRAWN,
+}
 
 Verdict = tuple[str, str]
 """One of VERDICTS, and what there is to say about it."""
 
 
-def _outputs(fn: Any, sample: Any, change: Any, gradients: Any) -> tuple[list[Any], list[Any], Sizes]:
+Given = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A sample: the input, the other arguments, and those by name."""
+
+
+def _outputs(fn: Any, sample: Given, change: Any, gradients: Any) -> tuple[list[Any], list[Any], Sizes]:
     """The results and the gradients of all tensors of the sample, each of which `change` has been applied to, and the
     sizes of what was made and sent for them."""
-    given = tree_map(lambda t: change(t) if torch.is_tensor(t) else t, (sample.input, sample.args, sample.kwargs))
+    given = tree_map(lambda t: change(t) if torch.is_tensor(t) else t, sample)
     torch.default_generator.manual_seed(1)
     with Sizes() as sizes:
         results = tensors_of(fn(given[0], *given[1], **given[2]))
@@ -76,24 +98,40 @@ def _fresh(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-@lru_cache(maxsize=2)
-def _dense(operator: str, variant: str, in_place: bool, number: int) -> tuple[list[Any], list[Any], Sizes] | str:
-    """What one device makes of a sample; the error's text of those that are made to be refused by the operator."""
+@lru_cache(maxsize=4)
+def _dense(operator: str, variant: str, in_place: bool, number: int, longer: int | None) -> Any:
+    """A sample, and what one device makes of it; the error's text of those that are made to be refused by the operator.
+
+    The input, and what has its shape, may be `longer` in that dimension.
+    """
     fn, samples = samples_of(operator, variant, in_place)
+    given: Given = (samples[number].input, samples[number].args, samples[number].kwargs)
     try:
-        return _outputs(fn, samples[number], _fresh, _numbers)
+        if longer is not None:
+            given = _longer(given, longer)
+        return given, _outputs(fn, given, _fresh, _numbers)
     except Exception as error:
-        return str(error)
+        return given, str(error)
 
 
-def judge(mesh: DeviceMesh, case: Case, family: Family) -> Verdict:
-    """This rank's verdict on a case."""
-    dense = _dense(case.operator, case.variant, case.in_place, case.sample)
+def _longer(given: Given, dim: int) -> Given:
+    shapes = {t.shape for t in tensors_of(given[0])}
+
+    def changed(leaf: Any) -> Any:
+        if not torch.is_tensor(leaf) or leaf.shape not in shapes:
+            return leaf
+        return torch.cat([leaf.detach()] * LONGER, dim).requires_grad_(leaf.requires_grad)
+
+    longer: Given = tree_map(changed, given)
+    return longer
+
+
+def judge(mesh: DeviceMesh, case: Case, family: Family, longer: int | None = None) -> Verdict:
+    """This rank's verdict on a case, whose input may be `longer` in a dimension."""
+    sample, dense = _dense(case.operator, case.variant, case.in_place, case.sample, longer)
     if isinstance(dense, str):
         return "not dense either", dense
-    fn, samples = samples_of(case.operator, case.variant, case.in_place)
-    sample = samples[case.sample]
-    inputs = tensors_of(sample.input)
+    inputs = tensors_of(sample[0])
     shapes = {t.shape for t in inputs if t.dim() > case.dim}
     own = {id(t) for t in inputs}
 
@@ -111,7 +149,7 @@ def judge(mesh: DeviceMesh, case: Case, family: Family) -> Verdict:
         return place(_numbers(torch.empty(t.shape, dtype=t.dtype)), mesh, at)
 
     try:
-        results = _outputs(fn, sample, sharded, gradient)
+        results = _outputs(samples_of(case.operator, case.variant, case.in_place)[0], sample, sharded, gradient)
     except convmesh.ShardingError as error:
         return "refused", str(error)
     except Exception as error:
@@ -121,14 +159,24 @@ def judge(mesh: DeviceMesh, case: Case, family: Family) -> Verdict:
             _compare(mine, wanted, family.elementwise)
     except Exception as error:
         return "wrong", f"{type(error).__name__}: {error}"
-    replicated = [t for t in tensors_of((sample.input, sample.args, sample.kwargs)) if not is_cut(t)]
-    return ("gathered" if _gathered(mesh, case.dim, inputs, replicated, dense[2], results[2]) else "right"), ""
+    replicated = [t for t in tensors_of(sample) if not is_cut(t)]
+    why = _gathered(mesh, case.dim, inputs, replicated, dense[2], results[2])
+    return ("gathered", why) if why else ("right", "")
+
+
+def judge_twice(mesh: DeviceMesh, case: Case, family: Family) -> Verdict:
+    """What any rank takes for gathered, all of them judge once more, with a longer input if one device takes that."""
+    verdict = judge(mesh, case, family)
+    if not all_reduce(torch.tensor(float(verdict[0] == "gathered")), mesh, range(mesh.ndim), "max"):
+        return verdict
+    again = judge(mesh, case, family, case.dim)
+    return verdict if again[0] == "not dense either" else again
 
 
 def _gathered(
     mesh: DeviceMesh, dim: int, inputs: list[torch.Tensor], replicated: list[torch.Tensor], one: Sizes, many: Sizes
-) -> bool:
-    """Whether this rank has made a tensor as large as the largest of one device, or got most of one at once.
+) -> str:
+    """How this rank has made a tensor as large as the largest of one device, or got most of one at once; empty if not.
 
     Of replicated tensors, such as parameters, each rank has the gradient too.
     """
@@ -136,8 +184,8 @@ def _gathered(
     given = max((t.nbytes for t in inputs), default=0)
     beside = max((_padded(t, mesh.size()) for t in replicated), default=0)
     if size < 2 * mesh.size() or given < TELLING_BYTES or given <= beside:
-        return False
-    return is_whole(one, many, *inputs)
+        return ""
+    return why_whole(one, many, *inputs)
 
 
 def _padded(tensor: torch.Tensor, ranks: int) -> int:
@@ -169,7 +217,7 @@ def _compare(actual: Any, expected: torch.Tensor | None, elementwise: bool) -> N
 def judge_all(mesh: DeviceMesh, batch: list[Case], family: Family, stock: bool) -> list[Verdict]:
     with warnings.catch_warnings(), nullcontext() if stock else convmesh.enable():
         warnings.simplefilter("ignore")
-        return [judge(mesh, case, family) for case in batch]
+        return [judge_twice(mesh, case, family) for case in batch]
 
 
 def load(mesh: DeviceMesh) -> None:
@@ -207,13 +255,13 @@ class Tally:
 
     all: Counter[str] = field(default_factory=Counter)
     by_operator: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    reasons: dict[str, str] = field(default_factory=dict)  # why an operator first refused
+    reasons: dict[tuple[str, str], str] = field(default_factory=dict)  # why an operator first refused, or gathered
 
     def add(self, case: Case, verdict: Verdict) -> None:
         self.all[verdict[0]] += 1
         self.by_operator[case.operator][verdict[0]] += 1
-        if verdict[0] == "refused":
-            self.reasons.setdefault(case.operator, verdict[1].splitlines()[0])
+        if verdict[1]:
+            self.reasons.setdefault((case.operator, verdict[0]), verdict[1].splitlines()[0])
 
 
 Tallies = dict[str, Tally]
@@ -234,20 +282,24 @@ def on_screen(tallies: Tallies) -> Table:
     return table
 
 
-def in_markdown(tallies: Tallies, stock: bool) -> str:
+def in_markdown(tallies: Tallies, stock: bool, simulated: bool = False) -> str:
     """The table, and below it which operators gather or refuse, and how often."""
     lines = [
         "# Conformance",
         "",
         "PyTorch's own OpInfo samples, each sharded on each dimension of its input in turn, over 2 and over 4 ranks,",
         "forward and backward, against the dense operator in float64. Made by `python -m tests.conformance --markdown`"
-        + (" with `--stock`: torch's DTensor alone." if stock else "."),
+        + (" with `--stock`: torch's DTensor alone." if stock else " on simulated ranks." if simulated else "."),
         f"Of {digest()}.",
         "",
         "A gathered case is right, but some rank made a tensor as large as the largest of one device, or was sent",
-        "three quarters of one at once, whatever carried it. (Samples with less than two indices a rank, of less than",
-        f"{TELLING_BYTES} bytes, or no larger than a replicated operand do not tell.) 'Not dense either' are samples",
-        "that one device refuses, too. `make conformance` fails if a case that was right is gathered or refused.",
+        "three quarters of one at once, whatever carried it. Samples with less than two indices a rank, of less than",
+        f"{TELLING_BYTES} bytes, or no larger than a replicated operand do not tell. Most samples are so small that",
+        "what windows read of a neighbour is all that it has: what seems to be gathered runs once more with an input",
+        f"that is {LONGER} times as long in the sharded dimension, where one device takes that, and counts if it still",
+        "does.",
+        "'Not dense either' are samples that one device refuses, too.",
+        "`make conformance` fails if a case that was right is gathered or refused.",
         "",
     ]
     head = ["family", *VERDICTS]
@@ -255,7 +307,7 @@ def in_markdown(tallies: Tallies, stock: bool) -> str:
     lines += [f"| {' | '.join(row)} |" for row in table]
     for verdict, title in (("gathered", "Where it gathers"), ("refused", "What it refuses")):
         found = [
-            (operator, count[verdict], sum(count.values()), tally.reasons.get(operator, ""))
+            (operator, count[verdict], sum(count.values()), tally.reasons.get((operator, verdict), ""))
             for tally in tallies.values()
             for operator, count in tally.by_operator.items()
             if count[verdict]
@@ -263,8 +315,8 @@ def in_markdown(tallies: Tallies, stock: bool) -> str:
         if found:
             lines += ["", f"## {title}", ""]
         for operator, some, of, reason in found:
-            why = f": {reason}" if verdict == "refused" else ""
-            lines.append(f"- `{operator}`: {some} of {of}{why}")
+            why = f"{GATHERS[operator]} ({reason})" if verdict == "gathered" and operator in GATHERS else reason
+            lines.append(f"- `{operator}`: {some} of {of}: {why}")
     return "\n".join(lines) + "\n" + ("" if stock else conformance_meshes.section())
 
 
@@ -276,6 +328,7 @@ def main() -> int:
     parser.add_argument("--show", action="append", default=list(FAULTS), choices=VERDICTS,
                         help="list the cases of this verdict, too")  # fmt: skip
     parser.add_argument("--stock", action="store_true", help="torch's DTensor without this library, for comparison")
+    parser.add_argument("--simulated", action="store_true", help="on simulated ranks, in a third of the processor time")
     parser.add_argument("--markdown", type=Path, help="write the result to this file")
     parser.add_argument("--update", action="store_true", help="put what gathers or is refused now on record, and take "
                         "off what no longer does")  # fmt: skip
@@ -292,7 +345,7 @@ def main() -> int:
     record, found = Record.load(), Record()
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    pools = nullcontext(Simulated(shape)) if shape else Pool()
+    pools = nullcontext(Simulated(shape)) if shape or options.simulated else Pool()
     with pools as pool, Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=sum(map(len, chosen.values())) * len(meshes))
         for family, tally in tallies.items():
@@ -307,7 +360,7 @@ def main() -> int:
                         console.print(f"{verdict[0]}: {case}, {ranks} ranks: {text}", markup=False, soft_wrap=True)
     console.print(on_screen(tallies))
     if options.markdown is not None:
-        options.markdown.write_text(in_markdown(tallies, options.stock))
+        options.markdown.write_text(in_markdown(tallies, options.stock, options.simulated))
     if options.update and shape:
         counts: Counter[str] = sum((tally.all for tally in tallies.values()), Counter())
         operators = sum(len(tally.by_operator) for tally in tallies.values())

@@ -66,8 +66,15 @@ def is_whole(one: Sizes, many: Sizes, *given: torch.Tensor) -> bool:
     `given` are the tensors of one process that are sharded on many. Of small ones, whose halos are about as large as
     they are, that says nothing.
     """
+    return bool(why_whole(one, many, *given))
+
+
+def why_whole(one: Sizes, many: Sizes, *given: torch.Tensor) -> str:
+    """What `is_whole` says of it: what made such a tensor, or how much came at once; empty if neither."""
     whole = max([one.largest, *(tensor.nbytes for tensor in given)])
-    return many.largest >= whole or many.received_at_once >= MOST * whole
+    if many.received_at_once >= MOST * whole:
+        return f"{many.received_at_once} of {whole} bytes are sent at once"
+    return f"{many.maker}" if many.largest >= whole else ""
 
 
 def is_sent_whole(one: Sizes, many: Sizes, tensors: Iterable[tuple[torch.Tensor | None, tuple[Any, ...]]]) -> bool:

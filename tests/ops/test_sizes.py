@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 # A rank's largest tensor, as a part of the largest of one process: half with two ranks, and halos. Less is a gather.
 LARGEST = {2: 0.75, 4: 0.5}
 # How the table says it.
-GATHERS = re.compile(r"\bgather(s|ed)?\b")
+GATHERS = re.compile(r"\bgather(s|ed)\b")
 
 
 def numbered(shape: Sequence[int]) -> torch.Tensor:
@@ -151,6 +151,23 @@ DECIDED = {
     "binomial": Case("binomial", lambda x: x + torch.binomial(x.detach().abs(), x.detach() * 0 + 0.5), ROW),
     "_standard_gamma": Case("gamma", lambda x: x + torch._standard_gamma(x.detach().abs() + 1), ROW),
     "_sample_dirichlet": Case("dirichlet", lambda x: x + torch._sample_dirichlet(x.detach().abs() + 1), ROW),
+    **{
+        name: Case(name, matrix, (64, 64))
+        for name, matrix in {
+            "_linalg_det": torch.linalg.det,
+            "_linalg_slogdet": lambda x: torch.linalg.slogdet(x).logabsdet,
+            "_linalg_solve_ex": lambda x: torch.linalg.solve(x, x),
+            "_linalg_eigh": lambda x: torch.linalg.eigvalsh(x + x.mT),
+            "_linalg_svd": torch.linalg.svdvals,
+            "linalg_cholesky_ex": lambda x: torch.linalg.cholesky(x @ x.mT),
+            "linalg_inv_ex": torch.linalg.inv,
+            "linalg_lu_factor_ex": lambda x: torch.linalg.lu_factor(x)[0],
+            "linalg_lu_solve": lambda x: torch.linalg.lu_solve(*torch.linalg.lu_factor(x.detach()), x),
+            "linalg_matrix_exp": torch.linalg.matrix_exp,
+            "linalg_qr": lambda x: torch.linalg.qr(x).R,
+            "linalg_solve_triangular": lambda x: torch.linalg.solve_triangular(x, x, upper=True),
+        }.items()
+    },
     "multinomial": Case("multinomial", lambda x: x * (x.detach().abs() + 1).multinomial(2).sum(), ROW),
 }
 # The same of those that gather in compiled code only.

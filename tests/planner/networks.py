@@ -71,7 +71,7 @@ NETWORKS: dict[str, Network] = {
     ),
     "resnet50": Network(
         lambda: resnet50(num_classes=10, width=32), (1, 3, 512, 512),
-        lambda: ResNet((1, 2, 1, 1), expanded=True, num_classes=10, width=8), (1, 3, 64, 64),
+        lambda: ResNet((1, 2, 1, 1), use_bottleneck=True, num_classes=10, width=8), (1, 3, 64, 64),
     ),
     "convnext": Network(
         lambda: ConvNeXt(dims=(48, 96, 192, 384), num_classes=10), (1, 3, 512, 512),

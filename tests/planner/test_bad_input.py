@@ -89,6 +89,10 @@ def test_bad_arguments_say_what_would_help() -> None:
     calls: list[tuple[tuple[object, ...], dict[str, object], str]] = [
         ((model, (1, 1, 8, 8), mesh), {}, "by name"),
         (("relu", inputs, mesh), {}, "is no step"),
+        ((nn.ReLU, inputs, mesh), {}, "is no step"),
+        ((nn.LazyConv2d(1, 3), inputs, mesh), {}, "run it once"),
+        ((lambda mesh: None, inputs, mesh), {}, "return the step"),
+        ((lambda mesh: nn.Conv2d(1, 1, 3), inputs, mesh), {}, "convmesh.distribute"),
         ((model, inputs, (2, 2)), {}, "give sizes by name"),
         ((model, inputs, {}), {}, "give sizes by name"),
         ((model, inputs, {"h": "2"}), {}, "no number of ranks"),

@@ -104,7 +104,7 @@ def test_a_refused_operator_is_named_with_its_line_and_the_plan_goes_on() -> Non
     plan = convmesh.plan(Packed(), {"x": (1, 1, 8, 6)}, {"w": 2})
     (refused,) = plan.largest.refusals
     assert "test_plan.py" in str(refused.where)
-    assert "parts of the last dimension" in refused.message
+    assert "shards of the last dimension" in refused.message
     assert refused.remedy
     assert not plan.fits
     assert "IS REFUSED" in repr(plan)

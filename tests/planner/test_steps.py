@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.distributed.fsdp import fully_shard
 
 import convmesh
 from convmesh.models import UNet
+from convmesh.planner.dry_run import dry_run, silent_world
+from convmesh.planner.here import step_seconds
+from convmesh.planner.problem import problem
 from tests.harness import Pool
 from tests.planner.against_runs import Checkpointed
 
@@ -112,6 +116,30 @@ def test_who_interrupts_a_plan_ends_it() -> None:
         convmesh.plan(build, INPUTS, {"h": 2})
     assert not any(thread.name == "convmesh plan" for thread in threading.enumerate())
     assert planned().peak
+
+
+def test_a_model_from_outside_of_the_step_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2))
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+    def build(mesh: DeviceMesh) -> Any:
+        convmesh.distribute(model, mesh)
+        return lambda x: model(x).mean().backward()
+
+    asked = problem(build, {"x": (1, 1, 16, 16)}, None, "sgd", "fp32")
+    with silent_world():
+        trace = dry_run(asked, {"h": 2}, 0)
+        assert step_seconds(asked, {"h": 2}, 0, trace, 10**9), "with numbers"
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        same, values = before[name]
+        assert tensor is same
+        assert torch.equal(tensor, values)
+        assert getattr(tensor, "grad", None) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as of an optimizer that trains nothing
+        model(torch.ones(1, 1, 4, 4)).mean().backward()
+        torch.optim.SGD(model.parameters()).step()
+    assert not torch.equal(model[1].bias, before["1.bias"][1])  # type: ignore[arg-type]
 
 
 def test_leaves_nothing_behind() -> None:

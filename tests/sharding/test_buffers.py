@@ -128,6 +128,22 @@ class Spectral(nn.Module):
         return torch.fft.irfft2(out, s=x.shape[-2:])
 
 
+class Joint(nn.Module):
+    """Text, which is replicated, is written first, and then an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Parameter(torch.linspace(-1, 1, 30, dtype=torch.float64).view(3, 2, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_zeros(2, 3, 10, 5)
+        out[:, :, :2] = self.text
+        out[:, :, 2:] = x
+        alone = x.new_ones(2, 3, 1, 5)  # nothing sharded is written into this one
+        alone.mul_(self.text[:, :1])
+        return out.sin() + alone.cos()
+
+
 class Filled(nn.Module):
     def __init__(self, fill: Fill):
         super().__init__()
@@ -149,6 +165,7 @@ FILLS = [front, added_rows, windows, masked, copied, one_hot, selected, permuted
          constants]  # fmt: skip
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "Fourier neural operator": operator_network,
+    "text first": Joint,
     **{fill.__name__: lambda fill=fill: Filled(fill) for fill in FILLS},  # type: ignore[misc]
 }
 
@@ -204,11 +221,16 @@ def half(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def largest(mesh: DeviceMesh, at: tuple[Any, ...]) -> tuple[int, int]:
+def more_classes(x: torch.Tensor) -> torch.Tensor:
+    """Nothing is written into the zeros, and they have another shape than the index."""
+    return x.new_zeros(4, 5, 16, 8).scatter(1, x.argmax(1, keepdim=True), 1.0)[:, :3] * x
+
+
+def largest(mesh: DeviceMesh, at: tuple[Any, ...], fill: Fill) -> tuple[int, int]:
     x = torch.randn(4, 3, 16, 8, dtype=torch.float64)
     with Largest() as whole:
-        trained(Filled(half), x.clone(), None)
-    model, placed = convmesh.distribute(Filled(half), mesh), place(x, mesh, at)
+        trained(Filled(fill), x.clone(), None)
+    model, placed = convmesh.distribute(Filled(fill), mesh), place(x, mesh, at)
     with Largest() as part:
         y = model(placed.requires_grad_())
         y.backward(y.detach())
@@ -217,8 +239,9 @@ def largest(mesh: DeviceMesh, at: tuple[Any, ...]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("at", [(2,), (0,)])
 def test_no_rank_makes_all_of_a_buffer(pool: Pool, at: tuple[Any, ...]) -> None:
-    for whole, part in pool.run(largest, at, mesh=(4,)):
-        assert 4 * part <= whole
+    for fill in (half, more_classes):
+        for whole, part in pool.run(largest, at, fill, mesh=(4,)):
+            assert 4 * part <= whole
 
 
 def on_some_ranks(mesh: DeviceMesh) -> None:

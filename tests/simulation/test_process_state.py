@@ -101,6 +101,18 @@ def test_what_a_process_has_once_each_rank_has() -> None:
     assert before == (list(warnings.filters), sys.stdout)
 
 
+def test_warnings_that_a_rank_records_are_its_own() -> None:
+    def warned(mesh: DeviceMesh) -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            dist.barrier()
+            warnings.warn(f"of rank {dist.get_rank()}", stacklevel=2)
+            dist.barrier()
+        return [str(one.message) for one in seen]
+
+    assert convmesh.simulate(warned, 3) == [["of rank 0"], ["of rank 1"], ["of rank 2"]]
+
+
 def test_one_simulation_at_a_time_and_what_makes_no_mesh() -> None:
     with pytest.raises(RuntimeError, match="another simulation"):
         convmesh.simulate(lambda mesh: convmesh.simulate(lambda _: None, 2), 2)

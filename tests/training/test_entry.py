@@ -160,10 +160,22 @@ def functional_leaves(model: Any, place: Any) -> torch.Tensor:
     return model(place(picture()))
 
 
+def by_a_transform(model: Any, place: Any) -> torch.Tensor:
+    """torch.func has parameters of its own around those of the model."""
+    x = place(picture())
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        made: torch.Tensor = torch.func.functional_call(model, parameters, (x,))
+        return made.square().mean()
+
+    gradients = torch.func.grad(loss)({name: one.detach() for name, one in model.named_parameters()})
+    return sum(one.square().sum() for one in gradients.values()) * by_a_method(model, place)
+
+
 WAYS: dict[str, Way] = {
     way.__name__: way
     for way in (by_a_method, by_sampling, by_a_generator, by_a_submodule, by_a_layer, converted, unfrozen,
-                generated_then_decoded, functional, functional_leaves)
+                generated_then_decoded, functional, functional_leaves, by_a_transform)
 }  # fmt: skip
 
 
@@ -210,7 +222,23 @@ def check_class(mesh: DeviceMesh) -> None:
     with pytest.raises((convmesh.ShardingError, RuntimeError), match=r"plain|mixed"):
         z * torch.ones(4, 1, 1, 1, dtype=torch.float64)
     assert model(convmesh.shard(picture(), mesh, **DIMS)).shape == (4, 3, 10, 6)
+    check_interrupted(model, mesh)
     convmesh.disable()
+
+
+def check_interrupted(model: Autoencoder, mesh: DeviceMesh) -> None:
+    """After Ctrl-C in the middle of a call, the next one is the outermost again."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for call in (model, model.decoder, model.decode):
+        handle = model.decoder.layers[1].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            call(convmesh.shard(picture() if call is model else latents(), mesh, **DIMS))
+        handle.remove()
+        with pytest.raises(convmesh.ShardingError, match=r"is a plain torch\.Tensor\n  remedy: convmesh\.shard"):
+            model(picture())
 
 
 def test_a_model_stays_of_its_class(pool: Pool) -> None:

@@ -83,6 +83,7 @@ def check_bad_fields(mesh: DeviceMesh) -> None:
 
     both = [sample(0), sample(1)]
     refused("a sample is a dict, and dims is", both, {"data": 0})
+    refused(r"a DataLoader has no samples\[index\]", torch.utils.data.DataLoader(IMAGES), DIMS)
     refused("a sample is a ndarray, and dims is", list(IMAGES), DIMS)
     refused(r"a sample has the fields \['image'.*dims speaks of \['picture'\]", both, {"picture": {"data": 0}})
     refused("dims speaks of field 'file', which is a str", both, {"file": {"data": 0}})
@@ -241,7 +242,8 @@ def check_unseeded(mesh: DeviceMesh, path: Path) -> None:
     """Ranks that read parts of one sample draw one crop, or are told so; others draw what they like."""
     dims = {"data": 0, "h": 2}, None
     rank, column = dist.get_rank(), mesh.get_local_rank("data")
-    with pytest.raises(convmesh.ShardingError, match=r"different values where they should be equal") as caught:
+    told = pytest.raises(convmesh.ShardingError, match=r"different values where they should be equal")
+    with convmesh.enable(check=True), told as caught:  # else only the first calls of a process compare
         list(convmesh.loader(Unseeded(rank), mesh, batch_size=3, dims=dims))
     assert "torch.initial_seed()" in str(caught.value)
     assert len(list(convmesh.loader(Unseeded(column), mesh, batch_size=3, dims=dims))) == 2
@@ -356,6 +358,8 @@ def check_files(mesh: DeviceMesh, folder: Path, kind: str, volumes: np.ndarray) 
     assert np.array_equal(one.full_tensor(), volumes[0])
     (batch,) = convmesh.loader(files, mesh, batch_size=2, dims={"data": 0, "h": 2})
     assert np.array_equal(batch.full_tensor(), volumes)
+    (slices,) = convmesh.loader(files[0], mesh, batch_size=5, dims={"data": 0, "h": 1})  # a file of all samples
+    assert np.array_equal(slices.full_tensor(), volumes[0])
 
 
 @pytest.mark.slow  # `make compat` has no other people's packages

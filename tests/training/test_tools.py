@@ -31,9 +31,16 @@ def both(mesh: DeviceMesh) -> list[tuple[nn.Module, DeviceMesh | None]]:
 def check_hooks(mesh: DeviceMesh) -> None:
     """Of modules, of parameters, of all modules, and removed again: called as often, with the same values."""
     seen: list[list[torch.Tensor]] = []
-    for model, where in both(mesh):
+    for where in (None, mesh):
+        model = build(None).eval()
         calls: list[torch.Tensor] = []
         handles = [
+            model.left.weight.register_hook(lambda gradient: gradient * 2),
+            model.left.bias.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(p.grad.clone())),
+        ]
+        if where is not None:
+            convmesh.distribute(model, where)
+        handles += [
             model.left.register_forward_pre_hook(lambda m, args, calls=calls: calls.append(args[0])),
             model.left.register_forward_hook(lambda m, args, out, calls=calls: calls.append(out) or out * 2),
             model.register_forward_hook(lambda m, args, out, calls=calls: calls.append(out)),
@@ -45,10 +52,12 @@ def check_hooks(mesh: DeviceMesh) -> None:
         for handle in handles:
             handle.remove()
         loss_of(model, where, DIMS, 1).backward()
-        seen.append(calls)
-    assert len(seen[0]) == len(seen[1]) == 5
+        found = [*calls, *(p.grad for p in model.parameters() if p.grad is not None)]
+        seen.append([one.full_tensor() if isinstance(one, DTensor) else one for one in found])
+        convmesh.disable()
+    assert len(seen[0]) > 6
     for expected, actual in zip(*seen, strict=True):
-        assert_close(actual.full_tensor(), expected)
+        assert_close(actual, expected)
 
 
 def check_counters(mesh: DeviceMesh) -> None:

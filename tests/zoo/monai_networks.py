@@ -51,10 +51,16 @@ def at_time(model: Any, x: torch.Tensor) -> Any:
 
 def entry(
     name: str, shape: tuple[int, ...] = VOLUMES, call: Any = lambda model, x: model(x), build: Any = None,
-    label: str = "", **options: Any,
+    label: str = "", replicated: str = "", **options: Any,
 ) -> Network:  # fmt: skip
-    kind = VOLUME if len(shape) == 5 else IMAGE
-    return Network("MONAI", label or name, partial(build or partial(make, name), **options), shape, kind, call)
+    kind, build = VOLUME if len(shape) == 5 else IMAGE, partial(build or partial(make, name), **options)
+    return Network("MONAI", label or name, build, shape, kind, call, replicated=replicated)
+
+
+FROM_FEW = (
+    "a linear layer makes a volume of a few numbers that every rank has, and nothing says along which dimension that "
+    "should be sharded"
+)
 
 
 ZOO = [
@@ -66,7 +72,8 @@ ZOO = [
           filters=[4, 8, 16], res_block=True),
     entry("SegResNet", **THREE, blocks_down=(1, 1), blocks_up=(1,)),
     entry("SegResNetDS", **THREE, init_filters=8, blocks_down=(1, 1, 1), dsdepth=2),
-    entry("SegResNetVAE", input_image_size=(16, 16, 24), vae_nz=8, blocks_down=(1, 1), blocks_up=(1,)),
+    entry("SegResNetVAE", input_image_size=(16, 16, 24), vae_nz=8, blocks_down=(1, 1), blocks_up=(1,),
+          replicated=FROM_FEW),
     entry("VNet", (1, 1, 32, 32, 16), dropout_prob_down=0.0, dropout_prob_up=(0.0, 0.0)),
     entry("HighResNet", (1, 1, 24, 24, 24), layer_params=(
         {"name": "conv_0", "n_features": 4, "kernel_size": 3},
@@ -93,7 +100,7 @@ ZOO = [
     entry("SENet", (2, 3, 64, 96), build=senet),
     entry("AutoEncoder", **THREE, channels=(4, 8), strides=(2, 2), inter_channels=(8,)),
     entry("VarAutoEncoder", spatial_dims=3, in_shape=(1, 16, 16, 24), out_channels=1, latent_size=4, channels=(4, 8),
-          strides=(2, 2)),
+          strides=(2, 2), replicated=FROM_FEW),
     entry("AutoencoderKL", spatial_dims=3, **ATTENTION, latent_channels=4),
     entry("DiffusionModelUNet", call=at_time, spatial_dims=3, in_channels=1, out_channels=1, num_head_channels=4,
           **ATTENTION),

@@ -42,6 +42,7 @@ class Network:
     backward: bool = True
     integers: int = 0  # classes of an input of labels
     positive: bool = False  # numbers between 0 and 1
+    replicated: str = ""  # why some rank has all of an activation, in words for the page
     single: bool = False  # some of it is computed in float32, whatever it is given: a run sees to it that this is so
 
     @property

@@ -16,8 +16,6 @@ PACKAGES = {
     "neuraloperator": "neuraloperator",
 }  # fmt: skip
 
-SHOWN = 12  # networks that are named; the tables have all
-
 ABOUT = """# Networks
 
 `make zoo` runs networks of other packages, unmodified, in small configurations with random parameters, in float64, on
@@ -94,9 +92,12 @@ def _summary(results: Sequence[Found]) -> Iterator[str]:
             cells = _version(distribution), *counts, sum(one.sharded for one in own)
             yield f"| {package} | {' | '.join(map(str, cells))} |"
     yield ""
-    if rest := sorted({f"{one.package}'s `{one.name}`" for one in results if not one.sharded}):
-        more = f" and {len(rest) - SHOWN} more" if len(rest) > SHOWN else ""
-        yield f"Not sharded throughout, on one layout or both: {', '.join(rest[:SHOWN])}{more}.\n"
+    reasons = {(one.package, one.name): one.replicated for one in entries}
+    if rest := sorted({(one.package, one.name) for one in results if not one.sharded}):
+        yield "Not sharded throughout, on one layout or both:\n"
+        for package, name in rest:
+            yield f"- {package}'s `{name}`: {reasons.get((package, name)) or 'not understood yet'}."
+        yield ""
 
 
 def _version(distribution: str) -> str:

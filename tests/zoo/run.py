@@ -7,7 +7,9 @@ import warnings
 from ast import literal_eval
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import Any
 
 import torch
@@ -48,11 +50,12 @@ class Found:
 
 
 def _is_of(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Whether a tensor may be a parameter or its gradient: in any order, as a list or a matrix, or part of a kernel."""
+    """Whether it may be a parameter or its gradient: in any order, with dimensions merged, or part of a kernel."""
     part = len(parameter) > 2 and shape[:2] == parameter[:2] and prod(shape) <= prod(parameter)
     part |= len(parameter) > 2 and shape[2:] == parameter[2:] and prod(shape) == prod(parameter)
     alike = sorted(size for size in shape if size > 1) == sorted(size for size in parameter if size > 1)
-    return part or alike or shape == (prod(parameter),)
+    merged = prod(shape) == prod(parameter) and set(accumulate(shape, mul)) <= {1, *accumulate(parameter, mul)}
+    return part or alike or merged
 
 
 # By operator, which argument it may round, and what a number is rounded to.

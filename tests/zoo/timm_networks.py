@@ -51,7 +51,7 @@ NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
     "hrnet_w18_small": (64, {}),
     "vgg11_bn": (64, {"mlp_ratio": 0.01}),
     "xception41": (64, {}),
-    "inception_v3": (96, {}),
+    "inception_v3": (128, {}),
     "cspresnet50": (64, {}),
     "darknet17": (64, {}),
     "ese_vovnet19b_slim_dw": (64, {}),
@@ -60,7 +60,7 @@ NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
     "rexnetr_100": (64, {}),
     "selecsls42": (64, {}),
     "nf_resnet26": (64, {}),
-    "nfnet_f0": (64, {"depths": (1, 1, 1, 1), "channels": (64, 64, 128, 128)}),
+    "nfnet_f0": (64, {"depths": (1, 1, 1, 1), "channels": (64, 64, 128, 128), "group_size": 16}),
     "vit_tiny_patch16_224": (64, {"img_size": 64, "patch_size": 4, **TWO}),
     "vit_relpos_small_patch16_224": (64, {"img_size": 64, "patch_size": 4, **TWO}),
     "deit_tiny_patch16_224": (64, {"img_size": 64, "patch_size": 4, **TWO}),
@@ -100,7 +100,12 @@ NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
     "inception_next_atto": (64, {}),
 }  # fmt: skip
 
+REPLICATED = {
+    "lambda_resnet26rpt_256": "over three ranks the pairs of positions, of which gradients are made, are a list that "
+    "does not fall into three parts",
+}
+
 ZOO = [
-    Network("timm", name, partial(make, name, **options), (2, 3, size, size))
+    Network("timm", name, partial(make, name, **options), (2, 3, size, size), replicated=REPLICATED.get(name, ""))
     for name, (size, options) in NETWORKS.items()
 ]

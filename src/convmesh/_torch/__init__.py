@@ -104,6 +104,7 @@ from .symbols import has_symbols as has_symbols
 from .symbols import known as known
 from .symbols import meta_tensors as meta_tensors
 from .symbols import named as named
+from .symbols import need_numbers as need_numbers
 from .symbols import settle as settle
 from .symbols import settles_symbols as settles_symbols
 from .tensors import before_local_tensors as before_local_tensors

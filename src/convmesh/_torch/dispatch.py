@@ -185,10 +185,10 @@ def gradient_hooks(leaf: torch.Tensor) -> Collection[Callable[..., Any]]:
     return hooks.values() if hooks else ()
 
 
-def attach_hooks(leaf: torch.Tensor) -> None:
-    """Re-register the hooks that a leaf lists, after torch has swapped it for a tensor without them."""
-    leaf._backward_hooks = leaf._backward_hooks
-    leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
+def attach_hooks(leaf: torch.Tensor, listed_by: torch.Tensor) -> None:
+    """Register the hooks that another leaf lists, or this one itself, if torch has swapped it for a tensor without."""
+    leaf._backward_hooks = listed_by._backward_hooks
+    leaf._post_accumulate_grad_hooks = listed_by._post_accumulate_grad_hooks
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:

@@ -60,8 +60,19 @@ def meta_tensors(symbolic: bool) -> Iterator[None]:
 def settle(*values: torch.Tensor | torch.SymInt) -> None:
     """Specialise symbols, also in sizes, to numbers: the compiled code holds for these alone; others recompile."""
     for value in values:
-        for number in (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,):
-            int(number)
+        for size in (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt):  # an expression is a number only if all that it is made of are
+                for symbol in sorted(size.node.expr.free_symbols, key=str):
+                    size.node.shape_env.evaluate_expr(symbol)
+
+
+class SymbolsUnfitError(TypeError):
+    """Raised by a rule that needs numbers where it got symbols: these are specialised, and it runs again."""
+
+
+def need_numbers(*sizes: Any) -> None:
+    if has_symbols(tuple(map(known, sizes))):
+        raise SymbolsUnfitError("these sizes have to be numbers")
 
 
 def settles_symbols(handler: Handler) -> Handler:
@@ -76,7 +87,8 @@ def settles_symbols(handler: Handler) -> Handler:
         try:
             return handler(operator, args, kwargs)
         except (TypeError, RuntimeError):
-            symbolic = [leaf for leaf in tree_iter((args, kwargs)) if has_symbols_within(leaf)]
+            # Also those whose values are known by now: what the rule had derived of them before may still be symbols.
+            symbolic = [leaf for leaf in tree_iter((args, kwargs)) if has_symbols(_sizes(leaf))]
             if not symbolic:
                 raise
         settle(*symbolic)
@@ -104,9 +116,9 @@ def _bind_symbols(arguments: Any) -> None:
 
 
 def has_symbols_within(arguments: Any) -> bool:
-    """Whether any argument of an operator is a symbol, or has symbolic sizes."""
-    return any(has_symbols(known(leaf)) or _is_symbolic(leaf) for leaf in tree_iter(arguments))
+    """Whether any argument of an operator is a symbol without a known value, or has such sizes."""
+    return any(has_symbols(tuple(map(known, _sizes(leaf)))) for leaf in tree_iter(arguments))
 
 
-def _is_symbolic(value: Any) -> bool:
-    return isinstance(value, DTensor) and has_symbols((*map(known, value.shape), *map(known, value.stride())))
+def _sizes(value: Any) -> tuple[Any, ...]:
+    return (*value.shape, *value.stride()) if isinstance(value, DTensor) else (value,)

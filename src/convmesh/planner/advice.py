@@ -18,7 +18,7 @@ MUCH = 0.15  # of a step
 
 
 def advice(plan: Plan) -> list[str]:
-    """The most important first."""
+    """Return lines of advice, the most important first."""
     return [*_refused(plan), *_fit(plan), *_checkpoints(plan), *_nodes(plan), *_waiting(plan), *_gathers(plan)]
 
 
@@ -40,8 +40,8 @@ def _fit(plan: Plan) -> Iterator[str]:
     if plan.smallest is not None and plan.smallest != ranks_of(plan.mesh):
         row = next(row for row in plan.scaling if row.ranks == plan.smallest)
         time = "" if row.seconds is None else f", in {duration(row.seconds)} a step"
-        enough = count(plan.smallest, "rank")
-        yield f"{enough} would be enough: {words(row.mesh)} needs {size(row.memory)} a rank{time}."
+        needs = size(row.memory) if row.ranks == 1 else f"with {words(row.mesh)}, {size(row.memory)} each"
+        yield f"{count(plan.smallest, 'rank')} would be enough: {needs}{time}."
 
 
 def _checkpoints(plan: Plan) -> Iterator[str]:
@@ -58,7 +58,7 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
 
 
 def _nodes(plan: Plan) -> Iterator[str]:
-    """The last mesh dimensions are within nodes, so the busiest one should be last."""
+    """Say which mesh dimension to put within nodes: the last ones are, so the busiest one should be last."""
     along = {name: sent for name, sent in plan.busiest.bytes_along.items() if plan.mesh[name] > 1}
     apart = [name for name in along if crosses_nodes(name, plan.mesh, plan.device.node_ranks)]
     inside = [name for name in along if name not in apart]
@@ -77,7 +77,7 @@ def _nodes(plan: Plan) -> Iterator[str]:
 
 
 def _waiting(plan: Plan) -> Iterator[str]:
-    time = plan.largest.time
+    time = plan.slowest.time
     if time.waiting > MUCH * time.step:
         yield (
             f"Ranks wait {duration(time.waiting)} of {duration(time.step)} for communication that no compute hides: "

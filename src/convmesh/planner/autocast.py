@@ -23,7 +23,7 @@ _WIDE_ON_GPUS = {
 
 
 class Autocast(TorchFunctionMode):
-    """Within it, autocast of CPUs and of CUDA casts the arguments of what it lists, as it does for tensors there."""
+    """A mode in which `torch.autocast` for CPUs or CUDA casts the arguments of the functions that it lists."""
 
     computes_anew = True  # in checkpointed blocks
 

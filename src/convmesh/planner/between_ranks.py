@@ -1,5 +1,8 @@
-"""Messages between ranks on CPUs of this machine: measured between processes that share two cores, as many on each as a
-mesh has ranks for a core. So waiting for a rank that has no core yet, and copying for others, is in the figures."""
+"""Latency and bandwidth between ranks on CPUs of this machine, measured between processes.
+
+These share two cores, as many on each as a mesh has ranks for a core. So waiting for a rank that has no core yet, and
+copying for others, is in the figures.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch, api
+from ..comm import sum_over
 from .devices import Link
 from .problem import PlanError
 
@@ -30,13 +34,13 @@ _ONLY = hasattr(os, "sched_setaffinity")  # a process can be told to use no core
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if _ONLY else os.cpu_count() or 1
 
 
 @cache
 def links(on_a_core: int) -> tuple[Link, Link]:
-    """Of halos, and of reductions and gathers, which gloo sends, where so many ranks are on a core."""
+    """Measure the links of halos, and of reductions and gathers, where so many ranks are on a core."""
     if on_a_core > _MOST:
         halos, sums = links(_MOST)
         return halos.slower(on_a_core / _MOST), sums.slower(on_a_core / _MOST)
@@ -70,8 +74,8 @@ def _unknown(why: str) -> PlanError:
 
 
 def measure() -> None:
-    """What each of the processes does: `python -c ... RANKS STORE RANK`. The first one prints (latency, bandwidth) of
-    halos and of sums."""
+    """Run one of the processes: `python -c ... RANKS STORE RANK`. The first one prints (latency, bandwidth) of halos
+    and of sums."""
     ranks, store, rank = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     if _ONLY:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
@@ -94,13 +98,14 @@ def measure() -> None:
 
 
 def _link(message: Callable[[int], Callable[[], object]], hops: int, times: float) -> tuple[float, float]:
-    """(seconds until the first byte is there, bytes a second), of a message whose bytes are sent so many times."""
+    """Return (seconds until the first byte is there, bytes a second) of a message whose bytes are sent `times`
+    times."""
     small, large = (_slowest(message(count)) for count in (SMALL, LARGE))
     return small / hops, times * 4 * (LARGE - SMALL) / max(large - small, 1e-9)
 
 
 def _halo(count: int) -> Callable[[], object]:
-    """Between neighbours in a row of ranks."""
+    """Return a function that exchanges halos with the neighbours in a row of ranks."""
     group = dist.group.WORLD
     assert group is not None
     here = dist.get_rank()
@@ -110,14 +115,16 @@ def _halo(count: int) -> Callable[[], object]:
 
 
 def _sum(count: int) -> Callable[[], object]:
+    """Return a function that sums as the library does: few numbers, such as a norm's, through shared memory, many by
+    gloo."""
     group = dist.group.WORLD
     assert group is not None
     data = torch.zeros(count)
-    return lambda: _torch.wait(_torch.all_reduce(data, "sum", group, in_place=True))
+    return lambda: sum_over(data, [group])
 
 
 def _slowest(message: Callable[[], object]) -> float:
-    """Seconds, of the rank that takes longest."""
+    """Return the seconds of a message, of the rank that takes longest."""
     rounds = []
     for number in range(ROUNDS + 2):
         dist.barrier()

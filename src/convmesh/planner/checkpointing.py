@@ -25,7 +25,7 @@ class Checkpoint:
 
 
 def checkpoints(trace: Trace, seconds: Seconds) -> list[Checkpoint]:
-    """Blocks one after the other, each time the one that lowers the peak most, while it is worth it."""
+    """Choose blocks one after the other, each time the one that lowers the peak most, while it is worth it."""
     curve = _Curve(trace)
     chosen: list[str] = []
     peak, rows = curve.peak(()), []
@@ -59,19 +59,19 @@ class _Curve:
         self._times = {name: self._span(name) for name in self.blocks}
 
     def within(self, name: str) -> list[Block]:
-        """What a checkpointed block would not keep: all of its activations but those that it returns."""
+        """Return what a checkpointed block would not keep: all of its activations but those that it returns."""
         inside = [block for block in self._kept if _holds(name, block.layer)]
         return [block for block in inside if block.leaves is None or not _holds(block.leaves, name)]
 
     def _span(self, name: str) -> tuple[int, int]:
-        """The last event of a block's forward pass, and the first of its backward pass."""
+        """Return the last event of a block's forward pass, and the first of its backward pass."""
         mine = [(at, event) for at, event in self._events if isinstance(event, Compute) and _holds(name, event.layer)]
         forward = [at for at, event in mine if event.phase is Phase.FORWARD]
         backward = [at for at, event in mine if event.phase is Phase.BACKWARD]
         return max(forward, default=self._turn), min(backward, default=self._turn)
 
     def peak(self, names: tuple[str, ...]) -> int:
-        """In the pause between, a block's activations are not there; all of them come back before its backward pass."""
+        """Return the peak if these blocks were checkpointed: between their passes their activations are not there."""
         changes: Counter[tuple[int, int]] = Counter()  # by event; what comes before what goes
 
         def lives(block: Block, born: int, died: int | None) -> None:

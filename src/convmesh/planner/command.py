@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if it fits, 1 if not, or 2 with one line that says what is wrong with what was asked for."""
+    """Return the exit status: 0 if it fits, 1 if not, 2 with one line on what is wrong with what was asked for."""
     try:
         mesh = None if options.mesh is None else _mesh(options.mesh)
         model = _model(options.model, options.arguments)
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _in_one_line(error: ShardingError) -> str:
-    """What is wrong, the remedy and the place, which have lines of their own."""
+    """Join what is wrong, the remedy and the place, which have lines of their own."""
     first, *others = str(error).splitlines()
     return "; ".join([first, *(line.strip() for line in others if line.strip().startswith(("remedy:", "at ")))])
 
@@ -81,7 +81,7 @@ class _First(nn.Module):
 
 
 def _by_name(model: nn.Module) -> tuple[str, nn.Module]:
-    """The name of a model's first argument, and a model that takes it."""
+    """Return the name of a model's first argument, and a model that takes it by name."""
     try:
         first = next(iter(inspect.signature(model.forward).parameters.values()), None)
     except (TypeError, ValueError):  # of one that is not written in Python
@@ -118,7 +118,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _built(make: Any, settings: dict[str, Any]) -> Any:
-    """Without values, so that it takes no memory, unless the model looks at values while it is built."""
+    """Build a model without values, so that it takes no memory, unless it looks at values while it is built."""
     try:
         with torch.device(_torch.DEVICE):
             return make(**settings)

@@ -28,7 +28,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """Rates are those of data sheets, dense; `compute_share` and `memory_share` are how much of them programs get.
+    """What times and the limit of memory are for.
+
+    Rates are those of data sheets, dense; `compute_share` and `memory_share` are how much of them programs get.
 
     Devices of a node, `node_ranks` of them, are joined by `node`, others by `network`; `sums` is for reductions and
     gathers, where these go another way than halos. `overhead` is the least that an operator takes, in seconds.
@@ -54,7 +56,7 @@ class Device:
     sums: Link | None = None
 
     def sharing(self, ranks: int) -> float:
-        """How much longer compute takes because ranks share what they run on."""
+        """Return how many times as long compute takes because ranks share cores."""
         return max(1.0, min(ranks, self.node_ranks) / self.cores) if self.cores else 1.0
 
     @property
@@ -63,7 +65,7 @@ class Device:
         return not self.cores
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Floating point operations a second; of a type that nobody has published, those of float32."""
+        """Return floating point operations a second; of a type without a figure, those of float32."""
         found = self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
         return found * self.compute_share
 
@@ -102,7 +104,7 @@ PRESETS: dict[str, Device] = {
 
 
 def device(name: str | Device) -> Device:
-    """A preset, `here` for this machine, or what a file says: the JSON of a `Device`."""
+    """Return a preset, `here` for this machine, or what a file says: the JSON of a `Device`."""
     if isinstance(name, Device):
         return _checked(name, f"the device {name.name!r}")
     if name == "here":

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import _torch, api, batching
 from ..sharding import registry
+from ..training.borrowed import giving_back
 from .autocast import Autocast
 from .layers import Layers
 from .problem import Mesh, PlanError, Problem, ranks_of
@@ -25,7 +26,7 @@ STEPS = 2  # of which the last one is looked at: the first one makes the optimiz
 
 @contextmanager
 def silent_world() -> Iterator[None]:
-    """Within it, `dry_run` works. A process group that is in use, and convmesh's rules, are as before afterwards."""
+    """Context manager within which `dry_run` works. It leaves process groups and convmesh's rules as they were."""
     if _torch.ranks_are_threads():
         raise PlanError("a plan is made outside of convmesh.simulate: call it before, or afterwards")
     on = registry.installed(), batching.installed()
@@ -39,24 +40,24 @@ def silent_world() -> Iterator[None]:
 
 
 def dry_run(problem: Problem, mesh: Mesh, rank: int, limit: int | None = None, steps: int = STEPS) -> Trace:
-    """What a rank does in a training step. It ends early where it needs more bytes of memory than `limit`."""
+    """Run a rank's training step and record it. The run ends where it needs more bytes of memory than `limit`."""
     return in_thread(lambda: _run(problem, mesh, rank, limit, steps))
 
 
 def _run(problem: Problem, mesh: Mesh, rank: int, limit: int | None, steps: int) -> Trace:
     world = _torch.rank_of_threads(rank, ranks_of(mesh), _torch.SilentStore())
-    with world, torch.device(_torch.DEVICE), Autocast():
+    with world, torch.device(_torch.DEVICE), Autocast(), giving_back():
         on = init_device_mesh(_torch.DEVICE, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         return traced(problem, on, limit, steps)
 
 
 def traced(problem: Problem, mesh: DeviceMesh, limit: int | None = None, steps: int = STEPS) -> Trace:
-    """The same of this rank of any mesh, with values or without."""
+    """Record the training step of this rank of any mesh, with values or without."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     trace = Trace(tuple(mesh.get_coordinate() or ()), sizes)
 
     def run(recorder: Recorder) -> None:
-        step = problem.build(mesh)
+        step = problem.step(mesh)
         inputs = problem.tensors(mesh)
         for tensor in inputs.values():
             recorder.mark(tensor, Kind.INPUTS)
@@ -77,8 +78,8 @@ class _InterruptedError(Exception):
 
 
 def in_thread(work: Callable[[], Result]) -> Result:
-    """A thread of its own has none of the caller's modes, and process groups of its own. It ends before this does, also
-    where somebody interrupts it."""
+    """Run `work` in a thread, which has none of the caller's modes and process groups of its own. It has ended when
+    this returns, also where somebody interrupts it."""
     results: list[Result] = []
     errors: list[BaseException] = []
 

@@ -18,7 +18,7 @@ class _Group(NamedTuple):
 
 
 class Groups:
-    """Of one rank of a mesh whose ranks are numbered row by row."""
+    """The process groups of one rank of a mesh whose ranks are numbered row by row."""
 
     def __init__(self, mesh: Mapping[str, int]) -> None:
         self._names = tuple(mesh)
@@ -26,17 +26,17 @@ class Groups:
         self._known: dict[str, _Group] = {}
 
     def along(self, group: Any) -> tuple[tuple[str, ...], int]:
-        """The mesh dimensions along which a group's ranks lie, and how many others there are."""
+        """Return the mesh dimensions along which a group's ranks lie, and how many others there are."""
         found = self._found(group)
         return found.along, len(found.ranks) - 1
 
     def messages(self, group: Any, counts: Sequence[int], element: int) -> tuple[tuple[int, int], ...]:
-        """(rank, bytes) of what this rank sends to others in an all-to-all of so many elements to each."""
+        """Return (rank, bytes) of what this rank sends to others in an all-to-all of so many elements to each."""
         ranks, me, _ = self._found(group)
         return tuple((rank, size * element) for rank, size in zip(ranks, counts, strict=True) if size and rank != me)
 
     def between(self, to: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-        """The mesh dimensions along which neighbours lie."""
+        """Return the mesh dimensions along which the ranks lie that messages go to."""
         return self._differing([dist.get_rank(), *(rank for rank, _ in to)])
 
     def _found(self, group: Any) -> _Group:

@@ -9,15 +9,13 @@ from dataclasses import replace
 from functools import cache, partial
 from statistics import median
 from threading import Thread
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from ..training.borrowed import giving_back
 from .between_ranks import cores, links
 from .devices import Device
 from .dry_run import in_thread
@@ -31,19 +29,21 @@ _ROUNDS = 3
 
 @cache
 def this_machine() -> Device:
-    """One thread of a CPU, as a rank has it under torchrun, while all cores are busy."""
+    """Measure one thread of a CPU, as a rank has it under torchrun, while all cores are busy."""
     flops = {name: _one_thread(partial(_convolution, getattr(torch, name))) for name in _DTYPES}
     bandwidth = min(_at_once(_copies, cores()))
     small = torch.ones(1)
     overhead = _one_thread(lambda: _timed(lambda: [small.add(1) for _ in range(1000)]) / 1000)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     halos, sums = links(1)
-    return Device("this machine, a thread of its CPU", memory, flops, bandwidth, halos, halos, 1024,
-                  overhead, 1.0, 1.0, SOURCE, cores(), sums)  # fmt: skip
+    return Device(
+        "this machine, a thread of its CPU", memory, flops, bandwidth, node=halos, network=halos, node_ranks=1024,
+        overhead=overhead, compute_share=1.0, memory_share=1.0, source=SOURCE, cores=cores(), sums=sums,
+    )  # fmt: skip
 
 
 def shared(device: Device, ranks: int) -> Device:
-    """This machine, as so many ranks have it."""
+    """Return this machine as so many ranks have it: with messages between ranks that share cores."""
     on_a_core = -(-ranks // device.cores)
     if on_a_core == 1:
         return device
@@ -52,8 +52,10 @@ def shared(device: Device, ranks: int) -> Device:
 
 
 def step_seconds(problem: Problem, mesh: Mesh, rank: int, trace: Trace, memory: int) -> float | None:
-    """A rank's own work of a step, run here with numbers and without other ranks: what it would receive is whatever is
-    in memory. None where the step is too large for that. `trace` is of the same rank."""
+    """Time a rank's own work of a step, run here with numbers and without other ranks, from which it receives zeros.
+
+    None where the step, of which `trace` is a record, is too large for that.
+    """
     if sum(event.flops for event in trace.step if isinstance(event, Compute)) > LARGEST:
         return None
     if _most_held(trace) > memory // 3:
@@ -62,38 +64,16 @@ def step_seconds(problem: Problem, mesh: Mesh, rank: int, trace: Trace, memory: 
 
 
 def _most_held(trace: Trace) -> int:
-    """About: all that is made in a step at once."""
+    """Return roughly what a step needs at most: all that is made in it at once."""
     return sum(block.size for block in trace.blocks if block.died is None or block.died >= trace.begins)
 
 
-class _Alone(_torch.TorchDispatchMode):
-    """Collectives return at once what has the right shape."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented
-        namespace, name = func._schema.name.split("::")
-        return _received(name, *args) if namespace == "_c10d_functional" else func(*args, **(kwargs or {}))
-
-
-def _received(name: str, given: Any, *args: Any) -> Any:
-    if isinstance(given, list):
-        return [_received(name.removesuffix("_coalesced"), one, *args) for one in given]
-    rows = given.shape[0] if given.dim() else 1
-    lengths: dict[str, Callable[[], int]] = {
-        "all_to_all_single": lambda: sum(args[0]),
-        "all_gather_into_tensor": lambda: rows * int(args[0]),
-        "reduce_scatter_tensor": lambda: rows // int(args[1]),
-    }
-    return given.new_zeros((lengths[name](), *given.shape[1:])) if name in lengths else given
-
-
 def _step_seconds(problem: Problem, mesh: Mesh, rank: int) -> float:
-    with _torch.rank_of_threads(rank, ranks_of(mesh), _torch.SilentStore()), _Alone():
+    with _torch.rank_of_threads(rank, ranks_of(mesh), _torch.SilentStore()), giving_back():
         on = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-        step, inputs = problem.build(on), problem.tensors(on)
+        step, inputs = problem.step(on), problem.tensors(on)
         step(**inputs)
-        return _timed(lambda: step(**inputs))
+        return _timed(lambda: step(**inputs), time.thread_time)  # which other programs do not change
 
 
 def _one_thread(work: Callable[[], float]) -> float:
@@ -106,7 +86,7 @@ def _one_thread(work: Callable[[], float]) -> float:
 
 
 def _at_once(work: Callable[[], float], count: int) -> list[float]:
-    """What each of several threads measures while the others are at it."""
+    """Return what each of several threads measures while the others do the same."""
     found: list[float] = []
     threads = [Thread(target=lambda: found.append(_one_thread(work))) for _ in range(count)]
     for thread in threads:
@@ -120,7 +100,7 @@ _DTYPES = ("float32", "float64", "bfloat16")
 
 
 def _copies() -> float:
-    """Bytes a second, read and written."""
+    """Return the bytes a second that are read and written."""
     source = torch.ones(2**24)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _timed(lambda: target.copy_(source))
@@ -131,11 +111,11 @@ def _convolution(dtype: torch.dtype) -> float:
     return 2 * 32 * 32 * 9 * 94 * 94 / _timed(lambda: F.conv2d(x, weight))
 
 
-def _timed(work: Callable[[], object]) -> float:
+def _timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     work()
     seconds = []
     for _ in range(_ROUNDS):
-        start = time.perf_counter()
+        start = clock()
         work()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return median(seconds)

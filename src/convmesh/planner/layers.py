@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -21,7 +20,7 @@ _MARK = "convmesh layer"
 
 
 class Layers:
-    """A context manager: within it, modules that this thread calls are known.
+    """Context manager that knows which module is at work in this thread.
 
     Modules have backward hooks too, but these do not let an in-place activation follow. A node belongs to the innermost
     module whose outputs depend on it.
@@ -35,24 +34,25 @@ class Layers:
         self._stack: list[nn.Module] = []
         self._stepping = 0
         self.returned: Callable[[torch.Tensor, str], None] = lambda tensor, name: None
-        self._thread = get_ident()
-        self._handles: list[Any] = []
 
     def __enter__(self) -> Layers:
-        self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-            register_optimizer_step_pre_hook(self._begin_optimizer),
-            register_optimizer_step_post_hook(self._end_optimizer),
-        ]
+        if not _by_thread:
+            _handles.extend((
+                register_module_forward_pre_hook(_for_this_thread(Layers._enter)),
+                register_module_forward_hook(_for_this_thread(Layers._leave), always_call=True),
+                register_optimizer_step_pre_hook(_for_this_thread(Layers._begin_optimizer)),
+                register_optimizer_step_post_hook(_for_this_thread(Layers._end_optimizer)),
+            ))  # fmt: skip
+        _by_thread[get_ident()] = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        del _by_thread[get_ident()]
+        while not _by_thread and _handles:
+            _handles.pop().remove()
 
     def at_work(self) -> tuple[str, Phase]:
-        """The name of the module at work, or of what else is."""
+        """Return the name of the module at work, or of what else is, and the phase."""
         if self._stepping:
             return OPTIMIZER, Phase.OPTIMIZER
         backward = _torch.in_backward()
@@ -65,14 +65,7 @@ class Layers:
             return WEIGHTS, Phase.BACKWARD
         return node.metadata.get(_MARK, LOSS), Phase.BACKWARD
 
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """All that have been called, and those within them, with their names."""
-        for module, name in self._names.items():
-            yield name, module
-
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        if get_ident() != self._thread:
-            return
         if module not in self._names:
             self._name(module)
         self._stack.append(module)
@@ -80,20 +73,20 @@ class Layers:
             self._lines[self._names[module]] = caller()
 
     def line(self) -> str | None:
-        """Where in the user's code the operator at work is called; in a backward pass, its module."""
+        """Return where in the user's code the operator at work is called, or in a backward pass its module."""
         name, phase = self.at_work()
-        found = caller() if phase is Phase.FORWARD else self._lines.get(name)
-        return None if found is None or found.startswith(threading.__file__) else found
+        return caller() if phase is Phase.FORWARD else self._lines.get(name)
 
     def _name(self, root: nn.Module) -> None:
-        """The first one that is called is the model; others, such as losses, go by the names of their classes."""
+        """Name a module's parts. The first one called is the model; others, such as losses, have their class's name
+        first."""
         prefix = "" if not self.roots else type(root).__name__
         self.roots[root] = prefix
         for name, module in root.named_modules():
             self._names.setdefault(module, ".".join(filter(None, (prefix, name))) or type(root).__name__)
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if get_ident() != self._thread or module not in self._stack:
+        if module not in self._stack:
             return
         while self._stack.pop() is not module:  # one that has raised has left nothing else behind
             pass
@@ -110,11 +103,24 @@ class Layers:
             waiting += [following for following, _ in node.next_functions]
 
     def _begin_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if get_ident() == self._thread:
-            self._stepping += 1
-            if not any(optimizer is known for known in self.optimizers):
-                self.optimizers.append(optimizer)
+        self._stepping += 1
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
 
     def _end_optimizer(self, *_: Any) -> None:
-        if get_ident() == self._thread:
-            self._stepping -= 1
+        self._stepping -= 1
+
+
+# All threads share the hooks: torch goes through those of optimizers while simulated ranks take turns, and nobody may
+# add any then.
+_by_thread: dict[int, Layers] = {}
+_handles: list[Any] = []
+
+
+def _for_this_thread(method: Callable[..., None]) -> Callable[..., None]:
+    def hook(*args: Any) -> None:
+        layers = _by_thread.get(get_ident())
+        if layers is not None:
+            method(layers, *args)
+
+    return hook

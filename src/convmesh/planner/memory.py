@@ -26,7 +26,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one rank in one step."""
+    """The memory of one rank over one step, in bytes."""
 
     peak: Moment
     curve: list[Moment]
@@ -34,7 +34,7 @@ class Memory:
 
 
 def memory_of(trace: Trace) -> Memory:
-    """Activations are what the forward pass leaves for the backward pass; what nobody keeps that long is temporary."""
+    """Summarise a trace. Activations are what forward leaves for backward; what nobody keeps that long is temporary."""
     kinds = kinds_of(trace)
     saved: Counter[str] = Counter()
     for block, kind in zip(trace.blocks, kinds, strict=True):
@@ -45,13 +45,13 @@ def memory_of(trace: Trace) -> Memory:
 
 
 def kinds_of(trace: Trace) -> list[Kind]:
-    """Of every storage."""
+    """Return what each storage is for."""
     turn = first_backward(trace)
     return [_kind(block, turn) for block in trace.blocks]
 
 
 def first_backward(trace: Trace) -> int:
-    """The event with which the backward pass of the step begins."""
+    """Return the event with which the backward pass of the step begins."""
     for number, event in enumerate(trace.step):
         if isinstance(event, Compute | Send) and event.phase is Phase.BACKWARD:
             return trace.begins + number
@@ -66,8 +66,7 @@ def _kind(block: Block, turn: int) -> Kind:
 
 
 def _moments(trace: Trace, kinds: list[Kind]) -> Iterator[Moment]:
-    """For each event of the step at which memory changes, where it is largest: an operator's results come before what
-    it was given goes."""
+    """Yield for each event at which memory changes its largest moment: results are there before arguments go."""
     held: Counter[Kind] = Counter()
     total, number, most, parts = 0, trace.begins, -1, dict(held)
     layer, phase = "", Phase.FORWARD
@@ -89,6 +88,6 @@ def _moments(trace: Trace, kinds: list[Kind]) -> Iterator[Moment]:
 
 
 def _thinned(moments: list[Moment]) -> list[Moment]:
-    """The largest of each of so many stretches."""
+    """Return the largest moment of each of `POINTS` stretches."""
     size = max(1, -(-len(moments) // POINTS))
     return [max(moments[at : at + size], key=lambda moment: moment.total) for at in range(0, len(moments), size)]

@@ -31,8 +31,16 @@ class Side(NamedTuple):
     read: Interval
 
 
+class _Line(NamedTuple):
+    """A side, and how much of what the rank owns of it all ranks read, and the rank itself."""
+
+    side: Side
+    by_all: int
+    by_itself: int
+
+
 class Need(NamedTuple):
-    """Of one call of an operator: the bytes that this rank has to send for it at least."""
+    """One call of an operator, and the bytes that this rank has to send for it at least."""
 
     layer: str
     phase: Phase
@@ -41,7 +49,8 @@ class Need(NamedTuple):
 
 
 def need(func: Any, args: Sequence[Any], layer: str, phase: Phase) -> Need | None:
-    """None of operators that have no window. `args` have the tensors of all ranks, so it is known what others read."""
+    """Return what a call needs, or None if the operator has no window. `args` are DTensors, so others' reads are
+    known."""
     if func is aten.convolution.default and _is_plain(args[0]):
         input, weight, _, *geometry = args
         plans = _convolution(input, weight, geometry)
@@ -59,7 +68,7 @@ def need(func: Any, args: Sequence[Any], layer: str, phase: Phase) -> Need | Non
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Shards that are contiguous, of tensors with a batch and channels."""
+    """Whether a tensor is a DTensor whose shards are contiguous."""
     kinds = (Shard, Replicate, Partial)
     return isinstance(tensor, DTensor) and all(type(placement) in kinds for placement in tensor.placements)
 
@@ -75,7 +84,8 @@ def _convolution(input: torch.Tensor, weight: torch.Tensor, geometry: Sequence[A
 def _pooling(
     spatial: int, of_max: bool, input: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), *others: Any
 ) -> _Plans:
-    """Of a maximum there is a dilation before what both kinds have next: whether sizes are rounded up."""
+    """Return the plans of a pooling. A max pooling has a dilation before what both kinds have: whether sizes round
+    up."""
     dilation, ceil = (*others, *((1,), False)[len(others) :])[:2] if of_max else ((1,), bool(others and others[0]))
     pooling, sizes = Pooling.of(spatial, kernel, stride, padding, dilation, ceil), tuple(input.shape[-spatial:])
     return _Plans(pooling.windows, sizes, pooling.target_size(sizes), False)
@@ -90,26 +100,24 @@ class _Plans(NamedTuple):
     transposed: bool
 
     def forward(self, input: DTensor) -> int:
-        """Bytes of the input that this rank sends."""
+        """Return the bytes of the input that this rank sends."""
         return self._sent(input, self.transposed)
 
     def backward(self, gradient: DTensor) -> int:
         return self._sent(gradient, not self.transposed)
 
     def sides(self, input: DTensor) -> tuple[Side, ...]:
-        along = self._along(input, self.transposed)
-        return tuple(Side(size, ranks, owned, read) for size, ranks, owned, read, _, _ in along)
+        return tuple(line.side for line in self._along(input, self.transposed))
 
     def _sent(self, tensor: DTensor, coarse: bool) -> int:
-        """A box of what it owns goes to each rank that reads it: by dimensions, what others and itself read of it."""
-        along = self._along(tensor, coarse)
-        everyone, itself = prod(one[4] for one in along), prod(one[5] for one in along)
+        """Return bytes: a box of what a rank owns goes to each other rank that reads it."""
+        lines = self._along(tensor, coarse)
         local = _torch.slot_of(tensor)
-        rest: int = prod(local.shape[: local.dim() - len(along)])
+        rest: int = prod(local.shape[: local.dim() - len(lines)])
         element: int = local.element_size()
-        return (everyone - itself) * rest * element
+        return (prod(line.by_all for line in lines) - prod(line.by_itself for line in lines)) * rest * element
 
-    def _along(self, tensor: DTensor, coarse: bool) -> list[tuple[int, int, Interval, Interval, int, int]]:
+    def _along(self, tensor: DTensor, coarse: bool) -> list[_Line]:
         first = tensor.dim() - len(self.windows)
         return [
             _reads(window, fine, small, coarse, *_line(tensor.device_mesh, tensor.placements, first + number))
@@ -118,7 +126,7 @@ class _Plans(NamedTuple):
 
 
 def _line(mesh: DeviceMesh, placements: Sequence[Any], dim: int) -> tuple[tuple[int, ...], int]:
-    """The sizes of the mesh dimensions that shard a dimension, and the place of this rank among their ranks."""
+    """Return the sizes of the mesh dimensions that shard a dimension, and this rank's place among their ranks."""
     sizes, place = [], 0
     for at, (placement, size) in enumerate(zip(placements, mesh.shape, strict=True)):
         if isinstance(placement, Shard) and placement.dim == dim:
@@ -128,10 +136,7 @@ def _line(mesh: DeviceMesh, placements: Sequence[Any], dim: int) -> tuple[tuple[
 
 
 @lru_cache(100_000)
-def _reads(
-    window: Window, fine: int, coarse: int, of_coarse: bool, ranks: tuple[int, ...], rank: int
-) -> tuple[int, int, Interval, Interval, int, int]:
-    """(size, ranks, what a rank owns, what it reads, how much all ranks read of what it owns, how much it does)"""
+def _reads(window: Window, fine: int, coarse: int, of_coarse: bool, ranks: tuple[int, ...], rank: int) -> _Line:
     both = ShardedDependence(window, fine, coarse, ranks)
     plan = both.target_plan if of_coarse else both.source_plan
     own, inside = plan.owned[rank], Interval(0, plan.size)
@@ -139,4 +144,4 @@ def _reads(
     itself = sum((part & own).size for part in parts)
     sent = sum(part.size for _, part in plan.sends(rank))
     read = Interval(min(part.start for part in parts), max(part.stop for part in parts))
-    return plan.size, prod(ranks), own, read, itself + sent, itself
+    return _Line(Side(plan.size, prod(ranks), own, read), itself + sent, itself)

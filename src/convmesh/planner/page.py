@@ -46,7 +46,7 @@ def _cards(plan: Plan) -> list[tuple[str, str]]:
         (size(plan.peak), f"at the peak, of {size(plan.device.memory)}: {plan.device.name}"),
         (
             duration(plan.seconds),
-            f"for a training step, an estimate; {duration(plan.largest.time.waiting)} of it waiting",
+            f"for a training step, an estimate; {duration(plan.slowest.time.waiting)} of it waiting",
         ),
         (size(plan.busiest.bytes_sent), f"sent by a rank in a step, {size(halos)} of it halos"),
         (str(plan.smallest or DASH), f"{'rank is' if plan.smallest == 1 else 'ranks are'} the fewest that fit"),
@@ -72,7 +72,7 @@ def _sharded(plan: Plan) -> _Sharded:
 
 
 def _volume(plan: Plan) -> Markup:
-    """The input as the mesh cuts it, and what the rank that sends most reads in its first layer."""
+    """Draw the input in shards, and what the rank that sends most reads in its first layer."""
     _, sizes, parts = _sharded(plan)
     reads = _busiest_reads(plan)
     halo = None if reads is None else tuple(side.read for side in reads.sides)
@@ -85,14 +85,14 @@ def _volume(plan: Plan) -> Markup:
 
 
 def _busiest_reads(plan: Plan) -> Need | None:
-    """Of the first layer at the resolution of the input."""
+    """Return what the first layer at the resolution of the input reads."""
     sizes = _sharded(plan).sizes
     fitting = (need for need in plan.busiest.reads if tuple(side.size for side in need.sides) == sizes)
     return next((need for need in fitting if any(side.read != side.owned for side in need.sides)), None)
 
 
 def _loupes(plan: Plan) -> list[dict[str, Any]]:
-    """Layers with halos, one of each kind, in the plane of the two dimensions that are most sharded."""
+    """Draw layers with halos, one of each kind, in the plane of the two dimensions that are most sharded."""
     _, sizes, parts = _sharded(plan)
     if len(sizes) < 2:
         return []
@@ -126,7 +126,7 @@ def _keys() -> Markup:
 
 
 def _across(plan: Plan, axes: list[int]) -> tuple[list[Need], list[Need]]:
-    """What two ranks read that meet where the first shards along these dimensions end."""
+    """Return what two ranks read whose shards meet where the first ones along these dimensions end."""
 
     def at(place: int) -> list[Need]:
         for rank in plan.ranks:
@@ -154,7 +154,7 @@ def _memory(plan: Plan) -> Markup:
 
 
 def _depth(layers: list[str]) -> int:
-    """So many parts of their names that there are some groups, and not too many."""
+    """Return how many parts of layers' names to show: such that there are some groups, and not too many."""
     for depth in (1, 2, 3, 4):
         names = [".".join(layer.split(".")[:depth]) for layer in layers]
         if sum(a != b for a, b in pairwise(names)) >= 8:
@@ -168,7 +168,7 @@ def _said(moment: Moment) -> str:
 
 
 def _kinds(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """(kind, bytes at the peak, share, color)"""
+    """Return rows of (kind, bytes at the peak, share, color)."""
     peak = plan.largest.memory.peak
     rows = sorted(peak.parts.items(), key=lambda part: -part[1])
     return [
@@ -179,7 +179,7 @@ def _kinds(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 
 def _time(plan: Plan) -> dict[str, Any]:
-    time = plan.largest.time
+    time = plan.slowest.time
     hidden = max(0.0, time.communication - time.waiting)
     parts = [(str(bound), seconds, BOUNDS[bound]) for bound, seconds in time.bounds.items()]
     parts.append(("waiting for communication", time.waiting, "var(--four)"))

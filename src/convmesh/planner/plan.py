@@ -54,6 +54,11 @@ class Plan:
         return max(self.ranks, key=lambda rank: rank.bytes_sent)
 
     @property
+    def slowest(self) -> RankPlan:
+        """The class of ranks whose step takes longest."""
+        return max(self.ranks, key=lambda rank: rank.time.step)
+
+    @property
     def peak(self) -> int:
         return self.largest.memory.peak.total
 
@@ -64,7 +69,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        return max(rank.time.step for rank in self.ranks)
+        return self.slowest.time.step
 
     @property
     def smallest(self) -> int | None:

@@ -74,16 +74,23 @@ class Problem:
         return next(iter(self.inputs.values()))
 
     def mesh(self, sizes: Mesh) -> dict[str, int]:
-        """Without mesh dimensions of one rank, unless somebody asks for them."""
+        """Drop mesh dimensions of one rank, unless the step may ask for them by name."""
         return dict(sizes) if self.own else {name: size for name, size in sizes.items() if size > 1} or dict(sizes)
 
+    def step(self, mesh: DeviceMesh) -> Step:
+        made = self.build(mesh)
+        if not callable(made):
+            raise PlanError(f"the function that is given a mesh returns {made!r}: return the step, which is called")
+        return made
+
     def extent(self, name: str) -> int | None:
-        """How many indices of the first input a mesh dimension shares out; None where it shards nothing of it."""
+        """Return the size of the dimension of the first input that a mesh dimension shards; None where there is
+        none."""
         over = self.first.over
         return None if over is not None and name not in over else self.first.shape[self.dims[name]]
 
     def sharded(self, given: Input, names: Mesh | tuple[str, ...]) -> dict[str, int]:
-        """`mesh dimension = tensor dimension` of an input."""
+        """Return which mesh dimension shards which dimension of an input."""
         found = {}
         for name in names:
             dim = self.dims[name]
@@ -105,10 +112,10 @@ class Problem:
 def problem(
     step: nn.Module | Build, inputs: Mapping[str, Any], dims: Mapping[str, int] | None, optimizer: str, precision: str
 ) -> Problem:
-    """Of what was given to `plan`."""
+    """Check what was given to `plan`, and return it as a `Problem`."""
     if not isinstance(inputs, Mapping) or not inputs:
         raise PlanError('no inputs: give their shapes by name, such as inputs={"x": (1, 1, 512, 512, 512)}')
-    if not callable(step):
+    if not callable(step) or isinstance(step, type):
         raise PlanError(f"{step!r} is no step: give a model, or a function that is given a mesh and returns the step")
     given = {name: _input(name, value) for name, value in inputs.items()}
     first = next(iter(given.values()))
@@ -116,6 +123,8 @@ def problem(
     for name, dim in known.items():
         if not 0 <= dim < len(first.shape):
             raise PlanError(f"dims={{{name!r}: {dim}}}: an input of shape {first.shape} has no such dimension")
+    if isinstance(step, nn.Module) and any(map(nn.parameter.is_lazy, (*step.parameters(), *step.buffers()))):
+        raise PlanError(f"this {type(step).__name__} has lazy parameters: run it once on a small input before")
     build = partial(_training, step, optimizer, precision) if isinstance(step, nn.Module) else step
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}, or give a step")
@@ -173,7 +182,7 @@ def _input(name: str, value: Any) -> Input:
 
 
 def _training(model: nn.Module, optimizer: str, precision: str, mesh: DeviceMesh) -> Step:
-    """A training step of a model, whose loss is the mean of all that it returns."""
+    """Make a training step of a model, whose loss is the mean of all that it returns."""
     placed = distribute((with_values if _torch.has_values(mesh) else without_values)(model), mesh)
     trained = [parameter for parameter in placed.parameters() if parameter.requires_grad]
     made = OPTIMIZERS[optimizer](trained, lr=1e-3, foreach=True) if trained else None  # type: ignore[call-arg]
@@ -201,7 +210,7 @@ def _floating(output: Any) -> list[torch.Tensor]:
 
 
 def with_values(model: nn.Module) -> nn.Module:
-    """A copy of a module; where its parameters have no values, they get some."""
+    """Copy a module; where its parameters have no values, they get some."""
     with _torch.no_modes():  # it is nothing that the step needs
         made = copy.deepcopy(model)
     if any(tensor.is_meta for tensor in (*made.parameters(), *made.buffers())):
@@ -212,7 +221,7 @@ def with_values(model: nn.Module) -> nn.Module:
 
 
 def without_values(model: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters and buffers have sizes only."""
+    """Copy a module without the values of its parameters and buffers."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         sizes = torch.empty_like(tensor, device=_torch.DEVICE)

@@ -29,7 +29,7 @@ _FUNCTIONAL, _IN_PLACE, _RESHARD = "_c10d_functional::", "c10d::", "shard_dim_al
 
 
 class ExceededError(Exception):
-    """More memory than there is."""
+    """A run needs more memory than it may have."""
 
 
 class Recorder(_torch.TorchDispatchMode):
@@ -69,7 +69,7 @@ class Recorder(_torch.TorchDispatchMode):
         return result
 
     def _sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator on DTensors does itself is seen here afterwards. One that is refused is noted."""
+        """Run an operator on DTensors, whose local operators come here afterwards. One that is refused is noted."""
         if self._within:
             return NotImplemented
         layer, phase = self._layers.at_work()
@@ -131,7 +131,7 @@ class Recorder(_torch.TorchDispatchMode):
         return Send(name, layer, phase, use, size, along, peers, self._sent, where, to)
 
     def _in_place(self, name: str, args: Any, layer: str, phase: Phase) -> Iterable[Event]:
-        """Collectives that FSDP2 and users call: nobody can see when they are waited for."""
+        """Book collectives that FSDP2 and users call: nobody can see when they are waited for."""
         groups = [dist.ProcessGroup.unbox(one) for one in args if "ProcessGroup" in str(one)]
         if not groups:
             return ()
@@ -163,7 +163,7 @@ class Recorder(_torch.TorchDispatchMode):
             raise ExceededError
 
     def _work_in(self, size: int, layer: str, phase: Phase) -> None:
-        """So much memory is there while an operator runs, beside what it is given and what it returns."""
+        """Book a workspace: memory that an operator needs while it runs."""
         now = len(self.trace.events)
         block = Block(size, layer, phase, now, now, Kind.WORKSPACES, number=len(self.trace.blocks))
         self.trace.blocks.append(block)
@@ -177,13 +177,14 @@ class Recorder(_torch.TorchDispatchMode):
         self._total -= block.size
 
     def _returned(self, tensor: torch.Tensor, module: str) -> None:
-        """A module returns a tensor; those that it is within come later, and may return it too."""
+        """Note that a module returns a tensor; those around it come later, and may return it too."""
         found = self._block_of(tensor)
         if found is not None:
             found.leaves = module
 
     def mark(self, tensor: torch.Tensor | None, kind: Kind, known: bool = True) -> None:
-        """Say what the storage of a tensor is for; what is not `known` but likely, only of one that nobody marked."""
+        """Note what the storage of a tensor is for; if that is not `known` but likely, only where nothing is noted
+        yet."""
         found = None if tensor is None else self._block_of(tensor)
         if found is not None and (known or found.kind is None):
             found.kind = kind
@@ -196,7 +197,7 @@ class Recorder(_torch.TorchDispatchMode):
         return None if found is None else found[0]
 
     def mark_state(self) -> None:
-        """Parameters, gradients and the state of optimizers, of all modules that have been called."""
+        """Note parameters, gradients and optimizer state of all modules that have been called."""
         for root in self._layers.roots:
             for tensor in (*root.parameters(), *root.buffers()):
                 self.mark(tensor, Kind.PARAMETERS)

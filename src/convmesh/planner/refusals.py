@@ -14,14 +14,14 @@ from .trace import Refusal
 
 
 def refusal(error: ShardingError, layer: str, line: str | None) -> Refusal:
-    """What is wrong and what would help, apart."""
+    """Split an error into what is wrong and what would help."""
     lines = [line.strip() for line in str(error).splitlines()]
     remedies = [line.removeprefix("remedy: ") for line in lines if line.startswith("remedy: ")]
     return Refusal(layer, line or error.where, lines[0], "; ".join(remedies))
 
 
 def replicated(func: Any, args: Any, kwargs: Any, error: ShardingError) -> Any:
-    """What the operator would return on one device, on all ranks. An error that has nothing to do with sharding, such
+    """Return what the operator would on one device, replicated. An error that has nothing to do with sharding, such
     as channels that do not fit, is raised as it is, and so is that of an operator which writes into its arguments."""
     meshes = [one.device_mesh for one in _dtensors((args, kwargs))]
     if not meshes or func._schema.is_mutable or _torch.has_values(meshes[0]):

@@ -26,7 +26,7 @@ MOST_RANKS = 4096  # that are tried where fewer do not fit
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Of a class of ranks: which it is, and what one of its ranks needs."""
+    """A class of ranks, and what one of them needs."""
 
     name: str
     rank: int
@@ -66,19 +66,19 @@ class MeshRow:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """The best first: those that fit, then by predicted time, then by memory."""
+        """Sorts the best first: those that fit, then by predicted time, then by memory."""
         return not self.enough, self.seconds if self.enough else -self.ranks, self.memory
 
 
 class Runs:
-    """Of one problem on one kind of device."""
+    """Makes dry runs of one problem for one kind of device."""
 
     def __init__(self, problem: Problem, device: Device, progress: Progress | None) -> None:
         self.problem, self.device = problem, device
         self._say = progress or (lambda what: None)
 
     def _time(self, mesh: Mesh, rank: int, trace: Trace) -> Time:
-        """On this machine, from how long the rank's own work takes here, and messages between so many ranks."""
+        """Estimate the time of a step; on this machine from how long the rank's own work takes here."""
         if self.device.source != SOURCE:
             return time_of(trace, self.device)
         measured = step_seconds(self.problem, mesh, rank, trace, self.device.memory)
@@ -95,7 +95,7 @@ class Runs:
         )  # fmt: skip
 
     def row(self, mesh: Mesh) -> MeshRow:
-        """Of its largest rank, up to where that does not fit."""
+        """Run the largest rank of a mesh, up to where it does not fit."""
         self._say(words(mesh))
         mesh = self.problem.mesh(mesh)
         rank = largest_class(self.problem, mesh)
@@ -107,7 +107,7 @@ class Runs:
         return MeshRow(mesh, True, memory_of(trace).peak.total, seconds, sent, len(set(trace.refusals)))
 
     def search(self, ranks: int) -> list[MeshRow]:
-        """Every mesh of that many ranks, and of fewer, the best first."""
+        """Return every mesh of that many ranks and of fewer, the best first."""
         if not isinstance(ranks, int) or ranks < 1:
             raise PlanError(f"{ranks!r} ranks: take 1 or more")
         if most_even(self.problem, ranks) is None:
@@ -117,8 +117,8 @@ class Runs:
         return sorted(rows, key=lambda row: row.order)
 
     def scaling(self, mesh: Mesh, tried: list[MeshRow]) -> list[MeshRow]:
-        """For 1, 2, 4, ... ranks the best mesh that was tried, or else halves of this one; more ranks where these do
-        not fit; and the smallest number that fits, of those between."""
+        """Return a mesh for 1, 2, 4, ... ranks: the best that was tried, or else halves of this one. More ranks where
+        these do not fit, and the smallest number that fits between."""
         rows = tried or [self.row(smaller) for smaller in halved(mesh)]
         best: dict[int, MeshRow] = {}
         for row in sorted(rows, key=lambda row: row.order):
@@ -152,12 +152,15 @@ class Runs:
 
 
 def _reason(error: Exception, asked: Problem) -> str:
-    """In one line, with the place in the user's code."""
+    """Say in one line why a step cannot be planned, with the place in the user's code."""
     said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     place = _place(error)
     where = f" (at {place})" if place else ""
     if any(word in str(error) for word in ("meta tensor", "Meta tensor", "_local_scalar_dense", "nonzero()")):
-        return f"the step depends on values, which a plan has not{where}: decide by shapes or settings instead"
+        remedy = "decide by shapes or settings, and read or print no numbers"
+        return f"the step depends on values, which a plan has not{where}: {remedy}"
+    if "mixed torch.Tensor and DTensor" in said:
+        return f"a plain tensor meets a distributed one{where}: convmesh.distribute(model, mesh) where the step is made"
     given = ", ".join(f"{name} of shape {one.shape}" for name, one in asked.inputs.items())
     return f"{said}{where}: the step was given {given}; give it inputs that it takes, as on one device"
 

@@ -14,7 +14,7 @@ _WHERE = ("interior", "face", "edge", "corner")
 
 
 def classes(problem: Problem, mesh: Mesh) -> dict[str, int]:
-    """A rank of every class: where it is, and its number. Ranks of a class have as many neighbours, and as much."""
+    """Return a rank of every class by where it is. Ranks of a class own as much, and have as many neighbours."""
     places = [_places(problem.extent(name), size, name == DATA) for name, size in mesh.items()]
     sizes = list(mesh.values())
     found: dict[str, int] = {}
@@ -25,7 +25,7 @@ def classes(problem: Problem, mesh: Mesh) -> dict[str, int]:
 
 
 def largest_class(problem: Problem, mesh: Mesh) -> int:
-    """A rank that owns most, and has neighbours on as many sides as a rank can that does."""
+    """Return a rank that owns most, and has neighbours on as many sides as one that does can have."""
     sizes, rank = list(mesh.values()), 0
     for number, (name, size) in enumerate(mesh.items()):
         owned = [len(own) for own in shards(problem.extent(name) or size, (size,))]
@@ -36,8 +36,8 @@ def largest_class(problem: Problem, mesh: Mesh) -> int:
 
 
 def _places(extent: int | None, size: int, alone: bool) -> list[int]:
-    """The first, the last, and of those between them one for each number of indices that they own. Samples have no
-    neighbours: where they are shared out, it only matters how many a rank owns."""
+    """Return places along a mesh dimension that differ: the first, the last, and between them one for each number of
+    indices owned. Samples have no neighbours: of them only the number counts."""
     if extent is None:
         return [0]
     owned = [len(own) for own in shards(extent, (size,))]
@@ -60,8 +60,8 @@ def _words(mesh: Mesh, place: tuple[int, ...]) -> str:
 
 
 def meshes(problem: Problem, ranks: int) -> Iterator[dict[str, int]]:
-    """Every way to share out so many ranks over the batch and the spatial dimensions. None but the batch gets more
-    ranks than half of its indices: such halos are as large as the shards."""
+    """Yield every mesh of so many ranks over the batch and the spatial dimensions. None but the batch gets more ranks
+    than half of its indices: such halos are as large as the shards."""
     names = [name for name in problem.dims if problem.own or problem.first.shape[problem.dims[name]] > 1]
     most = [_most(problem, name) for name in names]
 
@@ -79,7 +79,7 @@ def meshes(problem: Problem, ranks: int) -> Iterator[dict[str, int]]:
 
 
 def most_even(problem: Problem, ranks: int) -> dict[str, int] | None:
-    """The mesh of so many ranks whose largest rank owns least; of several, the one with the smallest faces."""
+    """Return the mesh of so many ranks whose largest rank owns least; of several, the one with the smallest faces."""
 
     def owned(mesh: Mesh) -> tuple[int, int]:
         sides = {name: -(-(problem.extent(name) or 1) // size) for name, size in mesh.items()}
@@ -91,7 +91,7 @@ def most_even(problem: Problem, ranks: int) -> dict[str, int] | None:
 
 
 def most_ranks(problem: Problem, ranks: int) -> int:
-    """The largest number up to this that there is a mesh of."""
+    """Return the largest number of ranks up to this of which there is a mesh."""
     limit = min(ranks, prod(_most(problem, name) for name in problem.dims))
     return next(count for count in range(limit, 0, -1) if most_even(problem, count) is not None)
 
@@ -102,12 +102,12 @@ def _most(problem: Problem, name: str) -> int:
 
 
 def fewer(ranks: int) -> list[int]:
-    """1, 2, 4, ... and the number itself."""
+    """Return 1, 2, 4, ... and the number itself."""
     return sorted({*(2**power for power in range(ranks.bit_length()) if 2**power <= ranks), ranks})
 
 
 def halved(mesh: Mesh) -> list[dict[str, int]]:
-    """The mesh, and smaller ones down to one rank, each with half of the ranks along the largest mesh dimension."""
+    """Return the mesh, and smaller ones down to one rank, each with half of the largest mesh dimension."""
     found = [dict(mesh)]
     while max(found[-1].values()) > 1:
         longest = max(found[-1], key=lambda name: found[-1][name])

@@ -41,12 +41,12 @@ _known: dict[Hashable, _Made | tuple[_Made, ...] | None] = {}
 
 
 def result(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator returns."""
+    """Return what an operator does on tensors without values."""
     return _RESULTS[func](*args) if func in _RESULTS else _remembered(func, args, kwargs)
 
 
 def _remembered(func: Any, args: Any, kwargs: Any) -> Any:
-    """What looks at its arguments' memory, or writes there, is called each time."""
+    """Call an operator once for each combination of shapes; each time, if it writes or returns views."""
     if not _makes_new(func):
         return func(*args, **kwargs)
     try:
@@ -78,7 +78,7 @@ def _key(value: Any) -> Hashable:
 
 
 def _told(made: Any, given: tuple[Any, ...]) -> _Made | tuple[_Made, ...] | None:
-    """None of anything but new tensors."""
+    """Return what to make again, or None of anything but new tensors."""
     several = made if isinstance(made, tuple) else (made,)
     if not all(isinstance(one, torch.Tensor) and one.is_meta for one in several):
         return None

@@ -25,7 +25,7 @@ def ranks(plan: Plan) -> Table:
 
 
 def layers(plan: Plan) -> Table:
-    """Those that send most first."""
+    """Make the table of layers, those that send most first."""
 
     def cell(number: int | None) -> str:
         return size(number) if number else DASH
@@ -43,7 +43,7 @@ def saved(plan: Plan) -> Table:
 
 
 def checkpoints(plan: Plan) -> Table:
-    """Each row has the blocks above it, too."""
+    """Make the table of checkpointed blocks. Each row has those above it, too."""
     return Table(("checkpointed block", "peak", "longer by"), [
         ("none", size(plan.peak), DASH),
         *((row.block, size(row.peak), duration(row.seconds)) for row in plan.largest.checkpoints),

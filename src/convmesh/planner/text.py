@@ -17,9 +17,9 @@ SHOWN = 8  # rows of a table
 
 
 def essence(plan: Plan) -> str:
-    """Five lines."""
+    """Say what matters of a plan in five lines."""
     largest = plan.largest
-    peak, time = largest.memory.peak, largest.time
+    peak, time = largest.memory.peak, plan.slowest.time
     parts = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
     halos = sum(layer.halo_bytes for layer in plan.busiest.layers)
     kind, _, place = largest.name.partition("(")
@@ -38,7 +38,7 @@ def essence(plan: Plan) -> str:
 
 
 def report(plan: Plan) -> str:
-    """The essence, advice, then tables."""
+    """Say all of a plan: the essence, advice, then tables."""
     return "\n".join([essence(plan), "", *_parts(plan)]).rstrip() + "\n"
 
 
@@ -56,7 +56,7 @@ def _parts(plan: Plan) -> Iterator[str]:
 
 
 def _table(title: str, table: Table, note: str = "") -> list[str]:
-    """Columns as wide as they have to be, all but the first to the right; nothing of a table without rows."""
+    """Lay out a table: columns as wide as they have to be, all but the first to the right; nothing without rows."""
     if not table.rows:
         return []
     shown = table.rows[:SHOWN]

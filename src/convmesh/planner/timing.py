@@ -36,7 +36,8 @@ Seconds = Callable[[Compute], float]
 
 
 def time_of(trace: Trace, device: Device, measured: float | None = None) -> Time:
-    """By the roofline of a device. Where all local operators together were `measured`, each has its share of that."""
+    """Estimate a step by the roofline of a device. If `measured` is what all local operators took, each has its
+    share."""
     clock = communication = waiting = free = 0.0
     bounds: Counter[Bound] = Counter()
     arrives: dict[int, float] = {}
@@ -77,7 +78,7 @@ def roofline(operator: Compute, device: Device) -> float:
 
 
 def sending(event: Send, mesh: Mapping[str, int], device: Device) -> float:
-    """A ring for reductions and gathers; the halos of a rank leave through one link of each kind."""
+    """Return the seconds of a collective: reductions and gathers go in a ring, a rank's halos through one link."""
     if not event.peers:
         return 0.0
     by = link(event.along, mesh, device)
@@ -98,6 +99,6 @@ def crosses_nodes(name: str, mesh: Mapping[str, int], node_ranks: int) -> bool:
 
 
 def link(along: tuple[str, ...], mesh: Mapping[str, int], device: Device) -> Link:
-    """The slowest that a collective along these mesh dimensions uses."""
+    """Return the slowest link that a collective along these mesh dimensions uses."""
     apart = any(crosses_nodes(name, mesh, device.node_ranks) for name in along or tuple(mesh)[:1])
     return device.network if apart else device.node

@@ -106,7 +106,7 @@ class Refusal(NamedTuple):
 
 @dataclass
 class Trace:
-    """Of one rank. Events from `begins` on are those of the step that is looked at; the ones before warm it up."""
+    """The record of one rank. Events from `begins` on are the step that is looked at; those before warm it up."""
 
     coordinate: tuple[int, ...]
     mesh: Mapping[str, int] = field(default_factory=dict)

@@ -57,12 +57,12 @@ class Gather(NamedTuple):
 
 
 def sends(trace: Trace) -> list[Send]:
-    """Collectives of one rank send nothing."""
+    """Return the collectives of the step that send something: of more than one rank."""
     return [event for event in trace.step if isinstance(event, Send) and event.peers]
 
 
 def by_layer(trace: Trace) -> list[LayerTraffic]:
-    """In the order in which layers first send something."""
+    """Return the traffic of each layer, in the order in which they first send something."""
     found: dict[str, LayerTraffic] = {}
     for event in sends(trace):
         row = found.setdefault(event.layer, LayerTraffic(event.layer))
@@ -82,8 +82,8 @@ def by_layer(trace: Trace) -> list[LayerTraffic]:
 
 
 def by_mesh_dim(trace: Trace) -> dict[str, int]:
-    """What goes to neighbours along several mesh dimensions at once counts for the outermost one that it crosses, and a
-    collective of all ranks for each mesh dimension."""
+    """Return bytes by mesh dimension. What goes to a diagonal neighbour counts for the outermost one that it crosses,
+    and a collective for each mesh dimension along which its ranks lie."""
     found: Counter[str] = Counter(dict.fromkeys(trace.mesh, 0))
     for event in sends(trace):
         for rank, size in event.to:
@@ -95,7 +95,7 @@ def by_mesh_dim(trace: Trace) -> dict[str, int]:
 
 
 def neighbours(trace: Trace) -> list[Neighbour]:
-    """The ranks that this one sends halos to, the busiest first."""
+    """Return the ranks that this one sends halos to, the busiest first."""
     found: Counter[int] = Counter()
     for event in sends(trace):
         found.update(dict(event.to))
@@ -103,7 +103,7 @@ def neighbours(trace: Trace) -> list[Neighbour]:
 
 
 def _steps(trace: Trace, rank: int) -> dict[str, int]:
-    """From this rank to another one, along the mesh dimensions in which they differ."""
+    """Return the steps from this rank to another one, along the mesh dimensions in which they differ."""
     sizes = list(trace.mesh.values())
     places = zip(trace.mesh, _coordinate(rank, sizes), trace.coordinate, strict=True)
     return {name: there - here for name, there, here in places if there != here}
@@ -114,7 +114,7 @@ def _coordinate(rank: int, sizes: Sequence[int]) -> list[int]:
 
 
 def gathers(trace: Trace) -> list[Gather]:
-    """Each with what its rule says of it."""
+    """Return the operators that gather a tensor, each with a remedy from its rule."""
     rules = {_torch.name_of(operator): behaviour for operator, behaviour in declared().items()}
     found: Counter[tuple[str, str | None, str]] = Counter()
     for event in sends(trace):

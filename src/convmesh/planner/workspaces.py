@@ -11,8 +11,9 @@ aten = torch.ops.aten
 
 
 def workspace(func: Any, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> int:
-    """Bytes. Kernels of convolutions copy tensors into a layout of their own, as oneDNN's do on CPUs and cuDNN's as a
-    rule: forward one after the other, and for the gradient of a weight the input and the output's gradient at once."""
+    """Return the bytes of a workspace. Kernels of convolutions copy tensors into a layout of their own, as oneDNN's do
+    on CPUs and cuDNN's as a rule: forward one after the other, and for the gradient of a weight the input and the
+    output's gradient at once."""
     if func.overloadpacket is aten.convolution:
         return max(map(size_of, (*given, *made)))
     if func.overloadpacket is aten.convolution_backward:

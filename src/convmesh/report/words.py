@@ -26,6 +26,8 @@ def size(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """Format seconds: `1.23 s`, `12.3 ms`, `123 µs`."""
+    if not seconds:
+        return "0 s"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         value = seconds * factor
         if value >= 1 or unit == "µs":

@@ -38,6 +38,7 @@ class Content:
     origin_shape: tuple[int, ...] = ()
     take: Take | None = None
     values: torch.Tensor | None = None  # once an operator has needed them
+    joined: bool = False  # whether a replicated tensor of the mesh was written into it
 
 
 class Buffer(_torch.LateDTensor):
@@ -132,7 +133,7 @@ class Buffer(_torch.LateDTensor):
         mesh, root = others[0].device_mesh, self.root()
         placements: list[Placement] = [Replicate()] * mesh.ndim
         for other in sorted(others, key=torch.Tensor.numel):
-            if other.device_mesh != mesh or not (written or other.shape == self.shape):
+            if other.device_mesh != mesh or not (written or _broadcast_together(other.shape, self.shape)):
                 continue
             for mesh_dim, placement in enumerate(other.placements):
                 dim = self._matching_dim(other, placement.dim) if type(placement) is Shard else None
@@ -160,12 +161,38 @@ class Buffer(_torch.LateDTensor):
         others = [tensor for tensor in tensors if isinstance(tensor, DTensor) and not isinstance(tensor, Buffer)]
         if _torch.is_composite(operator):
             return _torch.composite(operator, args, kwargs)  # it is undecomposed in inference mode only
-        if buffers and not others:
-            return _on_plain(operator, args, kwargs)
+        outs = list(tree_iter((args[:1], *kwargs.values()))) if operator._schema.is_mutable else []
+        if buffers and all(_is_replicated(other, buffers[0].content.mesh) for other in others):
+            # A constant that is written into a buffer says nothing about what else it will be filled with.
+            joins = bool(others) or any(buffer.root().content.joined for buffer in buffers)
+            in_place = bool(outs) and _torch.signature(operator).written == {0}
+            target = next((buffer for buffer in buffers if in_place and buffer is args[0]), None)
+            if joins and target is not None:
+                target.root().content.joined = True
+            if not joins or target is not None or _torch.is_view_operator(operator):
+                return _on_plain(operator, *tree_map_only(DTensor, _constant, (args, kwargs)))
+            for buffer in buffers:
+                buffer.settle()
+            return operator(*args, **kwargs)
         for buffer in buffers:
-            outs = (args[:1], *kwargs.values()) if operator._schema.is_mutable else ()
-            buffer.adopt_layout(others, any(buffer is leaf for leaf in tree_iter(outs)))
+            buffer.adopt_layout(others, any(buffer is leaf for leaf in outs))
         return operator(*args, **kwargs)
+
+
+def _broadcast_together(one: Sequence[int], other: Sequence[int]) -> bool:
+    return all(a == b or 1 in (a, b) for a, b in zip(reversed(one), reversed(other), strict=False))
+
+
+def _is_replicated(tensor: DTensor, mesh: DeviceMesh) -> bool:
+    return tensor.device_mesh == mesh and all(type(placement) is Replicate for placement in tensor.placements)
+
+
+def _constant(tensor: DTensor) -> torch.Tensor:
+    """The values of a replicated tensor; outside of its mesh any."""
+    if isinstance(tensor, Buffer):
+        return tensor
+    present = tensor.device_mesh.get_coordinate() is not None
+    return _torch.local_of(tensor) if present else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _dim_with(root: torch.Tensor, step: int) -> int | None:

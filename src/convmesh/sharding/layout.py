@@ -31,7 +31,8 @@ class Layout:
     def of(spec: _torch.Spec) -> Layout:
         meta = spec.tensor_meta
         assert meta is not None, "a DTensor's spec knows its shape"
-        return Layout(spec.mesh, spec.placements, tuple(meta.shape), tuple(meta.stride), meta.dtype)
+        shape, stride = (tuple(map(_torch.known, numbers)) for numbers in (meta.shape, meta.stride))
+        return Layout(spec.mesh, spec.placements, shape, stride, meta.dtype)
 
     def placed(self, placements: Iterable[Placement]) -> Layout:
         """Return the same tensor with other placements."""

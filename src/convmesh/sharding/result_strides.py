@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
+from itertools import starmap, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,19 @@ FORMAT_OF: dict[_torch.Operator, int | None] = {
     aten.replication_pad3d_backward.default: 1,
     aten.smooth_l1_loss_backward.default: None,
 }
+
+
+def _dtypes(operator: _torch.Operator, args: tuple[Any, ...]) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of the first results where torch's fake kernel is wrong about them.
+
+    On CPUs the statistics of a layer norm have the dtype of its parameters, which may be wider than the input's.
+    """
+    if operator != aten.native_layer_norm.default or args[0].device.type != "cpu":
+        return ()
+    input, _, weight, bias, *_ = args
+    statistics = next((one.dtype for one in (weight, bias) if one is not None), input.dtype)
+    return input.dtype, statistics, statistics
+
 
 _table = PlanTable()
 
@@ -145,12 +159,12 @@ def _described(operator: _torch.Operator, args: tuple[Any, ...], made: Any) -> t
     known = torch.contiguous_format if given is None else _torch.suggested_format(args[given])
     dims = len(args[given or 0].shape) if operator in FORMAT_OF else None
 
-    def described(one: Any) -> OneDevice | None:
+    def described(one: Any, dtype: torch.dtype | None) -> OneDevice | None:
         if not isinstance(one, torch.Tensor):
             return None
         shape, stride = tuple(one.shape), tuple(one.stride())
         if dims is not None:
             stride = dense_stride(shape, known if one.dim() == dims else torch.contiguous_format)
-        return OneDevice(shape, stride, one.dtype)
+        return OneDevice(shape, stride, dtype or one.dtype)
 
-    return tuple(map(described, results))
+    return tuple(starmap(described, zip_longest(results, _dtypes(operator, args) if results else ())))

@@ -24,6 +24,7 @@ PER_RANK: tuple[tuple[Any, str], ...] = (
     *_torch.OF_A_PROCESS,
     (warnings, "filters"),
     (warnings, "showwarning"),
+    (warnings, "_showwarnmsg_impl"),  # what `catch_warnings(record=True)` sets
     (sys, "stdout"),
     (sys, "stderr"),
     (api, "_told"),

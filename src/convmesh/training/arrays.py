@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Protocol
 
@@ -18,6 +19,34 @@ class ArrayLike(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     def __getitem__(self, region: Region, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry along the first dimension of an array; of a file nothing is read yet."""
+
+    array: ArrayLike
+    index: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape[1:])
+
+    def __getitem__(self, region: Region) -> Any:
+        return self.array[(self.index, *region)]  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """An array as a data set of its entries."""
+
+    array: ArrayLike
+
+    def __len__(self) -> int:
+        return self.array.shape[0]
+
+    def __getitem__(self, index: int) -> Entry:
+        return Entry(self.array, index)
 
 
 def read(array: ArrayLike, where: Region) -> torch.Tensor:

@@ -16,6 +16,7 @@ from ..api import enable
 from ..comm import BUCKET_BYTES
 from ..sharding.errors import ShardingError
 from . import idle_optimizers
+from .borrowed import borrow
 from .entry import Entry, entry_of
 from .gradients import Gradients
 from .loaded_state import watch_loading
@@ -70,10 +71,12 @@ def distribute(module: AnyModule, mesh: DeviceMesh, *, bucket_bytes: int = BUCKE
         enable()
         return module
     _check(module, mesh)
+    borrow(module, mesh)
     enable()
     before = list(module.parameters())
     _replicate(module, mesh)
-    idle_optimizers.remember(module, (tensor for tensor in before if not isinstance(tensor, DTensor)))
+    if _torch.has_values(mesh):
+        idle_optimizers.remember(module, (tensor for tensor in before if not isinstance(tensor, DTensor)))
     share_random_state(mesh)
     compare_settings(mesh)
     Entry(mesh, Gradients(bucket_bytes)).open(module)
@@ -160,5 +163,6 @@ def _placed(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     if not isinstance(tensor, nn.Parameter):
         return moved
     parameter = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    _torch.attach_hooks(parameter, tensor)
     parameter.__dict__.update(tensor.__dict__)  # attributes that a training script has set, such as "no weight decay"
     return parameter

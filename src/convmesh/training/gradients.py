@@ -63,6 +63,8 @@ class Gradients:
         if self._waiting and not _torch.in_backward():
             self._forget()  # an earlier backward pass has failed
         for parameter in parameters:
+            if not isinstance(parameter, DTensor):
+                continue  # such as what a transform of torch.func has around one
             if not parameter.is_leaf or not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
             if self._after not in _torch.gradient_hooks(parameter):
@@ -72,7 +74,7 @@ class Gradients:
                 parameter.register_post_accumulate_grad_hook(self._after)
                 parameter.requires_grad_(trained)
             elif _WATCHED not in vars(parameter):
-                _torch.attach_hooks(parameter)
+                _torch.attach_hooks(parameter, parameter)
             vars(parameter)[_WATCHED] = True
 
     def _forget(self) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..sharding.errors import ShardingError
+from .arrays import ArrayLike, Entries, kind_of
 from .errors import CheckpointError
 from .region import assembled
 from .same_data import compare
@@ -25,8 +26,9 @@ DRAWN = (
 class Loader:
     """An iterator over batches of DTensors. `loader` creates it."""
 
-    def __init__(self, samples: Samples, mesh: DeviceMesh, batch_size: int, dims: Any, shuffle: bool, seed: int,
-                 drop_last: bool, options: dict[str, Any]):  # fmt: skip
+    def __init__(self, samples: Samples | ArrayLike, mesh: DeviceMesh, batch_size: int, dims: Any, shuffle: bool,
+                 seed: int, drop_last: bool, options: dict[str, Any]):  # fmt: skip
+        samples = _with_indices(samples)
         with seeded(seed % 2**32):  # it may draw random numbers, and those of the program belong to the model
             first = samples[0]
         self.mesh, self.dims = mesh, dims_of_fields(dims, first)
@@ -148,8 +150,21 @@ class Loader:
         return dict(zip(self._names, fields, strict=True)) if isinstance(self._names, list) else tuple(fields)
 
 
+def _with_indices(samples: Any) -> Samples:
+    """A file's array has entries along its first dimension, each of which ranks read in part."""
+    if shape_of(samples) and kind_of(samples) == "file":
+        return Entries(samples)
+    if isinstance(samples, IterableDataset) or not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+        raise ShardingError(
+            f"loader: a {type(samples).__name__} has no samples[index], by which ranks find those that they read\n"
+            "  remedy: a data set with __getitem__ and __len__; of a stream, convmesh.shard(batch, mesh, ...), if all "
+            "ranks read all of it, or convmesh.from_region(part, shape, mesh, ...)"
+        )
+    return samples  # type: ignore[no-any-return]
+
+
 def loader(
-    samples: Samples,
+    samples: Samples | ArrayLike,
     mesh: DeviceMesh,
     *,
     batch_size: int,
@@ -172,7 +187,8 @@ def loader(
     Args:
         samples: A map-style data set (`__getitem__`, `__len__`), the same on every rank. A sample is an array that can
             be sliced (see `shard`), or a tuple, list or dict of arrays, numbers, strings and other values. All samples
-            have the fields of the first one, and with a batch size above 1 its shapes.
+            have the fields of the first one, and with a batch size above 1 its shapes. Or an array of all samples, in a
+            file, too (zarr, HDF5, a memory map).
         mesh: A mesh whose dimensions have names.
         batch_size: The size of the global batch, over all ranks.
         dims: How a batch is sharded, as in `shard`: `{"data": 0, "h": 2}`, where dimension 0 is the batch. If a sample

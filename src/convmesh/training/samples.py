@@ -72,6 +72,11 @@ def dims_of_fields(dims: Any, sample: Any) -> list[Dims | None]:
         said = list(given) if by_name else len(given)
         raise ShardingError(f"loader: a sample has {has}, and dims speaks of {said}\n"
                             "  remedy: one dict for each array of a sample")  # fmt: skip
+    fields = list(zip([0] if names is None else names, map(shape_of, values), values, strict=True))
+    for key, shape, value in fields:
+        if shape is None and given.get(key) is not None:
+            raise ShardingError(f"loader: dims speaks of field {key!r}, which is a {type(value).__name__}\n"
+                                "  remedy: leave it out, or None: what is no array is collected in a list")  # fmt: skip
     batch = {tuple(name for name, dim in names.items() if dim == 0) for names in given.values() if names is not None}
     if len(batch) > 1:
         raise ShardingError(
@@ -79,14 +84,7 @@ def dims_of_fields(dims: Any, sample: Any) -> list[Dims | None]:
             "  remedy: shard dimension 0 of all of them over the same mesh dimension"
         )
     along = {name: 0 for names in batch for name in names}
-    found: list[Dims | None] = []
-    for key, value in zip([0] if names is None else names, values, strict=True):
-        of_field = given.get(key)
-        if shape_of(value) is None and of_field is not None:
-            raise ShardingError(f"loader: dims speaks of field {key!r}, which is a {type(value).__name__}\n"
-                                "  remedy: leave it out, or None: what is no array is collected in a list")  # fmt: skip
-        found.append(None if shape_of(value) is None else along if of_field is None else of_field)
-    return found
+    return [None if shape is None else along if given.get(key) is None else given[key] for key, shape, _ in fields]
 
 
 def places(mesh: DeviceMesh, dims: Dims, ndim: int) -> dict[int, Place]:

@@ -23,6 +23,11 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x @ w
 
 
+def mixer(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Tokens are the features: few go in, many come out."""
+    return x + F.linear(F.gelu(F.linear(x, up)), down)
+
+
 def convnext(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor,
     w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor,
@@ -76,6 +81,13 @@ def test_blocks_stay_sharded(pool: Pool, mesh: tuple[int, ...], at: tuple[Any, .
 def test_fewer_features_than_ranks(pool: Pool) -> None:
     tensors = ((3, 5, 6), ("R",)), ((2, 6), (0,)), ((2,), (0,))
     pool.run_cases(check, [Sharded(linear, tensors)], mesh=(4,))
+
+
+def test_few_features_that_are_sharded_are_resharded(pool: Pool) -> None:
+    """Sums of many results would be as large as these on every rank."""
+    whole = ("R", "R")
+    pool.run_cases(check, [Sharded(mixer, (((2, 8, 6), (2,)), ((64, 6), whole[:1]), ((6, 64), whole[:1])))], mesh=(3,))
+    pool.run_cases(check, [Sharded(mixer, (((2, 8, 6), (0, 2)), ((64, 6), whole), ((6, 64), whole)))], mesh=(2, 2))
 
 
 def test_layers_of_any_rank(pool: Pool) -> None:
@@ -152,3 +164,15 @@ def _derived_twice(mesh: DeviceMesh) -> None:
 
 def test_a_layer_is_one_operator_and_can_be_derived_twice() -> None:
     convmesh.simulate(_derived_twice, mesh=(2, 2), names=("a", "b"))
+
+
+def _unfit(mesh: DeviceMesh) -> None:
+    x, w = place(torch.ones(2, 3, 8), mesh, (2,)), place(torch.ones(4, 8), mesh, (1,))
+    for bias in (torch.ones(4, dtype=torch.float64), torch.ones(3)):
+        with convmesh.enable(), pytest.raises(convmesh.ShardingError, match=r"dtypes differ|bias of shape \(3,\)"):
+            F.linear(x, w, place(bias, mesh, ("R",)))
+
+
+def test_a_bias_that_does_not_fit_is_refused_on_all_ranks() -> None:
+    """Only one rank adds it."""
+    convmesh.simulate(_unfit, 2)

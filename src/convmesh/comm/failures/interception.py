@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,8 +32,10 @@ _observers: list[Observer] = []
 _known: WeakSet[dist.ProcessGroup] = WeakSet()
 # The last collectives: storage address of the result, the collective, and its group or the name of it.
 _started: deque[tuple[int, Operator, dist.ProcessGroup | str]] = deque(maxlen=1024)
-# Files whose frames are not the user's own code; `functools` stands between those of this library.
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), functools.__file__, "<")
+# Files whose frames are not the user's own code; `functools` stands between those of this library, and threads
+# begin in `threading`.
+_FOLDERS = Path(torch.__file__).parent, Path(__file__).parents[2]
+_LIBRARIES = (*map(str, _FOLDERS), functools.__file__, threading.__file__, "<")
 
 
 class CommunicationError(RuntimeError):

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 EXPAND = Behaviour(
     "all dimensions but the expanded ones; in backward, a gradient is placed like its tensor",
-    "nothing; all-reduce of a Partial input before it is expanded; an expanded dimension that is sharded is gathered",
+    "nothing; all-reduce of a Partial input before it is expanded; an expanded dimension that is sharded is replicated",
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ TOKENS = 2
 
 # A shard of keys is sent in so many pieces, if each then has so many tokens: two of them are held at a time, beside
 # what a rank owns. Its queries are taken in as many, for what they make with one piece of keys.
-PIECES, SHORTEST = 16, 256
+PIECES, SHORTEST = 16, 1024
 
 
 def pieces(shard: Interval, largest: int) -> tuple[Interval, ...]:
@@ -226,6 +226,6 @@ def _part(tensor: Tensor, tokens: Interval, held: Interval) -> Tensor:
 def _merge(out: Tensor, total: Tensor, more: Tensor, weight: Tensor) -> None:
     """Weighted means and the logarithms of their weights, in place; -inf is no weight at all."""
     both = torch.logaddexp(total, weight)
-    finite = both.masked_fill(both == -inf, 0)
-    out.mul_((total - finite).exp_().unsqueeze(-1)).addcmul_(more, (weight - finite).exp_().unsqueeze(-1))
+    share = (weight - both.masked_fill(both == -inf, 0)).exp_()
+    out.lerp_(more, share.unsqueeze(-1))
     total.copy_(both)

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 MATRICES = Behaviour(
     "batch dimensions",
-    "nothing; sharded matrices: an all-to-all to the batch, or an all-gather if there is no batch",
+    "nothing; sharded matrices: an all-to-all to the batch, or they are gathered if there is no batch",
 )
 MAX_RESULTS = 4  # results of any of these operators
 

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 FOURIER = Behaviour(
     "dimensions that are not transformed, Partial(sum); one of them is sharded in place of a transformed one",
-    "nothing; an all-to-all where a transformed dimension is sharded, or an all-gather if there is no other dimension",
+    "nothing; an all-to-all where a transformed dimension is sharded, or it is gathered if there is no other one",
 )  # fmt: skip
 
 

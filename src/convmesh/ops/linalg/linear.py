@@ -128,17 +128,21 @@ def _fits(input: Layout) -> Callable[[Assignment], bool]:
     return fits
 
 
-def _check(input: Layout, weight: Layout) -> None:
-    """Refuse shapes that do not fit."""
-    if weight.ndim not in (1, 2) or not input.ndim or input.shape[-1] != weight.shape[-1]:
-        raise Unfit(f"an input of shape {tuple(input.shape)} and a weight of shape {tuple(weight.shape)}",
-                    "give an input (*, I) and a weight (O, I)")  # fmt: skip
+def _check(input: Layout, weight: Layout, bias: Layout | None = None) -> None:
+    """Refuse shapes and dtypes that do not fit, on all ranks: where only one adds the bias, only one would see it."""
+    fitting = weight.ndim in (1, 2) and input.ndim and input.shape[-1] == weight.shape[-1]
+    if not fitting or (bias is not None and bias.shape != weight.shape[:-1]):
+        raise Unfit(f"an input of shape {tuple(input.shape)} and a weight of shape {tuple(weight.shape)}"
+                    + (f", with a bias of shape {tuple(bias.shape)}" if bias is not None else ""),
+                    "give an input (*, I), a weight (O, I) and a bias (O)")  # fmt: skip
+    if len({one.dtype for one in (input, weight, bias) if one is not None}) > 1:
+        raise Unfit("the dtypes differ", "give an input, a weight and a bias of one dtype")
 
 
 @plan_rule(aten.linear.default, behaviour=LINEAR)
 def linear_forward(operator: _torch.Operator, input: Layout, weight: Layout, bias: Layout | None) -> Call | None:
     """Plan the forward pass. Where the output is Partial(sum), only one rank adds the bias."""
-    _check(input, weight)
+    _check(input, weight, bias)
     last, features = input.ndim - 1, weight.shape[:-1]
     rows = [
         Row("replicated", (R, R, R), (R,)),
@@ -149,8 +153,15 @@ def linear_forward(operator: _torch.Operator, input: Layout, weight: Layout, bia
     ]
     if features:
         rows.insert(-1, Row("output features", (R, Shard(0), Shard(0)), (Shard(last),)))
+    held = prod(input.shape[:-1]) * prod(features) / prod(len(input.shards(dim)) for dim in range(last))
+
+    def reduced(row: Row, mesh_dim: int) -> float:
+        """A Partial result is reduced by what comes next. Of weights that are sharded nobody wants anything else."""
+        ranks, sums = input.mesh.size(mesh_dim), row.name == "input features" and weight.placements[mesh_dim] == R
+        return 2 * held * (ranks - 1) / ranks if sums else 0.0
+
     named = (("input", input), ("weight", weight), ("bias", bias))
-    chosen = choose("linear", rows, named, fits=_fits(input))
+    chosen = choose("linear", rows, named, fits=_fits(input), extra=reduced)
     output = input.new((*input.shape[:-1], *features), output_placements(chosen, 0))
     operands = [one and one.placed(input_placements(chosen, number)) for number, (_, one) in enumerate(named)]
     adds = output.adds_once

@@ -22,7 +22,7 @@ from .replicated_draw import STAYS, drawing_layout, narrowed
 
 aten = torch.ops.aten
 
-REPLICATED = "all-gather of the input: how many numbers are drawn depends on it, so every rank draws all of them"
+REPLICATED = "the input is gathered: how many numbers are drawn depends on it, so every rank draws all of them"
 VALUE_DEPENDENT = Behaviour(STAYS, REPLICATED)
 MULTINOMIAL = Behaviour("none: the result is replicated", REPLICATED)
 

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 made_of_others(aten.grid_sampler.default)
 
 STAYS = "batch, channels, space of the grid and so of the output, Partial(sum)"
-GATHERED = "nothing; all-gather of an input that is sharded in space, because a grid may point anywhere"
+GATHERED = "nothing; an input that is sharded in space is gathered, because a grid may point anywhere"
 SAMPLING = Behaviour(STAYS, GATHERED)
 AFFINE = Behaviour("batch, Partial(sum)", "nothing; matrices that are sharded are replicated")
 

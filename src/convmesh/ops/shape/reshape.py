@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 VIEW = Behaviour(
     "dimensions whose shards are shards of the new shape, too; for others, another dimension is sharded instead",
-    "nothing; an all-to-all where another dimension is sharded, or an all-gather if all others are too short",
+    "nothing; an all-to-all where another dimension is sharded, or it is gathered if all others are too short",
 )  # fmt: skip
 
 made_of_others(aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int)

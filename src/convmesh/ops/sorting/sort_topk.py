@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 ORDERED = Behaviour(
     "all dimensions; another one is sharded in place of the ordered one",
-    "nothing; an all-to-all if the ordered dimension is sharded, or an all-gather if no other has an index for every "
+    "nothing; an all-to-all if the ordered dimension is sharded, or it is gathered if no other has an index for every "
     "rank",
     "a dimension that the input does not have",
 )  # fmt: skip
