@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,36 +23,29 @@ def group_called(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
     return found
 
 
-def _once_for_each(find: Callable[[dist.ProcessGroup], bool]) -> Callable[[dist.ProcessGroup], bool]:
-    """Keep what is found of a group as long as that lives."""
-    known: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
-
-    @wraps(find)
-    def look_up(group: dist.ProcessGroup) -> bool:
-        found = known.get(group)
-        if found is None:
-            found = known[group] = find(group)
-        return found
-
-    return look_up
+_backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 
-@_once_for_each
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether a group's messages between CPUs go through gloo, and not through MPI or a fake backend.
+def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The name of the backend for each type of device.
 
     `dist.get_backend` does not tell: its name is "undefined" if no backend was given, a list if each device has one,
     and that of all threads where these are ranks.
     """
-    cpu = torch.device("cpu")
-    return cpu in group._device_types and bool(group._get_backend(cpu).name() == "gloo")
+    found = _backends.get(group)
+    if found is None:
+        found = _backends[group] = {kind.type: group._get_backend(kind).name() for kind in group._device_types}
+    return found
 
 
-@_once_for_each
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether a group's messages between CPUs go through gloo, and not through MPI or a fake backend."""
+    return _backends_of(group).get("cpu") == "gloo"
+
+
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Whether a group only pretends to communicate: one rank of a large mesh, for tests and planning."""
-    names = {group._get_backend(kind).name() for kind in group._device_types}  # each device may have one of its own
-    return names == {"fake"} if names else dist.get_backend(group) == "fake"
+    return set(_backends_of(group).values()) == {"fake"}
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str | None = None) -> timedelta:
