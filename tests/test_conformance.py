@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests import conformance_record
-from tests.conformance import FAULTS, RANKS, in_markdown, run
+from tests.conformance import RANKS, in_markdown, run
 from tests.conformance_record import Record, digest
+from tests.conformance_verdict import FAULTS
 from tests.harness import Pool
 from tests.opinfo import FAMILIES, Case, cases
 from tests.simulated import Simulated

@@ -13,7 +13,7 @@ import convmesh
 from convmesh.ops.elementwise.pointwise import OPERATORS
 from convmesh.strides import dense_stride, format_of, usual
 from tests.cases import place
-from tests.conformance import load
+from tests.conformance_verdict import load
 from tests.harness import Pool
 from tests.opinfo import FAMILIES, cases
 from tests.ops.strided import LAID, Lies, compare_all

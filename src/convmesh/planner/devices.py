@@ -28,12 +28,21 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What times and the limit of memory are for.
+    """The figures of a device that a plan is made for. Rates are those of the data sheet, without sparsity.
 
-    Rates are those of data sheets, dense; `compute_share` and `memory_share` are how much of them programs get.
-
-    Devices of a node, `node_ranks` of them, are joined by `node`, others by `network`; `sums` is for reductions and
-    gathers, where these go another way than halos. `overhead` is the least that an operator takes, in seconds.
+    Attributes:
+        memory: In bytes.
+        flops: Operations per second, by the name of the dtype.
+        bandwidth: Of the memory, in bytes per second.
+        node: The link between two devices of one node.
+        network: The link between two devices of different nodes.
+        node_ranks: The number of devices of a node.
+        overhead: The least time of an operator, in seconds.
+        compute_share: The fraction of `flops` that programs reach.
+        memory_share: The fraction of `bandwidth` that programs reach.
+        source: Where the figures come from.
+        cores: For a CPU, the cores that the ranks of a node share; 0 if each rank has a device of its own.
+        sums: The link for reductions and gathers, if these take another way than halos.
 
     Examples:
         >>> link = convmesh.planner.Link(latency=5e-6, bandwidth=50e9)
@@ -43,7 +52,7 @@ class Device:
 
     name: str
     memory: int
-    flops: Mapping[str, float]  # by the name of the dtype
+    flops: Mapping[str, float]
     bandwidth: float
     node: Link
     network: Link
@@ -52,7 +61,7 @@ class Device:
     compute_share: float = 0.4
     memory_share: float = 0.8
     source: str = ""
-    cores: int = 0  # of a CPU, which the ranks of a node share; 0 where each rank has a device of its own
+    cores: int = 0
     sums: Link | None = None
 
     def sharing(self, ranks: int) -> float:

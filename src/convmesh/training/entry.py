@@ -1,4 +1,4 @@
-"""Ways into a distributed model: calls of it and of its submodules, their methods, and those of what they return.
+"""Entry points of a distributed model: calls and methods of its modules, and methods of the objects they return.
 
 However the forward pass is entered, parameters are watched for gradients that are Partial(sum), plain inputs are
 refused, and plain tensors that the code then makes are constants, the same on every rank.
@@ -30,7 +30,7 @@ from .methods import NAME, enter_by_methods, is_placed
 
 
 class Entry:
-    """What a distributed module, its submodules and their results carry: whether one of them is being called."""
+    """Attached to a distributed module, its submodules and their results: knows whether one of them is being called."""
 
     def __init__(self, mesh: DeviceMesh, gradients: Gradients):
         self.mesh = mesh
@@ -40,15 +40,17 @@ class Entry:
         self._constants: AbstractContextManager[None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
-        """For a copy of the module, which is on the same mesh: a process group cannot be copied."""
+        """Copy for a copy of the module. Both share the mesh: a process group cannot be copied."""
         if id(self) not in memo:
             memo[id(self)] = Entry(self.mesh, copy.deepcopy(self.gradients))
         copied: Entry = memo[id(self)]
         return copied
 
     def open(self, module: nn.Module) -> None:
-        """Watch all ways into a module and its submodules. A layer of torch makes no constants, and has no method but
-        its call: only its parameters are watched."""
+        """Hook all entry points of a module and its submodules.
+
+        A layer of torch creates no constants, and has no method but its call: only its parameters are watched.
+        """
         self.gradients.watch(own_parameters(module))
         for part in module.modules():
             layer = type(part).__module__.startswith("torch.") and next(part.children(), None) is None
@@ -66,7 +68,7 @@ class Entry:
 
     @_torch.never_alone
     def enter(self, target: Any, args: Any, kwargs: Any, caller: FrameType | None = None) -> None:
-        if torch.compiler.is_compiling():  # which tensors are constants it knows by the modules that it is in
+        if torch.compiler.is_compiling():  # the compiler tells constants by the modules that it traces
             if not _has_other_parameters(target):
                 _refuse_plain(target, args, kwargs)
             return
@@ -91,13 +93,13 @@ class Entry:
 
     @_torch.never_alone
     def enter_part(self, target: Any, args: Any, kwargs: Any) -> None:
-        """Within a compiled call nobody tells a submodule's input from a constant."""
+        """Enter a submodule, except in compiled code: its input could be a constant that the model has created."""
         if not torch.compiler.is_compiling():
             self.enter(target, args, kwargs, sys._getframe(1))
 
     @_torch.never_alone
     def leave(self, target: Any, args: Any, output: Any) -> None:
-        # A hook of somebody else may have raised before `enter`, and this is called all the same.
+        # Another hook may have raised before `enter`; this one is called all the same.
         if torch.compiler.is_compiling() or not self._calls or self._calls[-1] is not target:
             return
         self._calls.pop()
@@ -111,7 +113,7 @@ class Entry:
             constants.__exit__(None, None, None)
 
     def _is_over(self) -> bool:
-        """Whether the outermost call has ended without a word."""
+        """Whether the outermost call has ended although no hook was called."""
         if self._outermost is None or self._outermost[0] != get_ident():
             return False
         frame: FrameType | None = sys._getframe(1)
@@ -120,8 +122,7 @@ class Entry:
         return frame is None
 
     def _open_results(self, output: Any) -> None:
-        """Of objects that hold DTensors, such as the distribution of a variational autoencoder's latents, methods may
-        make constants, too."""
+        """Hook the methods of returned objects that hold DTensors, such as an autoencoder's latent distribution."""
         objects = [value for value in tree_iter(output) if _is_object(value)]
         held = [tree_iter(list(vars(value).values())) for value in objects if is_dataclass(value)]
         for value in (*objects, *(value for values in held for value in values if _is_object(value))):
@@ -140,7 +141,7 @@ def entry_of(target: object) -> Entry | None:
 
 
 def _has_other_parameters(module: nn.Module) -> bool:
-    """None of them is a DTensor: where one is, it is nearly always the first."""
+    """Whether a module has parameters, and none of them is a DTensor. If any is, it is nearly always the first."""
     any_at_all = False
     for parameter in module.parameters():
         if is_placed(parameter):

@@ -19,7 +19,7 @@ NAME = "_convmesh"
 
 
 class Enters(Protocol):
-    """What a module or an object carries by that name."""
+    """Return the entry that is attached to a module or an object, if any."""
 
     @property
     def inside(self) -> bool: ...
@@ -28,12 +28,12 @@ class Enters(Protocol):
 
 
 def is_placed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, under whatever transforms of torch.func are around it, of which dynamo shows nothing."""
+    """Whether it is a DTensor, also under transforms of torch.func, which dynamo does not show."""
     return isinstance(tensor if torch.compiler.is_compiling() else innermost(tensor), DTensor)
 
 
 def enter_by_methods(target: Any) -> None:
-    """Give an object a class of the same name whose methods enter the model that it belongs to."""
+    """Replace an object's class by a subclass of the same name, whose methods enter the model that it belongs to."""
     kind: type = type(target)
     if isinstance(target, nn.Module) and kind.__module__.startswith("torch."):
         return
@@ -56,7 +56,7 @@ def _entering(kind: type) -> type:
         return kind
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """By the class that it had, which pickle can find: it enters again where it belongs to a model."""
+        """Pickle as the original class, which pickle can find. The copy gets such a subclass again."""
         make, args, *rest = super(made, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
         return _remade, (make, tuple(kind if value is made else value for value in args)), *rest
 
@@ -85,7 +85,7 @@ def _entering_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _entering_generator(method: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Generator[Any, Any, Any]]:
-    """It is in the model while it runs, and its user is not."""
+    """Enter the model while the generator runs, and leave it at each `yield`."""
 
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
@@ -110,8 +110,10 @@ def _entering_generator(method: Callable[..., Generator[Any, Any, Any]]) -> Call
 
 
 def _enters(target: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a method computes with DTensors. A module's that gets plain tensors only may be for anything, and where
-    they meet the module's own they are refused."""
+    """Whether a call of this method enters the model.
+
+    A module's method that gets plain tensors only may do anything; where these meet the parameters, they are refused.
+    """
     tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return not (isinstance(target, nn.Module) and tensors) or any(map(is_placed, tensors))
 
