@@ -152,7 +152,7 @@ SHARED = {
         "arrivals._arrivals interception._known interception._started mailbox._letters mailbox._mailboxes "
         "agreement._paths partial._cached_sums implicit_replication._modules foreach._stepping ranks._groups "
         "tracing._kept drift._steps idle_optimizers._models idle_optimizers._replaced idle_optimizers._checked "
-        "opened._shared",
+        "opened._shared groups._backends",
     "by thread": "tensor_lists._known layers._by_thread layers._handles",
     "the same for all ranks of one machine": "benchmark._fastest choice._when_forgotten rules._known shapes._known",
     "rules, which the first rank installs, and the end of the simulation removes":
