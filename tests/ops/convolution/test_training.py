@@ -23,7 +23,7 @@ LAYERS = {
 
 
 def train(layer: str, mesh: DeviceMesh | None, threads: int) -> dict[str, torch.Tensor]:
-    """The weights after ten steps, the data made step by step: all at once would not fit into memory."""
+    """The weights after ten steps with the same data."""
     make, input_shape = LAYERS[layer]
     torch.set_num_threads(threads)
     model = make()
@@ -33,10 +33,10 @@ def train(layer: str, mesh: DeviceMesh | None, threads: int) -> dict[str, torch.
         model = distribute_module(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     generator = torch.Generator().manual_seed(0)
+    x, gradient = torch.rand(input_shape, generator=generator), torch.rand(OUTPUT, generator=generator) * 1e-3
+    if mesh is not None:
+        x, gradient = place(x, mesh, (3,)), place(gradient, mesh, (3,))
     for _ in range(STEPS):
-        x, gradient = torch.rand(input_shape, generator=generator), torch.rand(OUTPUT, generator=generator) * 1e-3
-        if mesh is not None:
-            x, gradient = place(x, mesh, (3,)), place(gradient, mesh, (3,))
         model(x).backward(gradient)
         optimizer.step()
         optimizer.zero_grad()
