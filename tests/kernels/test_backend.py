@@ -48,6 +48,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 X, GY, MEAN, VAR = numbers(2, 6, 16, 40), numbers(2, 6, 16, 40, seed=1), numbers(6, seed=2), numbers(6, seed=3).square()
+LARGE = numbers(2, 6, 32, 80)
 BY_SET = [numbers(2, 6, 1, 1, seed=seed) for seed in range(4, 8)]
 STRIDED = Convolution((2, 3), (0, 0), (1, 1), False, (0, 0), 1)
 DEPTHWISE = Convolution((1, 2), (2, 1), (1, 1), False, (0, 0), 6)
@@ -63,9 +64,9 @@ FASTER = {
         pooling.max_pool, numbers(2, 8, 64, 64), torch.ops.aten.max_pool2d_with_indices.default, [3, 3], [2, 2], [1, 1],
     ),
     "quotient": (pooling.quotient, torch.arange(1000), 7),
-    "convolution that skips": (convolution.convolution, X, numbers(4, 6, 1, 1), numbers(4), STRIDED),
+    "convolution that skips": (convolution.convolution, LARGE, numbers(4, 6, 1, 1), numbers(4), STRIDED),
     "its gradients": (
-        convolution.convolution_backward, numbers(2, 4, 8, 14), X, numbers(4, 6, 1, 1), STRIDED, [True, True, True],
+        convolution.convolution_backward, numbers(2, 4, 16, 27), LARGE, numbers(4, 6, 1, 1), STRIDED, [True, True, True],
     ),
     "depthwise": (weight_gradient.weight_gradient, X, numbers(2, 6, 15, 19), numbers(6, 1, 6, 5), DEPTHWISE),
 }  # fmt: skip

@@ -184,7 +184,7 @@ def refused(mesh: DeviceMesh, kind: str) -> None:
             )  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "text"), [("shape", "differ in shape"), ("plain", "plain torch.Tensor"),
+@pytest.mark.parametrize(("kind", "text"), [("shape", "different shapes"), ("plain", "plain torch.Tensor"),
                                             ("length", "differ in length")])  # fmt: skip
 def test_refusals(pool: Pool, kind: str, text: str) -> None:
     with pytest.raises(RankError, match=text):

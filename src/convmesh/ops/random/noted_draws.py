@@ -47,5 +47,5 @@ def taken(mesh: DeviceMesh, going_on: bool) -> int:
 def _state(device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
     if generator is not None:
         return generator.get_state()
-    state: torch.Tensor = (torch if device.type == "cpu" else torch.get_device_module(device)).get_rng_state()
+    state: torch.Tensor = getattr(torch.get_device_module(device), "get_rng_state", torch.get_rng_state)()
     return state
