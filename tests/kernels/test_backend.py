@@ -66,7 +66,8 @@ FASTER = {
     "quotient": (pooling.quotient, torch.arange(1000), 7),
     "convolution that skips": (convolution.convolution, LARGE, numbers(4, 6, 1, 1), numbers(4), STRIDED),
     "its gradients": (
-        convolution.convolution_backward, numbers(2, 4, 16, 27), LARGE, numbers(4, 6, 1, 1), STRIDED, [True, True, True],
+        convolution.convolution_backward,
+        *(numbers(2, 4, 16, 27), LARGE, numbers(4, 6, 1, 1), STRIDED, [True, True, True]),
     ),
     "depthwise": (weight_gradient.weight_gradient, X, numbers(2, 6, 15, 19), numbers(6, 1, 6, 5), DEPTHWISE),
 }  # fmt: skip

@@ -56,33 +56,29 @@ def each_tensor(arguments: list[Any], change: Any) -> list[Any]:
     ]
 
 
-def check_pointwise(mesh: DeviceMesh, case: tuple[str, str]) -> None:
-    name, overload = case
+def check_pointwise(mesh: DeviceMesh, case: tuple[str, str, int]) -> None:
+    name, overload, rotation = case
     operator = getattr(getattr(torch.ops.aten, name), overload)
     at = [("R", "P"), (0, "R"), ("R", 0), ("P", "P"), (0, 0)] if mesh.ndim == 2 else [("R",), (0,), ("P",)]
-    for rotation in range(3):
-        arguments = operands(operator, rotation)
-        dense = each_tensor(arguments, lambda t, n, i: t.clone())
-        expected = operator(*dense)
-
-        def placed(t: torch.Tensor, n: int, i: int, rotation: int = rotation) -> DTensor:
-            return place(t.clone(), mesh, at[(i + n * rotation) % len(at)])
-
-        with convmesh.enable():
-            sharded = each_tensor(arguments, placed)
-            actual = operator(*sharded)
-            if expected is None:
-                actual, expected = sharded[0], dense[0]
-            for a, e in zip(actual, expected, strict=True):
-                assert_close(a.full_tensor(), e)
+    arguments = operands(operator, rotation)
+    dense = each_tensor(arguments, lambda t, n, i: t.clone())
+    expected = operator(*dense)
+    with convmesh.enable():
+        sharded = each_tensor(arguments, lambda t, n, i: place(t.clone(), mesh, at[(i + n * rotation) % len(at)]))
+        actual = operator(*sharded)
+        if expected is None:
+            actual, expected = sharded[0], dense[0]
+        for a, e in zip(actual, expected, strict=True):
+            assert_close(a.full_tensor(), e)
 
 
 @pytest.mark.parametrize(("mesh", "step"), [((3,), 1), ((2, 2), 3)])
 def test_every_operator_on_lists(pool: Pool, mesh: tuple[int, ...], step: int) -> None:
     operators = _torch.overloads(*(f"_foreach_{name}" for name in (*POINTWISE, "zero")))
     operators = [operator for operator in operators if operator in declared()]
-    cases = [(operator._schema.name.removeprefix("aten::"), operator._overloadname) for operator in operators]
-    assert len(cases) > 120
+    names = [(operator._schema.name.removeprefix("aten::"), operator._overloadname) for operator in operators]
+    assert len(names) > 120
+    cases = [(*name, number % 3) for number, name in enumerate(names)]
     pool.run_cases(check_pointwise, cases[::step], mesh=mesh)
 
 
