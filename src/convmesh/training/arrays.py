@@ -33,7 +33,7 @@ class Entry:
         return tuple(self.array.shape[1:])
 
     def __getitem__(self, region: Region) -> Any:
-        return self.array[(self.index, *region)]  # type: ignore[index]
+        return self.array[(self.index, *region)]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
