@@ -53,9 +53,10 @@ def _is_of(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
     """Whether it may be a parameter or its gradient: in any order, its dimensions merged, or a part."""
     part = len(parameter) > 2 and shape[:2] == parameter[:2] and prod(shape) <= prod(parameter)
     part |= len(parameter) > 2 and shape[2:] == parameter[2:] and prod(shape) == prod(parameter)
-    pairs = list(zip(shape, parameter, strict=False))
-    shard = len(shape) == len(parameter) > 1 and sum(a < b for a, b in pairs) <= 1 and all(a <= b for a, b in pairs)
-    alike = sorted(size for size in shape if size > 1) == sorted(size for size in parameter if size > 1)
+    sizes, own = ([size for size in each if size > 1] for each in (shape, parameter))
+    fits = len(sizes) == len(own) > 1 and all(a <= b for a, b in zip(sizes, own, strict=True))
+    shard = fits and sum(a < b for a, b in zip(sizes, own, strict=True)) == 1
+    alike = sorted(sizes) == sorted(own)
     merged = prod(shape) == prod(parameter) and set(accumulate(shape, mul)) <= {1, *accumulate(parameter, mul)}
     return part or shard or alike or merged
 

@@ -103,6 +103,8 @@ NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {
 REPLICATED = {
     "lambda_resnet26rpt_256": "over three ranks the pairs of positions, of which gradients are made, are a list that "
     "does not fall into three parts",
+    "nf_resnet26": "weights, which are larger than its activations here, are standardised in pieces that this page "
+    "does not know from activations",
 }
 
 ZOO = [
