@@ -49,7 +49,12 @@ def _cards(plan: Plan) -> list[tuple[str, str]]:
             f"for a training step, an estimate; {duration(plan.slowest.time.waiting)} of it waiting",
         ),
         (size(plan.busiest.bytes_sent), f"sent by a rank in a step, {size(halos)} of it halos"),
-        (str(plan.smallest or DASH), f"{'rank is' if plan.smallest == 1 else 'ranks are'} the fewest that fit"),
+        (
+            str(plan.smallest or DASH),
+            "no number of ranks that was tried fits"
+            if plan.smallest is None
+            else f"{'rank is' if plan.smallest == 1 else 'ranks are'} the fewest that fit",
+        ),
     ]
 
 
