@@ -10,6 +10,7 @@ import math
 import multiprocessing as mp
 import os
 import pickle
+import random
 import signal
 import tempfile
 import time
@@ -28,6 +29,8 @@ from tests.worker import WORLD_SIZE, MeshKey, Reply, pack, serve, unpack
 CALL_SECONDS = 120.0
 # On a machine that computes much else, ranks are slow, and none hangs: TEST_PATIENCE=5 waits five times as long.
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
+# SWEEP=all runs every case of a sweep that `make test` takes a share of.
+SWEEPS_ALL = os.environ.get("SWEEP") == "all"
 START_SECONDS = 300.0  # on a machine where everything else is being tested, too
 # How long the other ranks may go on once a rank has raised: they may just be slower, or wait for it for ever.
 GRACE_SECONDS = 5.0
@@ -142,11 +145,16 @@ class Pool:
         names: Sequence[str] | None = None,
         ranks: Sequence[int] | None = None,
         timeout: float = CALL_SECONDS,
+        share: float = 1.0,
     ) -> list[list[Any]]:
         """Run `fn(mesh, case)` for every case in one round trip; for each case return what `run` would.
 
         The first case that fails ends the call, and the error tells which it was. `timeout` is for all cases together.
+        With a `share`, only so many of the cases are run, drawn by a fixed seed, unless SWEEP=all.
         """
+        if share < 1 and not SWEEPS_ALL:
+            drawn = random.Random(0).sample(range(len(cases)), math.ceil(len(cases) * share))
+            cases = [cases[number] for number in sorted(drawn)]
         by_rank = self.run(_EachCase(fn), list(cases), mesh=mesh, names=names, ranks=ranks, timeout=timeout)
         return [list(results) for results in zip(*by_rank, strict=True)]
 

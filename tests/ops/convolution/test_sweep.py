@@ -7,7 +7,7 @@ import pytest
 from tests.cases import MESHES, check, random_case
 from tests.harness import Pool
 
-CASES_PER_MESH = 36  # times nine meshes
+CASES_PER_MESH = 20  # times nine meshes
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))

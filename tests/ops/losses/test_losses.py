@@ -92,12 +92,12 @@ def classes(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...], int]) -> None:
 def test_elementwise_losses_agree_with_one_process(pool: Pool, mesh: tuple[int, ...]) -> None:
     cases = [(name, at, at) for name in ELEMENTWISE for at in PLACES[mesh] if "P" not in at]
     cases += [(name, at, ("R",) * len(at)) for name in ("mse mean", "bce none") for at in PLACES[mesh]]
-    pool.run_cases(elementwise, cases, mesh=mesh)
+    pool.run_cases(elementwise, cases, mesh=mesh, share=1 / 3)
 
 
 @pytest.mark.parametrize("mesh", PLACES)
 def test_losses_over_classes_agree_with_one_process(pool: Pool, mesh: tuple[int, ...]) -> None:
-    pool.run_cases(classes, [(name, at, 2) for name in CLASSES for at in PLACES[mesh]], mesh=mesh)
+    pool.run_cases(classes, [(name, at, 2) for name in CLASSES for at in PLACES[mesh]], mesh=mesh, share=1 / 3)
 
 
 def test_losses_over_classes_in_other_dimensions(pool: Pool) -> None:

@@ -85,14 +85,14 @@ def by_shape(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
 @pytest.mark.parametrize("mesh", PLACES)
 def test_norms_by_channel_agree_with_one_process(pool: Pool, mesh: tuple[int, ...]) -> None:
     cases = [(name, at, bool(number % 2)) for name in BY_CHANNEL for number, at in enumerate(PLACES[mesh])]
-    pool.run_cases(by_channel, cases, mesh=mesh)
+    pool.run_cases(by_channel, cases, mesh=mesh, share=1 / 2)
 
 
 @pytest.mark.parametrize("mesh", PLACES)
 def test_norms_by_shape_agree_with_one_process(pool: Pool, mesh: tuple[int, ...]) -> None:
     # Where RMS norm is made of others, the square of a pending sum is torch's own to place.
     cases = [(name, at) for name in BY_SHAPE for at in PLACES[mesh] if "P" not in at or "rms" not in name]
-    pool.run_cases(by_shape, cases, mesh=mesh)
+    pool.run_cases(by_shape, cases, mesh=mesh, share=1 / 2)
 
 
 def _of_channels_last(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

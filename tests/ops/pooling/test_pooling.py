@@ -51,12 +51,14 @@ def calls(function: str, cases: list[Any], **extra: Any) -> list[Call]:
 
 @pytest.mark.parametrize("mesh", PLACES)
 def test_max_pool(pool: Pool, mesh: tuple[int, ...]) -> None:
-    pool.run_cases(check_call, placed_calls(mesh, calls("max_pool", MAX_CASES, return_indices=True)), mesh=mesh)
+    pool.run_cases(
+        check_call, placed_calls(mesh, calls("max_pool", MAX_CASES, return_indices=True)), mesh=mesh, share=1 / 2
+    )
 
 
 @pytest.mark.parametrize("mesh", PLACES)
 def test_avg_pool(pool: Pool, mesh: tuple[int, ...]) -> None:
-    pool.run_cases(check_call, placed_calls(mesh, calls("avg_pool", AVG_CASES)), mesh=mesh)
+    pool.run_cases(check_call, placed_calls(mesh, calls("avg_pool", AVG_CASES)), mesh=mesh, share=1 / 2)
 
 
 ADAPTIVE_SIZES = [(1, (4, 13, 5, 1, 20)), (2, ((7, 3), (3, 4), (1, 5), 2)), (3, (2, (5, 3, 1), (2, 9, 3)))]
@@ -72,7 +74,7 @@ def test_adaptive_pool(pool: Pool, mesh: tuple[int, ...], kind: str) -> None:
         for size in sizes
         if (kind, size) != ("avg", 1)  # torch makes this a mean, which is no pooling
     ]
-    pool.run_cases(check_call, placed_calls(mesh, cases), mesh=mesh)
+    pool.run_cases(check_call, placed_calls(mesh, cases), mesh=mesh, share=1 / 2)
 
 
 def check_special(mesh: DeviceMesh, name: str) -> None:

@@ -85,7 +85,7 @@ def check(mesh: DeviceMesh, case: tuple[str, tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("mesh", PLACES)
 def test_the_numbers_of_one_device(pool: Pool, mesh: tuple[int, ...]) -> None:
-    pool.run_cases(check, [(operator, at) for operator in OPERATORS for at in PLACES[mesh]], mesh=mesh)
+    pool.run_cases(check, [(operator, at) for operator in OPERATORS for at in PLACES[mesh]], mesh=mesh, share=1 / 2)
 
 
 def in_blocks(mesh: DeviceMesh, case: tuple[tuple[Any, ...], int, bool]) -> None:

@@ -35,7 +35,7 @@ def calls() -> list[Call]:
 
 @pytest.mark.parametrize("mesh", PLACES)
 def test_interpolate(pool: Pool, mesh: tuple[int, ...]) -> None:
-    pool.run_cases(check_call, placed_calls(mesh, calls()), mesh=mesh)
+    pool.run_cases(check_call, placed_calls(mesh, calls()), mesh=mesh, share=1 / 3)
 
 
 def test_factors_beside_the_sizes_that_they_give(pool: Pool) -> None:
@@ -53,7 +53,7 @@ def test_factors_beside_the_sizes_that_they_give(pool: Pool) -> None:
         for dim in (2, len(shape) - 1)
         for factor in (0.97, 1.04, 1.97, 2.03, 2.1)
     ]
-    pool.run_cases(check_call, cases, mesh=(4,))
+    pool.run_cases(check_call, cases, mesh=(4,), share=1 / 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -122,7 +122,7 @@ LAYOUTS: list[tuple[tuple[int, ...], list[Any], list[Any]]] = [
 
 @pytest.mark.parametrize(("mesh", "ones"), [(mesh, ones) for mesh, ones, _ in LAYOUTS])
 def test_parts_of_one_tensor(pool: Pool, mesh: tuple[int, ...], ones: list[Any]) -> None:
-    pool.run_cases(check_elements, [case for at in ones for case in of_one(at)], mesh=mesh)
+    pool.run_cases(check_elements, [case for at in ones for case in of_one(at)], mesh=mesh, share=1 / 2)
 
 
 @pytest.mark.parametrize(("mesh", "pairs"), [(mesh, pairs) for mesh, _, pairs in LAYOUTS])
