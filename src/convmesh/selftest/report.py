@@ -76,7 +76,7 @@ class Report:
         between hosts."""
         if len(self.links) <= MOST_LINKS:
             return self.links
-        shown = {}
+        shown: dict[tuple[int, int], Link] = {}
         for apart in (False, True):
             links = sorted((one for one in self.links if one.between_hosts == apart), key=lambda one: one.bandwidth)
             if links:
