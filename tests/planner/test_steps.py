@@ -112,8 +112,13 @@ def test_who_interrupts_a_plan_ends_it() -> None:
         while True:
             time.sleep(0.001)
 
-    with pytest.raises(KeyboardInterrupt):
-        convmesh.plan(build, INPUTS, {"h": 2})
+    # A shell that runs tests in the background has interrupts ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            convmesh.plan(build, INPUTS, {"h": 2})
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not any(thread.name == "convmesh plan" for thread in threading.enumerate())
     assert planned().peak
 
