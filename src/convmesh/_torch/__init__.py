@@ -42,6 +42,7 @@ from .fake import suggested_format as suggested_format
 from .gloo_threads import keep_listeners_from_interrupting as keep_listeners_from_interrupting
 from .gloo_threads import listeners as listeners
 from .gloo_threads import workers_rest_before_exit as workers_rest_before_exit
+from .graph import drop_dead_communication as drop_dead_communication
 from .groups import group_called as group_called
 from .groups import inherit_timeout as inherit_timeout
 from .groups import inside_ddp as inside_ddp

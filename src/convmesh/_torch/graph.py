@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch._functorch import partitioners
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Node, traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
@@ -47,6 +48,25 @@ def of_this_pass(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def in_backward_pass() -> bool:
     return bool(traceback.current_meta.get(_PASS) == "is_backward")
+
+
+def drop_dead_communication() -> Callable[[], None]:
+    """Let a compiler drop all dead code of a backward pass; returns what undoes that.
+
+    torch puts what can be computed once more into the backward pass, and then drops the collectives in it that nobody
+    uses, but not what these were made of: one rank would keep an exchange there for which no other rank is ready.
+    """
+    before = partitioners.is_not_collective
+
+    def stays(node: Node) -> bool:
+        return before(node) and node.is_impure()
+
+    def undo() -> None:
+        if partitioners.is_not_collective is stays:
+            partitioners.is_not_collective = before
+
+    partitioners.is_not_collective = stays
+    return undo
 
 
 def _node_of(tensor: torch.Tensor) -> Node | None:

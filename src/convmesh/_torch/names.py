@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.guards
+import torch._functorch.partitioners
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor
@@ -109,6 +110,7 @@ REQUIRED: tuple[tuple[object, str], ...] = (
     (torch._C._autograd, "_profiler_enabled"),
     (torch._dynamo.guards.GuardBuilder, "DTENSOR_SPEC_MATCH"),
     (torch._dynamo.guards, "convert_to_concrete_values"),
+    (torch._functorch.partitioners, "is_not_collective"),
     (torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
     (torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
     (torch._C._dynamo.eval_frame, "_FrameAction"),

@@ -16,7 +16,7 @@ from .fallback import by_torch, in_place, into_out, without_rule
 from .registry import Switch, composites, decompose, made_of_others, rules, switches
 
 SWITCHES: tuple[Switch, ...] = (
-    keep_watch, _torch.guard_what_rules_know, _torch.give_zeros_memory,
+    keep_watch, _torch.guard_what_rules_know, _torch.give_zeros_memory, _torch.drop_dead_communication,
     lambda: _torch.mark_returned_copies(copy_notes.is_copy, _compiled_copy),
     lambda: _torch.before_compiled_writes(view_writeback.check_compiled_write),
 )  # fmt: skip
