@@ -82,27 +82,36 @@ def in_thread(work: Callable[[], Result]) -> Result:
     this returns, also where somebody interrupts it."""
     results: list[Result] = []
     errors: list[BaseException] = []
+    # Python 3.11 takes a thread for ended when somebody interrupts who joins it, and leaves one alone whose start is
+    # interrupted: it begins when that is over, and says itself when it is done.
+    begins, done, given_up = Event(), Event(), Event()
 
     def run() -> None:
+        begins.wait()
         try:
-            results.append(work())
+            if not given_up.is_set():
+                results.append(work())
         except BaseException as error:  # raised again where the work was asked for
             errors.append(error)
         finally:
             done.set()
 
-    done = Event()  # Python 3.11 takes a thread for ended when somebody interrupts who joins it
     thread = Thread(target=run, name="convmesh plan")
-    thread.start()
     try:
+        thread.start()
+        begins.set()
         done.wait()
     except BaseException:
-        raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-        raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_InterruptedError))
-        done.wait()
+        if begins.is_set():
+            raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_InterruptedError))
+            done.wait()
+        given_up.set()
+        begins.set()
         raise
     finally:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
     if errors:
         raise errors[0]
     return results[0]
