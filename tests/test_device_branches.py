@@ -19,8 +19,8 @@ ASKS = re.compile(
 )
 # By file: how often, and which test is on the other side.
 KNOWN: dict[str, tuple[int, str]] = {
+    "_torch/awaited.py": (1, "accelerator/test_training.py"),
     "_torch/collectives.py": (1, "accelerator/test_training.py"),
-    "_torch/groups.py": (2, "accelerator/test_training.py"),  # and fake groups: test_dry_runs.py
     "_torch/planning.py": (1, "planner/test_plan.py"),
     "batching/direct.py": (1, "accelerator/test_training.py"),
     "batching/machines.py": (1, "accelerator/test_training.py"),
@@ -35,9 +35,12 @@ KNOWN: dict[str, tuple[int, str]] = {
     "ops/normalization/common.py": (1, "accelerator/test_norms.py"),
     "selftest/compute.py": (1, "selftest/test_selftest.py"),
     "selftest/timing.py": (1, "selftest/test_selftest.py"),
-    "selftest/topology.py": (2, "selftest/test_selftest.py"),  # of CUDA it only asks for versions
+    "selftest/topology.py": (3, "selftest/test_selftest.py"),  # of CUDA it only asks for versions
+    "selftest/training.py": (1, "selftest/test_selftest.py"),
+    "sharding/result_strides.py": (1, "accelerator/test_families.py"),
     "training/random_state.py": (1, "accelerator/test_training.py"),
     "training/same_data.py": (1, "accelerator/test_training.py"),
+    "training/same_settings.py": (1, "accelerator/test_training.py"),
 }
 # Reports of runs, and races between algorithms, that nobody has asked for on a GPU.
 UNTRIED = {
