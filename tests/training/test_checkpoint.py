@@ -171,7 +171,7 @@ def test_another_model_or_optimizer_is_refused_before_anything_is_loaded(tmp_pat
         assert not made.state
     with pytest.raises(convmesh.CheckpointError, match="is the state of a MultiStepLR, not of a StepLR"):
         convmesh.load_checkpoint(tmp_path, fresh, scheduler=torch.optim.lr_scheduler.StepLR(made, 2))
-    with pytest.raises(convmesh.CheckpointError, match=r"another dtype: model/0.weight torch.float32 for torch.float64"):
+    with pytest.raises(convmesh.CheckpointError, match=r"another dtype: model/0.weight torch.float32 for"):
         convmesh.load_checkpoint(tmp_path, nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 1, 3)).double())
     with torch.device("meta"), pytest.raises(convmesh.CheckpointError, match=r"model.to_empty\(device=...\) first"):
         convmesh.load_checkpoint(tmp_path, nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 1, 3)))
