@@ -75,6 +75,14 @@ class _EachCase:
         return results
 
 
+def share_of(cases: Sequence[Any], share: float) -> Sequence[Any]:
+    """Some of the cases of a sweep, drawn by a fixed seed; all of them with SWEEP=all."""
+    if share == 1 or SWEEPS_ALL:
+        return cases
+    drawn = random.Random(0).sample(range(len(cases)), math.ceil(len(cases) * share))
+    return [cases[number] for number in sorted(drawn)]
+
+
 class Pool:
     """Gloo processes, started at the first call, and again at the first call after they had to be killed.
 
@@ -150,11 +158,9 @@ class Pool:
         """Run `fn(mesh, case)` for every case in one round trip; for each case return what `run` would.
 
         The first case that fails ends the call, and the error tells which it was. `timeout` is for all cases together.
-        With a `share`, only so many of the cases are run, drawn by a fixed seed, unless SWEEP=all.
+        With a `share`, only that share of the cases is run.
         """
-        if share < 1 and not SWEEPS_ALL:
-            drawn = random.Random(0).sample(range(len(cases)), math.ceil(len(cases) * share))
-            cases = [cases[number] for number in sorted(drawn)]
+        cases = share_of(cases, share)
         by_rank = self.run(_EachCase(fn), list(cases), mesh=mesh, names=names, ranks=ranks, timeout=timeout)
         return [list(results) for results in zip(*by_rank, strict=True)]
 
