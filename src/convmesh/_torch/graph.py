@@ -53,8 +53,8 @@ def in_backward_pass() -> bool:
 def drop_dead_communication() -> Callable[[], None]:
     """Let a compiler drop all dead code of a backward pass; returns what undoes that.
 
-    torch puts what can be computed once more into the backward pass, and then drops the collectives in it that nobody
-    uses, but not what these were made of: one rank would keep an exchange there for which no other rank is ready.
+    torch's partitioner copies recomputable nodes into the backward graph, and then drops unused collectives from it,
+    but not the inputs of these. An exchange among such inputs would run once more on one rank alone.
     """
     before = partitioners.is_not_collective
 

@@ -25,7 +25,6 @@ class LayerTraffic:
     reduction_bytes: int = 0
     gather_bytes: int = 0
     reshard_bytes: int = 0
-    halo_messages: int = 0
     messages: int = 0
     least: int | None = None
 
@@ -67,7 +66,6 @@ def by_layer(trace: Trace) -> list[LayerTraffic]:
     for event in sends(trace):
         row = found.setdefault(event.layer, LayerTraffic(event.layer))
         row.messages += 1
-        row.halo_messages += event.use is Use.HALO
         if event.phase is Phase.FORWARD:
             row.forward_bytes += event.bytes
         else:

@@ -58,7 +58,7 @@ def plan_forward(input: Layout, weight: Layout, bias: Layout | None, *geometry: 
     check_shapes("convolution", named, conv, input, weight, bias)
     rows = forward_rows(len(conv.stride), conv.transposed, conv.groups)
     chosen = choose("convolution", rows, named, fits=_fits(conv, input, weight))
-    # A backward pass that exchanges parts of sizes which are expressions cannot be taken apart from its forward pass.
+    # torch cannot partition forward and backward passes that exchange halos whose sizes are symbolic expressions.
     _torch.need_numbers(*(input.shape[dim] for dim in input.sharded_dims if dim > 1))
     sizes = conv.output_size(input.shape[2:], weight.shape[2:])
     shape = (input.shape[0], conv.output_channels(weight.shape), *sizes)

@@ -108,14 +108,8 @@ class Spread:
     def _groups(self) -> list[dist.ProcessGroup]:
         return groups_along(self.mesh, self.mesh_dims)
 
-    def add_up(self, one: torch.Tensor, other: torch.Tensor) -> Pair:
-        """Two sums over all ranks, in one all-reduce."""
-        if not self.mesh_dims:
-            return one, other
-        return self.start_adding_up(one, other)()
-
     def start_adding_up(self, one: torch.Tensor, other: torch.Tensor) -> Callable[[], Pair]:
-        """The same, to be awaited while something else is done."""
+        """Start one all-reduce of two sums; return the function that waits for them."""
         finish = start_reducing(torch.stack([one, other]), self.mesh, self.mesh_dims)
 
         def both() -> Pair:
